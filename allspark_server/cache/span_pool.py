@@ -1,0 +1,99 @@
+"""Spans by number: free, referenced by sequences, or kept unreferenced because they hold a known prefix."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Callable, Iterable, Optional
+
+
+class SpanPool:
+    """Hands out the spans 0 … num_spans-1 of one model's cache.
+
+    A span is in one of three places: on the free list; referenced by one or more sequences; or unreferenced but *kept*
+    (it holds a prefix that a later request may want). Kept spans are given away again when the free list is empty,
+    the least recently used first.
+    """
+
+    def __init__(self, num_spans: int):
+        if num_spans < 1:
+            raise ValueError(f"num_spans is {num_spans}; a cache needs at least 1 span")
+        self.num_spans = num_spans
+        self._free = list(range(num_spans - 1, -1, -1))  # a stack: low numbers first, recently freed (warm) ones again
+        self._references = [0] * num_spans
+        self._keep: set[int] = set()
+        self._unreferenced: OrderedDict[int, float] = OrderedDict()  # kept span → when it was last used, oldest first
+        self._on_evict: Optional[Callable[[int], None]] = None
+
+    def set_evict_listener(self, listener: Callable[[int], None]) -> None:
+        """`listener(span)` is called when a kept span is about to be reused: its prefix must be forgotten."""
+        self._on_evict = listener
+
+    @property
+    def available(self) -> int:
+        """Spans that `allocate` could give now."""
+        return len(self._free) + len(self._unreferenced)
+
+    @property
+    def used(self) -> int:
+        """Spans that some sequence references."""
+        return self.num_spans - self.available
+
+    @property
+    def kept(self) -> int:
+        """Unreferenced spans that are kept for their prefix."""
+        return len(self._unreferenced)
+
+    def allocate(self, count: int) -> Optional[list[int]]:
+        """`count` spans with one reference each, or None (and nothing changed) if there are not that many."""
+        if count > self.available:
+            return None
+        spans = []
+        for _ in range(count):
+            if not self._free:
+                self._evict(next(iter(self._unreferenced)))
+            span = self._free.pop()
+            self._references[span] = 1
+            spans.append(span)
+        return spans
+
+    def acquire(self, spans: Iterable[int]) -> None:
+        """One more reference on each span; they must be kept or referenced."""
+        for span in spans:
+            if self._references[span] == 0:
+                del self._unreferenced[span]
+            self._references[span] += 1
+
+    def release(self, spans: list[int], now: float) -> None:
+        """One reference less on each span of a sequence, given in order of position.
+
+        The last positions are released first, so that a chain of kept spans is evicted from its end.
+        """
+        for span in reversed(spans):
+            self._references[span] -= 1
+            if self._references[span] == 0:
+                if span in self._keep:
+                    self._unreferenced[span] = now
+                else:
+                    self._free.append(span)
+
+    def keep(self, span: int) -> None:
+        """From now on the span is kept when nobody references it."""
+        self._keep.add(span)
+
+    def evict_older_than(self, time: float) -> int:
+        """Frees the kept spans last used before `time`; returns how many."""
+        count = 0
+        while self._unreferenced:
+            span, used = next(iter(self._unreferenced.items()))
+            if used >= time:
+                break
+            self._evict(span)
+            count += 1
+        return count
+
+    def _evict(self, span: int) -> None:
+        del self._unreferenced[span]
+        self._keep.discard(span)
+        self._free.append(span)
+        if self._on_evict is not None:
+            self._on_evict(span)

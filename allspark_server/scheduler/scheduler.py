@@ -1,0 +1,292 @@
+"""Continuous batching with chunked prefill over a span cache."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Optional
+
+from ..cache import PrefixCache, SpanPool
+from ..runtime.plan import NewSlot, StepPlan, WorkItem
+from .sequence import FinishReason, Sequence, State
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one step may hold. `max_chunk`: rows of one prompt in one step."""
+
+    max_batch: int
+    max_step_tokens: int
+    max_chunk: int
+    span_size: int
+
+
+@dataclass
+class Step:
+    """A planned step: what the executors get, and which sequence each work item is for, in the same order."""
+
+    plan: StepPlan
+    sequences: list[Sequence]
+
+
+@dataclass
+class Outcome:
+    """What a step did for one sequence that sampled; `index` is its row in the step's results."""
+
+    sequence: Sequence
+    token: int
+    index: int
+    finished: Optional[FinishReason]
+
+
+@dataclass
+class Counters:
+    """Totals since the model was started."""
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    generated_tokens: int = 0
+    computed_rows: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class Scheduler:
+    """Waiting and running sequences of one model.
+
+    Order is by priority, then by arrival, everywhere: who is admitted first, whose rows come first in a step, and, last
+    to first, who gives up its spans when the cache is full. So the first sequence always advances, and nobody starves.
+
+    A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
+    way), and one more whenever its output has filled the last.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: SpanPool,
+        prefix_cache: Optional[PrefixCache] = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.limits = limits
+        self.pool = pool
+        self.prefix_cache = prefix_cache
+        self.counters = Counters()
+        self._clock = clock
+        self._arrivals = 0
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; ended sequences are dropped when met
+        self._waiting_count = 0
+        self._running: list[Sequence] = []  # by rank
+        self._free_slots = list(range(limits.max_batch - 1, -1, -1))
+        self._slots_to_free: list[int] = []  # the executors are told with the next plan
+        self._unfit: list[Sequence] = []
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting_count
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running) or self._waiting_count > 0
+
+    def spans_for(self, positions: int) -> int:
+        return -(-positions // self.limits.span_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence into the queue."""
+        sequence.rank = (-sequence.priority, self._arrivals)
+        self._arrivals += 1
+        if self.prefix_cache is not None:
+            sequence.root = self.prefix_cache.root(sequence.salt, sequence.prompt_len)
+        self._enqueue(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a sequence, whatever its state; its spans and its slot are free at once."""
+        if sequence.state is State.WAITING:
+            self._waiting_count -= 1
+            sequence.state = State.ENDED
+        elif sequence.state is State.RUNNING:
+            self._leave(sequence, State.ENDED)
+
+    def plan(self) -> Optional[Step]:
+        """The next step, or None if nothing can be computed. Call `take_unfit` after it."""
+        limits = self.limits
+        budget = limits.max_step_tokens
+        preemptions = self.counters.preemptions
+        step = Step(StepPlan(), [])
+
+        # Single rows first: nobody who is already streaming waits for somebody's long prompt.
+        for sequence in list(self._running):
+            if budget == 0:
+                break
+            if sequence.state is State.RUNNING and len(sequence.tokens) - sequence.computed == 1:
+                if self._has_room(sequence):
+                    self._schedule(step, sequence, 1)
+                    budget -= 1
+        for sequence in self._running:
+            if budget == 0:
+                break
+            remaining = len(sequence.tokens) - sequence.computed
+            if remaining > 1:
+                count = min(remaining, limits.max_chunk, budget)
+                self._schedule(step, sequence, count)
+                budget -= count
+        if self._waiting_count and self.counters.preemptions == preemptions:
+            self._admit(step, budget)
+        if not step.sequences:
+            return None
+        step.plan.free, self._slots_to_free = self._slots_to_free, []
+        return step
+
+    def complete(self, step: Step, tokens: list[int]) -> list[Outcome]:
+        """Takes the tokens that the step sampled, in the order of its sampling work items."""
+        outcomes: list[Outcome] = []
+        counters = self.counters
+        for item, sequence in zip(step.plan.work, step.sequences):
+            sequence.computed = item.start + item.count
+            counters.computed_rows += item.count
+            if self.prefix_cache is not None and sequence.computed // self.limits.span_size > sequence.entered:
+                self._enter_prefix(sequence)
+            if item.sample:
+                token = tokens[len(outcomes)]
+                sequence.tokens.append(token)
+                finished = sequence.stop.check(sequence.tokens, sequence.prompt_len)
+                if finished is not None:
+                    self._leave(sequence, State.ENDED)
+                outcomes.append(Outcome(sequence, token, len(outcomes), finished))
+        counters.generated_tokens += len(outcomes)
+        counters.steps += 1
+        return outcomes
+
+    def take_unfit(self) -> list[Sequence]:
+        """Sequences that ended because the whole cache is too small for one more of their tokens."""
+        unfit, self._unfit = self._unfit, []
+        return unfit
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self._waiting_count += 1
+        heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Takes a running sequence's slot and spans away."""
+        self._running.remove(sequence)
+        self.pool.release(sequence.spans, self._clock())
+        self._slots_to_free.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.lose_cache()
+        sequence.state = state
+
+    def _schedule(self, step: Step, sequence: Sequence, count: int) -> None:
+        tokens, spans, start = sequence.tokens, sequence.spans, sequence.computed
+        item = WorkItem(
+            sequence.slot,
+            start,
+            count,
+            start + count == len(tokens),
+            tokens[sequence.sent_tokens :],
+            spans[sequence.sent_spans :],
+        )
+        sequence.sent_tokens = len(tokens)
+        sequence.sent_spans = len(spans)
+        step.plan.work.append(item)
+        step.sequences.append(sequence)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Sees to it that the next position has a span, at others' cost if need be. False: it had to leave itself."""
+        if sequence.computed < len(sequence.spans) * self.limits.span_size:
+            return True
+        while True:
+            spans = self.pool.allocate(1)
+            if spans is not None:
+                sequence.spans += spans
+                return True
+            victim = self._running[-1]
+            if victim is sequence and len(self._running) == 1:
+                self._leave(sequence, State.ENDED)
+                self._unfit.append(sequence)
+                return False
+            self._leave(victim, State.WAITING)
+            victim.preemptions += 1
+            self.counters.preemptions += 1
+            self._enqueue(victim)
+            if victim is sequence:
+                return False
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """Moves waiting sequences, in order, into free slots, as long as their spans and the budget suffice."""
+        held_back = []
+        while self._waiting and self._free_slots and budget > 0:
+            sequence = heapq.heappop(self._waiting)[1]
+            if sequence.state is not State.WAITING:
+                continue
+            if self._leader_is_computing(sequence):
+                held_back.append(sequence)
+                continue
+            if not self._take_spans(sequence):
+                held_back.append(sequence)
+                break
+            sequence.slot = self._free_slots.pop()
+            sequence.state = State.RUNNING
+            sequence.sent_tokens = len(sequence.tokens)
+            self._waiting_count -= 1
+            bisect.insort(self._running, sequence, key=_rank_of)
+            step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling))
+            count = min(len(sequence.tokens) - sequence.computed, self.limits.max_chunk, budget)
+            self._schedule(step, sequence, count)
+            budget -= count
+        for sequence in held_back:
+            heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+    def _leader_is_computing(self, sequence: Sequence) -> bool:
+        """True while another sample of the same prompt computes spans that this one can then share."""
+        leader = sequence.leader
+        if leader is None or self.prefix_cache is None or leader.state is not State.RUNNING:
+            return False
+        size = self.limits.span_size
+        return leader.computed < (sequence.prompt_len - 1) // size * size
+
+    def _take_spans(self, sequence: Sequence) -> bool:
+        """Shared spans from the prefix cache and new ones for the rest of the history; False if there are too few."""
+        length = len(sequence.tokens)
+        shared: list[int] = []
+        if self.prefix_cache is not None:
+            # At least one row must be computed, or there would be nothing to sample from.
+            full = (length - 1) // self.limits.span_size
+            self.prefix_cache.extend(sequence.keys, sequence.root, sequence.tokens, full)
+            shared = self.prefix_cache.match(sequence.keys[:full])
+            self.pool.acquire(shared)
+        needed = self.spans_for(length) - len(shared)
+        # One span to spare for each running sequence, lest the newcomer be preempted at once.
+        if needed + len(self._running) > self.pool.available:
+            self.pool.release(shared, self._clock())
+            if not self._running:  # the whole cache is not enough
+                sequence.state = State.ENDED
+                self._waiting_count -= 1
+                self._unfit.append(sequence)
+            return False
+        sequence.spans = shared + self.pool.allocate(needed)
+        sequence.entered = len(shared)
+        sequence.computed = len(shared) * self.limits.span_size
+        if sequence.prefix_len is None:
+            sequence.prefix_len = sequence.computed
+            self.counters.prompt_tokens += sequence.prompt_len
+            self.counters.prefix_tokens += sequence.computed
+        return True
+
+    def _enter_prefix(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.limits.span_size
+        self.prefix_cache.extend(sequence.keys, sequence.root, sequence.tokens, full)
+        for index in range(sequence.entered, full):
+            self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
+        sequence.entered = full
+
+
+def _rank_of(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

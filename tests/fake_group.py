@@ -1,0 +1,97 @@
+"""A group without tensors: checks every plan against the contract and returns scripted tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Callable, Optional
+
+import numpy as np
+
+from allspark_server.runtime.plan import StepPlan
+
+
+def next_token(history: list[int], vocab: int = 1000) -> int:
+    """A token that depends on the whole history: a wrong history gives a wrong output."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(history)}i", *history), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % vocab
+
+
+def expected_output(prompt: list[int], count: int, token: Callable[[list[int]], int] = next_token) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class _Slot:
+    history: list[int]
+    spans: list[int] = field(default_factory=list)
+    computed: Optional[int] = None
+
+
+class FakeExecutor:
+    """Follows plans as the native executor does. The "cache" remembers which ids each span's positions hold, so that a
+    wrong or overwritten span is noticed as wrong keys would be.
+    """
+
+    def __init__(
+        self,
+        num_spans: int,
+        span_size: int,
+        max_batch: int,
+        max_step_tokens: int,
+        token: Callable[[list[int]], int] = next_token,
+    ):
+        self.span_size, self.max_batch, self.max_step_tokens = span_size, max_batch, max_step_tokens
+        self.num_spans = num_spans
+        self.token = token
+        self.slots: dict[int, _Slot] = {}
+        self.cache: list[list[Optional[int]]] = [[None] * span_size for _ in range(num_spans)]
+        self.plans: list[StepPlan] = []
+
+    def step(self, data: bytes) -> SimpleNamespace:
+        plan = StepPlan.decode(data)
+        self.plans.append(plan)
+        assert 0 < plan.rows <= self.max_step_tokens
+        for slot in plan.free:
+            del self.slots[slot]
+        for new in plan.new:
+            assert 0 <= new.slot < self.max_batch and new.slot not in self.slots
+            self.slots[new.slot] = _Slot(list(new.history))
+        assert len({item.slot for item in plan.work}) == len(plan.work)
+        tokens = []
+        for item in plan.work:
+            tokens += self._work(item)
+        count = len(tokens)
+        return SimpleNamespace(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array([-t / 1000 for t in tokens], np.float32),
+            top_ids=np.tile(np.arange(20, dtype=np.int32), (count, 1)),
+            top_logprobs=np.tile(-np.arange(20, dtype=np.float32), (count, 1)),
+            logits=None,
+        )
+
+    def _work(self, item) -> list[int]:
+        slot, size = self.slots[item.slot], self.span_size
+        slot.history += item.append
+        slot.spans += item.spans
+        assert all(0 <= span < self.num_spans for span in slot.spans) and len(set(slot.spans)) == len(slot.spans)
+        if slot.computed is None:
+            assert item.start % size == 0, "a prefix hit is full spans"
+        else:
+            assert item.start == slot.computed
+        end = item.start + item.count
+        assert item.count > 0 and end <= len(slot.history) and end <= len(slot.spans) * size
+        for position in range(item.start, end):
+            self.cache[slot.spans[position // size]][position % size] = slot.history[position]
+        slot.computed = end
+        cached = [self.cache[slot.spans[p // size]][p % size] for p in range(end)]
+        assert cached == slot.history[:end], "the cache holds something else than this sequence's ids"
+        if not item.sample:
+            return []
+        assert end == len(slot.history)
+        return [self.token(slot.history)]

@@ -1,0 +1,334 @@
+"""The span pool, the prefix cache, the plan's encoding and the scheduler, without tensors."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+
+from allspark_server.cache import PrefixCache, SpanPool
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
+from fake_group import FakeExecutor, expected_output, next_token
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A scheduler and an executor that share limits."""
+
+    def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, **cache):
+        self.clock = Clock()
+        self.pool = SpanPool(num_spans)
+        self.prefix = PrefixCache(self.pool, span_size, clock=self.clock, **cache) if prefix else None
+        limits = Limits(max_batch, max_step_tokens, max_chunk, span_size)
+        self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
+        self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens)
+        self.finished: dict[Sequence, FinishReason] = {}
+        self.unfit: list[Sequence] = []
+
+    def add(self, prompt, new_tokens=5, generated=(), **fields) -> Sequence:
+        stop = fields.pop("stop", StopRules(len(prompt) + new_tokens))
+        sequence = Sequence([*prompt, *generated], len(prompt), SamplingParams().encode(), stop, **fields)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        step = self.scheduler.plan()
+        self.unfit += self.scheduler.take_unfit()
+        if step is None:
+            return None
+        result = self.executor.step(step.plan.encode())
+        for outcome in self.scheduler.complete(step, result.tokens.tolist()):
+            if outcome.finished:
+                self.finished[outcome.sequence] = outcome.finished
+        return step.plan
+
+    def run(self, limit=10_000) -> int:
+        steps = 0
+        while self.scheduler.has_work:
+            self.step()
+            steps += 1
+            assert steps < limit, "no progress"
+        assert self.pool.used == 0
+        return steps
+
+
+def output(sequence: Sequence) -> list[int]:
+    return sequence.tokens[sequence.prompt_len :]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000) for _ in range(length)]
+
+
+# --- plan ---
+
+
+def test_plan_survives_encoding():
+    params = SamplingParams(
+        False, True, True, 0.5, 7, 0.25, 1.5, -0.5, 2.0, 3, 11, 20, 2**63 - 5, 2, 17, (1, 2), ((3,), (4, 5, 6))
+    )
+    new = [NewSlot(1, [9, 8, 7], params.encode())]
+    plan = StepPlan([3, 1], new, [WorkItem(1, 0, 3, True, [], [5]), WorkItem(2, 8, 1, True, [4], [])])
+    data = plan.encode()
+    assert StepPlan.decode(data) == plan
+    assert SamplingParams.decode(plan.new[0].sampling, 0) == (params, len(plan.new[0].sampling))
+    assert struct.unpack_from("<4i", data) == (0x41535031, 2, 1, 2)
+    assert plan.rows == 4
+
+
+def test_plan_layout_is_the_documented_one():
+    plan = StepPlan([], [], [WorkItem(2, 8, 1, True, [4], [6, 7])])
+    assert struct.unpack("<13i", plan.encode()) == (0x41535031, 0, 0, 1, 2, 8, 1, 1, 1, 2, 4, 6, 7)
+    block = SamplingParams(seed=(5 << 32) | 6, eos=(1,), bad_words=((2, 3),)).encode()
+    assert struct.unpack("<ififfffiiiIIiiii4i", block) == (
+        (1, 1.0, 0, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, 6, 5, 0, 0, 1, 1) + (1, 2, 2, 3)
+    )
+
+
+@pytest.mark.parametrize("damage", [lambda d: d[:-2], lambda d: d + b"\0\0\0\0", lambda d: b"\1" + d[1:], lambda d: b""])
+def test_damaged_plan_is_refused(damage):
+    data = StepPlan([1], [], [WorkItem(0, 0, 1, True, [1], [2])]).encode()
+    with pytest.raises(ValueError):
+        StepPlan.decode(damage(data))
+
+
+# --- cache ---
+
+
+def test_pool_counts_references_and_evicts_the_least_recently_used():
+    pool = SpanPool(3)
+    forgotten = []
+    pool.set_evict_listener(forgotten.append)
+    a, b, c = pool.allocate(3)
+    assert pool.allocate(1) is None and pool.used == 3
+    pool.keep(a)
+    pool.keep(b)
+    pool.acquire([a])
+    pool.release([a], 1.0)
+    assert pool.available == 0  # one reference is left
+    pool.release([b], 2.0)
+    pool.release([a], 3.0)
+    assert (pool.available, pool.kept) == (2, 2)
+    assert pool.allocate(1) == [b] and forgotten == [b]
+    pool.acquire([a])
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
+    with pytest.raises(ValueError):
+        SpanPool(0)
+
+
+def test_prefix_chain_depends_on_ids_salt_and_dynamic_length():
+    cache = PrefixCache(SpanPool(4), 2, dynamic_rope_original=10)
+    assert cache.root("", 5) == cache.root("", 10) != cache.root("x", 5)
+    assert cache.root("", 11) != cache.root("", 12) != cache.root("", 5)
+    plain = PrefixCache(SpanPool(4), 2)
+    assert plain.root("", 11) == plain.root("", 12)
+    one, two, three = [], [], []
+    cache.extend(one, cache.root("", 5), [1, 2, 3, 4, 5], 2)
+    cache.extend(two, cache.root("", 5), [1, 2, 3, 9, 5], 2)
+    cache.extend(three, cache.root("x", 5), [1, 2, 3, 4, 5], 2)
+    assert one[0] == two[0] and one[1] != two[1] and one[0] != three[0]
+
+
+def test_prefix_hit_leaves_one_row_to_compute():
+    rig = Rig()
+    prompt = prompt_of(12)
+    first = rig.add(prompt)
+    rig.run()
+    again = rig.add(prompt)
+    plan = rig.step()
+    assert (first.prefix_len, again.prefix_len) == (0, 8)
+    assert (plan.work[0].start, plan.work[0].count) == (8, 4)
+    rig.run()
+    longer = rig.add(prompt + [1])
+    rig.run()
+    assert longer.prefix_len == 12
+    assert output(again) == output(first) == expected_output(prompt, 5)
+
+
+def test_generated_spans_are_found_again():
+    rig = Rig()
+    prompt = prompt_of(6)
+    first = rig.add(prompt, 9)
+    rig.run()
+    again = rig.add(first.tokens, 3)  # the conversation goes on
+    rig.run()
+    assert again.prefix_len == 12  # positions 0…13 were computed (the last token never was): 3 full spans
+    assert output(again) == expected_output(first.tokens, 3)
+
+
+def test_salt_and_ttl_separate_prefixes():
+    rig = Rig(ttl=10.0)
+    prompt = prompt_of(12)
+    rig.add(prompt, salt="a")
+    rig.run()
+    other = rig.add(prompt, salt="b")
+    same = rig.add(prompt, salt="a")
+    rig.run()
+    assert (other.prefix_len, same.prefix_len) == (0, 8)
+    rig.clock.now = 11.0
+    late = rig.add(prompt, salt="a")
+    rig.run()
+    assert late.prefix_len == 0
+
+
+def test_only_computed_spans_are_entered():
+    rig = Rig(max_chunk=5)
+    prompt = prompt_of(20)
+    sequence = rig.add(prompt)
+    rig.step()
+    assert len(rig.prefix) == 1  # 5 rows: one full span
+    rig.scheduler.cancel(sequence)
+    again = rig.add(prompt)
+    rig.run()
+    assert again.prefix_len == 4
+
+
+# --- scheduling ---
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_outputs_do_not_depend_on_the_batch(chunk, prefix):
+    rig = Rig(max_chunk=chunk, prefix=prefix)
+    sequences = [rig.add(prompt_of(1 + 7 * i % 23, seed=i), 3 + i % 6) for i in range(12)]
+    rig.run()
+    for i, sequence in enumerate(sequences):
+        assert output(sequence) == expected_output(sequence.tokens[: sequence.prompt_len], 3 + i % 6)
+        assert rig.finished[sequence] is FinishReason.LENGTH
+
+
+def test_budget_goes_to_single_rows_first():
+    rig = Rig(max_step_tokens=6, max_batch=3)
+    streaming = [rig.add(prompt_of(2, seed=i), 20) for i in range(2)]
+    rig.step()
+    long = rig.add(prompt_of(30, seed=9))
+    plan = rig.step()
+    assert [item.count for item in plan.work] == [1, 1, 4] and plan.rows == 6
+    assert long.computed == 4
+    rig.run()
+    assert all(output(s) == expected_output(s.tokens[:2], 20) for s in streaming)
+
+
+def test_order_is_priority_then_arrival():
+    rig = Rig(max_batch=1)
+    names = {}
+    for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", -1)):
+        names[rig.add(prompt_of(3), 2, priority=priority)] = name
+    rig.run()
+    assert [names[sequence] for sequence in rig.finished] == ["c", "a", "b", "d"]
+
+
+def test_preemption_recomputes_and_loses_nothing():
+    rig = Rig(num_spans=8, prefix=False)
+    sequences = [rig.add(prompt_of(6, seed=i), 20) for i in range(3)]
+    rig.run()
+    assert rig.scheduler.counters.preemptions > 0
+    assert sequences[0].preemptions == 0  # the first never gives way
+    assert all(output(s) == expected_output(s.tokens[:6], 20) for s in sequences)
+
+
+def test_preemption_takes_the_lowest_priority():
+    rig = Rig(num_spans=8, prefix=False)
+    low = rig.add(prompt_of(6, seed=1), 20, priority=-1)
+    high = rig.add(prompt_of(6, seed=2), 20)
+    rig.run()
+    assert low.preemptions > 0 and high.preemptions == 0
+
+
+def test_too_long_for_the_whole_cache():
+    rig = Rig(num_spans=4, prefix=False)
+    grows = rig.add(prompt_of(10), 20)
+    never = rig.add(prompt_of(17), 20)
+    other = rig.add(prompt_of(5), 2)
+    rig.run()
+    assert rig.unfit == [grows, never]
+    assert grows.tokens == grows.tokens[:10] + expected_output(grows.tokens[:10], 7)
+    assert output(other) == expected_output(other.tokens[:5], 2)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_cancel_frees_everything(after):
+    rig = Rig(max_batch=2, max_chunk=4)
+    sequences = [rig.add(prompt_of(9, seed=i), 20) for i in range(4)]
+    for _ in range(after):
+        rig.step()
+    for sequence in sequences[:3]:
+        rig.scheduler.cancel(sequence)
+        rig.scheduler.cancel(sequence)  # twice is once
+    assert rig.scheduler.waiting + rig.scheduler.running == 1
+    rig.run()
+    assert output(sequences[3]) == expected_output(sequences[3].tokens[:9], 20)
+    assert all(s.state is State.ENDED for s in sequences)
+
+
+def test_stop_rules():
+    prompt = prompt_of(5)
+    words = expected_output(prompt, 10)
+    rig = Rig()
+    eos = rig.add(prompt, stop=StopRules(15, eos=frozenset([words[3]])))
+    word = rig.add(prompt, stop=StopRules(15, stop_words=((words[1], words[3]), tuple(words[4:7]))))
+    length = rig.add(prompt, stop=StopRules(15, eos=frozenset([prompt[0]]), stop_words=((prompt[-1], words[0]),)))
+    rig.run()
+    assert output(eos) == words[:4] and rig.finished[eos] is FinishReason.EOS
+    assert output(word) == words[:7] and rig.finished[word] is FinishReason.STOP_WORD
+    assert output(length) == words and rig.finished[length] is FinishReason.LENGTH
+
+
+def test_resumption_continues_the_same_output():
+    prompt = prompt_of(7)
+    words = expected_output(prompt, 10)
+    rig = Rig()
+    resumed = rig.add(prompt, 10, generated=words[:4])
+    stop = StopRules(17, stop_words=((words[3], words[4]),))  # begins before the resumption, ends after it
+    stopped = rig.add(prompt, generated=words[:4], stop=stop)
+    rig.run()
+    assert resumed.prompt_len == 7 and output(resumed) == words
+    assert output(stopped) == words[:5]
+
+
+def test_samples_of_one_prompt_share_its_spans():
+    rig = Rig(max_batch=4)
+    prompt = prompt_of(21)
+    first = rig.add(prompt)
+    others = [rig.add(prompt, leader=first) for _ in range(3)]
+    rig.run()
+    assert [s.prefix_len for s in others] == [20, 20, 20]
+    rows = rig.scheduler.counters.computed_rows
+    assert rows == 21 + 3 * 1 + 4 * 4
+
+
+def test_random_traffic():
+    rng = random.Random(7)
+    for round in range(30):
+        rig = Rig(
+            num_spans=rng.choice([12, 20, 64]),
+            max_batch=rng.choice([1, 3, 6]),
+            max_step_tokens=rng.choice([8, 20, 64]),
+            max_chunk=rng.choice([1, 5, 64]),
+            prefix=rng.random() < 0.7,
+            ttl=rng.choice([0.5, 100.0]),
+        )
+        live, ended = [], []
+        for _ in range(25):
+            for _ in range(rng.randrange(3)):
+                base = prompt_of(rng.randrange(1, 24), seed=rng.randrange(3))
+                new = rng.randrange(1, 16)
+                live.append((rig.add(base, new, priority=rng.randrange(2)), base, new))
+            if live and rng.random() < 0.15:
+                rig.scheduler.cancel(live.pop(rng.randrange(len(live)))[0])
+            rig.step()
+            rig.clock.now += 0.2
+        rig.run()
+        for sequence, base, new in live:
+            assert output(sequence) == expected_output(base, new), round
+        assert not rig.unfit
