@@ -1,0 +1,21 @@
+"""The thin client of the runtime, and the types of its API.
+
+`ClientEngine` talks gRPC to a server group (and starts one if told no address); `allspark_server.Engine` is the same API
+in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between types
+and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
+"""
+from .config import (ASGenerationConfigBuilder, AsModelConfig, AsModelRuntimeConfigBuilder, GenerateConfig)
+from .engine import AbstractEngine, as_token_ids
+from .errors import AllSparkError, AsStatus
+from .queue import ResultQueue
+from .types import (AsCacheMode, AsEngineStat, AsEvictionStrategy, AsFileInfo, AsMHAPrefill, AsSchedulingStrategy,
+                    GeneratedElements, GenerateRequestStatus, ModelInfo, ModelState, RequestStatInfo, TargetDevice,
+                    TlsConfig, VocabType)
+from .version import __version__
+
+__all__ = [
+    "ASGenerationConfigBuilder", "AbstractEngine", "AllSparkError", "AsCacheMode", "AsEngineStat", "AsEvictionStrategy",
+    "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder", "AsSchedulingStrategy", "AsStatus",
+    "ClientEngine", "GenerateConfig", "GenerateRequestStatus", "GeneratedElements", "ModelInfo", "ModelState",
+    "RequestStatInfo", "ResultQueue", "TargetDevice", "TlsConfig", "VocabType", "__version__", "as_token_ids",
+]

@@ -1,0 +1,429 @@
+"""AsModelConfig and GenerateConfig, their builders, and what of them is not built yet."""
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import nearest_name, not_available
+from .fields import (Checked, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
+                     path_field, str_field, wrong_type)
+from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, TargetDevice, VocabType)
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+
+
+def _compute_unit(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a str such as 'CPU:0'")
+    if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*", value):
+        raise ValueError(f"{name}={value!r} is not a compute unit; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
+    return value
+
+
+def _strings(name: str, value: Any) -> list[str]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+        raise wrong_type(name, value, "a list of str")
+    return list(value)
+
+
+@dataclass(init=False)
+class AsModelConfig(Checked):
+    """What to load and how to run it. Every assignment is checked; `validate` checks what concerns several fields."""
+
+    model_name: str = str_field("")
+    #: a Hugging Face directory, or NAME.asgraph
+    model_path: str = path_field("")
+    #: NAME.asparam; empty for a Hugging Face directory
+    weights_path: str = path_field("")
+    #: "CPU:0"; "CPU:0,1" is two NUMA nodes, "CUDA:0,1" two GPUs
+    compute_unit: str = custom_field(_compute_unit, "CPU:0")
+    #: tokens of prompt and output together
+    engine_max_length: int = int_field(2048, 1, INT32_MAX)
+    #: sequences in a step
+    engine_max_batch: int = int_field(32, 1, 65536)
+    #: tokens in a prompt chunk, no limit on prompts; 0: chosen
+    engine_max_prefill_length: int = int_field(0, 0, INT32_MAX)
+    #: threads a rank; 0: the node's physical cores
+    num_threads: int = int_field(0, 0, 65536)
+    matmul_precision: str = choice_field("highest", ("highest", "high", "medium", "medium_bf16", "medium_fp16"))
+    prefill_mode: AsMHAPrefill = enum_field(AsMHAPrefill, AsMHAPrefill.AsPrefillDefault)
+    cache_mode: AsCacheMode = enum_field(AsCacheMode, AsCacheMode.AsCacheDefault)
+    #: tokens in a span
+    cache_span_size: int = choice_field(32, (16, 32, 64, 128))
+    enable_prefix_cache: bool = bool_field(True)
+    #: seconds an unused prefix stays
+    prefix_cache_ttl: int = int_field(300, 0, INT32_MAX)
+    eviction_strategy: AsEvictionStrategy = enum_field(AsEvictionStrategy, AsEvictionStrategy.MaxLength)
+    scheduling_strategy: AsSchedulingStrategy = enum_field(AsSchedulingStrategy, AsSchedulingStrategy.ContextPriority)
+    #: DashInfer's memory swap threshold; -1: off. Accepted for its scripts' sake
+    swap_threshold: int = int_field(-1, -1, INT64_MAX)
+    #: write .asgraph as text
+    text_graph: bool = bool_field(False)
+    lora_max_rank: int = int_field(64, 1, 65536)
+    lora_max_num: int = int_field(5, 0, 65536)
+    lora_names: list[str] = custom_field(_strings, factory=list)
+    weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
+    #: 0: per output channel; otherwise length of the groups along K
+    weight_group_size: int = choice_field(0, (0, 32, 64, 128, 256, 512))
+    #: bytes per rank for the KV cache; 0: chosen
+    cache_memory: int = int_field(0, 0, INT64_MAX)
+    #: bytes per rank for the prefix cache's second tier; 0: chosen
+    host_cache_memory: int = int_field(0, 0, INT64_MAX)
+    #: for AsCacheDefault
+    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
+    #: token budget of a step; 0: chosen
+    max_step_tokens: int = int_field(0, 0, 1 << 20)
+    #: inter-token latency in ms that the token budget is chosen to hold; 0: none
+    target_token_latency: float = float_field(0.0, 0.0)
+    #: requests that may wait before new ones are refused
+    max_queue: int = int_field(10_000, 0, INT32_MAX)
+    speculation: str = choice_field("off", ("off", "prompt_lookup", "draft"))
+    #: checkpoint for speculation="draft"
+    draft_model: str = path_field("")
+
+    NEUTRAL = {
+        "enable_sparsity_matmul": ((False,), "sparse matrices are not offered"),
+        "cache_span_num_init": ((0,), "the cache is allocated at once"),
+        "cache_span_num_grow": ((0,), "the cache is allocated at once"),
+        "is_lora_cfg": ((False,), "LoRA is configured with lora_max_rank and lora_max_num"),
+    }
+
+    def validate(self) -> "AsModelConfig":
+        """Check what is needed to install the model; returns self, raises ValueError."""
+        if not self.model_name:
+            raise ValueError("model_name is empty; it is the name that other calls use")
+        if not self.model_path:
+            raise ValueError("model_path is empty; give a Hugging Face directory or a .asgraph file")
+        if self.speculation == "draft" and not self.draft_model:
+            raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
+        return self
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The ids of compute_unit."""
+        return [int(i) for i in self.compute_unit.split(":")[1].split(",")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values (enums as names), fit for JSON and TOML; from_dict's inverse."""
+        return {n: v.name if hasattr(v := getattr(self, n), "name") else copy.copy(v) for n in self.field_names()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "AsModelConfig":
+        """A config of these keys; an unknown one is a ValueError with the nearest known name."""
+        if not isinstance(values, dict):
+            raise wrong_type("values", values, "a dict")
+        return cls(**values)
+
+
+def _eos(name: str, value: Any) -> int | list[int]:
+    if isinstance(value, (list, tuple)):
+        return [as_int(f"{name}[{i}]", v, 0, INT32_MAX) for i, v in enumerate(value)]
+    return as_int(name, value, -1, INT32_MAX)
+
+
+def _words(name: str, value: Any) -> list[list[int]]:
+    """A list of non-empty lists of token ids."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)):
+        raise wrong_type(name, value, "a list of lists of token ids")
+    words = []
+    for i, word in enumerate(value):
+        if hasattr(word, "tolist"):
+            word = word.tolist()
+        if not isinstance(word, (list, tuple)):
+            raise wrong_type(f"{name}[{i}]", word, "a list of token ids")
+        if not word:
+            raise ValueError(f"{name}[{i}] is empty; a word needs at least one token id")
+        words.append([as_int(f"{name}[{i}][{j}]", v, 0, INT32_MAX) for j, v in enumerate(word)])
+    return words
+
+
+def _response_format(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "a dict such as {'type': 'json_object'}")
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{name} is not plain JSON: {e}") from None
+    return value
+
+
+def _vocab(name: str, value: Any) -> dict[str, int]:
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        value = {token: i for i, token in enumerate(value)}
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "a dict of token to id, or a list of tokens")
+    return {str(k): as_int(f"{name}[{k!r}]", v, 0, INT32_MAX) for k, v in value.items()}
+
+
+BEAM_SEARCH = "beam search is not offered"
+
+
+@dataclass(init=False)
+class GenerateConfig(Checked):
+    """How one request is generated. Every assignment is checked. None: the engine's or the checkpoint's value."""
+
+    do_sample: bool = bool_field(True)
+    #: None: random
+    seed: int | None = int_field(None, 0, 2**64 - 1)
+    temperature: float = float_field(1.0, 0.0, above=True)
+    #: 0: off
+    top_k: int = int_field(0, 0, INT32_MAX)
+    top_p: float = float_field(1.0, 0.0, 1.0, above=True)
+    repetition_penalty: float = float_field(1.0, 0.0, above=True)
+    presence_penalty: float = float_field(0.0)
+    frequency_penalty: float = float_field(0.0)
+    suppress_repetition_in_generation: bool = bool_field(False)
+    #: 0: off
+    no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
+    #: prompt and output together
+    min_length: int = int_field(0, 0, INT32_MAX)
+    #: prompt and output together; None: the engine's
+    max_length: int | None = int_field(None, 1, INT32_MAX)
+    #: output only; None: as max_length says
+    max_new_tokens: int | None = int_field(None, 1, INT32_MAX)
+    #: False: the end-of-sequence token is ignored
+    early_stopping: bool = bool_field(True)
+    #: an id or a list of ids; -1: there is none; None: the checkpoint's
+    eos_token_id: int | list[int] | None = custom_field(_eos)
+    stop_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    bad_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    logprobs: bool = bool_field(False)
+    top_logprobs: int = int_field(0, 0, 20)
+    lora_name: str = str_field("")
+    response_format: dict[str, Any] | None = custom_field(_response_format)
+    vocab: dict[str, int] | None = custom_field(_vocab)
+    vocab_type: VocabType | None = enum_field(VocabType, None)
+    mm_info: Any = custom_field(lambda name, value: value)
+    uuid: str = str_field("")
+    user_request_id: str = str_field("")
+    #: higher goes first
+    priority: int = int_field(0, -INT32_MAX, INT32_MAX)
+    #: prefix-cache entries are shared only within one salt
+    cache_salt: str = str_field("")
+    #: samples of the prompt
+    n: int = int_field(1, 1, 1024)
+
+    NEUTRAL = {
+        "num_beams": ((1,), BEAM_SEARCH),
+        "num_return_sequences": ((1,), f"{BEAM_SEARCH}; for several samples use n"),
+        "length_penalty": ((1.0, 0.0), BEAM_SEARCH),
+        "input_len": ((0, None), f"it is taken from the prompt, and {BEAM_SEARCH}"),
+        "async": ((False, None), f"requests always are asynchronous, and {BEAM_SEARCH}"),
+    }
+
+    @classmethod
+    def parse(cls, config: "dict | GenerateConfig | ASGenerationConfigBuilder | None") -> "GenerateConfig":
+        """A checked copy of what start_request was given; raises ValueError or TypeError naming the key."""
+        if config is None:
+            return cls()
+        if isinstance(config, ASGenerationConfigBuilder):
+            return config.build()
+        if isinstance(config, GenerateConfig):
+            return copy.deepcopy(config).validate()
+        if isinstance(config, dict):
+            return cls().update(config).validate()
+        raise wrong_type("generate_config", config, "a dict, a GenerateConfig or an ASGenerationConfigBuilder")
+
+    def validate(self) -> "GenerateConfig":
+        """Check what concerns several fields; returns self, raises ValueError."""
+        if self.max_length is not None and self.min_length > self.max_length:
+            raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
+        return self
+
+    def with_seed(self) -> "GenerateConfig":
+        """Self if the seed is set, otherwise a copy with a random one (a client fixes it before it sends)."""
+        if self.seed is not None:
+            return self
+        config = copy.copy(self)
+        config.seed = secrets.randbits(63)
+        return config
+
+
+class AsModelRuntimeConfigBuilder:
+    """Builds an AsModelConfig by chained calls; every call checks its value and returns the builder."""
+
+    #: spellings of DashInfer's configuration files
+    _ALIASES = {"kv_cache_mode": "cache_mode", "kv_cache_span_size": "cache_span_size"}
+
+    def __init__(self) -> None:
+        self._config = AsModelConfig()
+
+    def _set(self, **values: Any) -> "AsModelRuntimeConfigBuilder":
+        self._config.update(values)
+        return self
+
+    def model_name(self, model_name: str) -> "AsModelRuntimeConfigBuilder":
+        """The name that other calls use."""
+        return self._set(model_name=model_name)
+
+    def model_dir(self, model_dir: str, file_name_prefix: str | None = None) -> "AsModelRuntimeConfigBuilder":
+        """A Hugging Face directory, or with a prefix a directory that holds PREFIX.asgraph and PREFIX.asparam."""
+        if file_name_prefix is None:
+            return self._set(model_path=model_dir, weights_path="")
+        return self._set(model_path=os.path.join(model_dir, f"{file_name_prefix}.asgraph"),
+                         weights_path=os.path.join(model_dir, f"{file_name_prefix}.asparam"))
+
+    def model_file_path(self, model_file_name: str, weight_file_path: str = "") -> "AsModelRuntimeConfigBuilder":
+        """The .asgraph and .asparam files, or a Hugging Face directory."""
+        return self._set(model_path=model_file_name, weights_path=weight_file_path)
+
+    def compute_unit(self, target_device: TargetDevice | str, device_id_array: list[int] | None = None,
+                     compute_thread_in_device: int = 0) -> "AsModelRuntimeConfigBuilder":
+        """Device, ids (GPUs, or NUMA nodes; default [0]) and threads per device (0: its physical cores)."""
+        if isinstance(target_device, str):
+            names = {d.name: d for d in TargetDevice}
+            if target_device.upper() not in names:
+                raise ValueError(f"target_device={target_device!r} is not known; allowed: {', '.join(names)}"
+                                 f"{nearest_name(target_device.upper(), names)}")
+            target_device = names[target_device.upper()]
+        if not isinstance(target_device, TargetDevice):
+            raise wrong_type("target_device", target_device, "a TargetDevice or its name")
+        ids = [as_int(f"device_id_array[{i}]", v, 0) for i, v in enumerate(device_id_array or [0])]
+        if target_device is TargetDevice.CPU:
+            ids = ids[:1]   # one process without regard to nodes, as in DashInfer
+        unit = "CUDA" if target_device is TargetDevice.CUDA else "CPU"
+        return self._set(compute_unit=f"{unit}:{','.join(map(str, ids))}", num_threads=compute_thread_in_device)
+
+    def max_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
+        """Tokens of prompt and output together."""
+        return self._set(engine_max_length=length)
+
+    def max_batch(self, batch: int) -> "AsModelRuntimeConfigBuilder":
+        """Sequences in a step."""
+        return self._set(engine_max_batch=batch)
+
+    def max_prefill_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
+        """Tokens in a prompt chunk."""
+        return self._set(engine_max_prefill_length=length)
+
+    def kv_cache_mode(self, cache_mode: AsCacheMode) -> "AsModelRuntimeConfigBuilder":
+        """How keys and values are stored."""
+        return self._set(cache_mode=cache_mode)
+
+    def kv_cache_span_size(self, span_size: int) -> "AsModelRuntimeConfigBuilder":
+        """Tokens in a span: 16, 32, 64 or 128."""
+        return self._set(cache_span_size=span_size)
+
+    def prefill_cache(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
+        """Whether prompts share cached prefixes."""
+        return self._set(enable_prefix_cache=enable)
+
+    def prefix_cache_ttl(self, ttl: int = 300) -> "AsModelRuntimeConfigBuilder":
+        """Seconds that an unused prefix stays."""
+        return self._set(prefix_cache_ttl=ttl)
+
+    def lora_max_rank(self, rank: int) -> "AsModelRuntimeConfigBuilder":
+        """Largest rank of a LoRA adapter."""
+        return self._set(lora_max_rank=rank)
+
+    def lora_max_num(self, num: int) -> "AsModelRuntimeConfigBuilder":
+        """How many LoRA adapters may be loaded at once."""
+        return self._set(lora_max_num=num)
+
+    def from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
+        """Start anew from a dict of AsModelConfig's keys, or of DashInfer's configuration files."""
+        self._config = AsModelConfig()
+        return self.update_from_dict(values)
+
+    def update_from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
+        """Change what `values` names; an unknown key is a ValueError with the nearest known name.
+
+        DashInfer's files spell compute_unit as {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}.
+        """
+        if not isinstance(values, dict):
+            raise wrong_type("values", values, "a dict")
+        for key, value in values.items():
+            if key == "compute_unit" and isinstance(value, dict):
+                parts = {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}
+                for part in value:
+                    if part not in parts:
+                        raise ValueError(f"compute_unit has no key {part!r}{nearest_name(part, parts)}")
+                parts.update(value)
+                self.compute_unit(parts["device_type"], parts["device_ids"], parts["compute_thread_in_device"])
+            else:
+                self._set(**{self._ALIASES.get(key, key): value})
+        return self
+
+    def build(self) -> AsModelConfig:
+        """A config that later calls on this builder do not change."""
+        return copy.deepcopy(self._config)
+
+
+class ASGenerationConfigBuilder:
+    """Builds a GenerateConfig by chained calls: update({...}), or any key by its name, such as top_k(5)."""
+
+    def __init__(self, hf_gen_config: Any = None, seed: int | None = None, eos_token_id: int | list[int] | None = None):
+        """Start from defaults, or from the sampling keys of a Hugging Face generation config (object or dict)."""
+        self._config = GenerateConfig()
+        if hf_gen_config is not None:
+            given = hf_gen_config if isinstance(hf_gen_config, dict) else vars(hf_gen_config)
+            keys = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size",
+                    "eos_token_id")
+            self.update({k: given[k] for k in keys if given.get(k) is not None})
+        self.update({k: v for k, v in (("seed", seed), ("eos_token_id", eos_token_id)) if v is not None})
+
+    def update(self, update_fields: dict[str, Any] | None = None, **more: Any) -> "ASGenerationConfigBuilder":
+        """Change these keys; an unknown one is a ValueError with the nearest known name."""
+        if update_fields is not None and not isinstance(update_fields, (dict, GenerateConfig)):
+            raise wrong_type("update_fields", update_fields, "a dict")
+        self._config.update({**dict(update_fields or {}), **more})
+        return self
+
+    def do_sample(self, flag: bool = True) -> "ASGenerationConfigBuilder":
+        """Draw tokens (True) or take the best (False)."""
+        return self.update({"do_sample": flag})
+
+    def early_stopping(self, flag: bool = True) -> "ASGenerationConfigBuilder":
+        """Whether the end-of-sequence token ends the request."""
+        return self.update({"early_stopping": flag})
+
+    def log_probs(self, enable_logprobs: bool = True, top_logprobs: int = 0) -> "ASGenerationConfigBuilder":
+        """Whether logprobs come with the tokens, and how many alternatives."""
+        return self.update({"logprobs": enable_logprobs, "top_logprobs": top_logprobs})
+
+    def with_mm_info(self, info: Any) -> "ASGenerationConfigBuilder":
+        """Multi-modal input."""
+        return self.update({"mm_info": info})
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_") or key not in GenerateConfig.__dataclass_fields__:
+            raise AttributeError(f"ASGenerationConfigBuilder has no method {key!r}"
+                                 f"{nearest_name(key, GenerateConfig.__dataclass_fields__)}")
+        return lambda value: self.update({key: value})
+
+    def build(self) -> GenerateConfig:
+        """A config that later calls on this builder do not change; raises ValueError if keys contradict each other."""
+        return copy.deepcopy(self._config).validate()
+
+
+def check_available(config: AsModelConfig | GenerateConfig) -> None:
+    """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
+    if isinstance(config, AsModelConfig):
+        if config.compute_unit.startswith("CUDA"):
+            raise not_available(f"compute_unit={config.compute_unit!r}")
+        if config.weight_dtype not in ("auto", "float32", "bfloat16"):
+            raise not_available(f"weight_dtype={config.weight_dtype!r}")
+        if config.weight_group_size:
+            raise not_available(f"weight_group_size={config.weight_group_size}")
+        if config.cache_mode is not AsCacheMode.AsCacheDefault:
+            raise not_available(f"cache_mode=AsCacheMode.{config.cache_mode.name}")
+        if config.speculation != "off":
+            raise not_available(f"speculation={config.speculation!r}")
+        if config.lora_names:
+            raise not_available("lora_names (LoRA)")
+    else:
+        if config.lora_name:
+            raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
+        if config.response_format is not None:
+            raise not_available("response_format (guided output)")
+        if config.mm_info is not None:
+            raise not_available("mm_info (multi-modal input)")

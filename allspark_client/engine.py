@@ -1,0 +1,239 @@
+"""The API that Engine (one process) and ClientEngine (gRPC to a server group) share."""
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any
+
+from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
+from .errors import AsStatus, nearest_name
+from .queue import ResultQueue
+from .request import RequestSpec
+from .tokens import as_token_ids
+from .types import AsEngineStat, AsFileInfo, GenerateRequestStatus, ModelInfo, ModelState
+
+__all__ = ["AbstractEngine", "as_token_ids"]
+
+_INPUTS = ("input_ids", "text", "messages")
+
+
+class AbstractEngine(ABC):
+    """Loads models and generates with them.
+
+    Methods return AsStatus.ALLSPARK_SUCCESS unless said otherwise. Bad arguments raise ValueError or TypeError naming
+    the argument, the value and what is allowed; a refused or failed call raises AllSparkError, whose text starts with
+    its status' name. All methods may be called from any thread. An engine is a context manager that closes itself.
+    """
+
+    # --- models --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def install_model(self, config: AsModelConfig) -> AsStatus:
+        """Load the model that `config` describes, under config.model_name, which must be new to the engine."""
+
+    def build_model_from_config_struct(self, config: AsModelConfig) -> AsStatus:
+        """DashInfer's older name of install_model."""
+        return self.install_model(config)
+
+    @abstractmethod
+    def start_model(self, model_name: str) -> AsStatus:
+        """Let an installed model take requests."""
+
+    @abstractmethod
+    def stop_model(self, model_name: str) -> AsStatus:
+        """Finish the model's live requests as GenerateInterrupted, and take no more."""
+
+    @abstractmethod
+    def release_model(self, model_name: str) -> AsStatus:
+        """Free an installed model; a running one is stopped first."""
+
+    @abstractmethod
+    def list_models(self) -> list[ModelState]:
+        """Name, state, fingerprint and load of each installed model."""
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def start_request(
+        self, model_name: str, inputs: dict[str, Any],
+        generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
+    ) -> tuple[AsStatus, int, ResultQueue]:
+        """Start a request; returns at once with (status, handle, queue), tokens arrive in the queue.
+
+        inputs: {"input_ids": X}, X a DLPack capsule, anything with __dlpack__, a NumPy array or a list of ints, of
+        shape [n] or [1, n]; or {"text": str}; or {"messages": [{"role": …, "content": …}, …]}. With the latter two the
+        engine tokenizes, and elements carry text as well.
+        """
+        spec = RequestSpec(model=_model_name(model_name), config=GenerateConfig.parse(generate_config))
+        if not isinstance(inputs, dict):
+            raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
+        for key in inputs:
+            if key not in _INPUTS:
+                raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}{nearest_name(key, _INPUTS)}")
+        if len(inputs) != 1:
+            raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(inputs) or 'none'}")
+        if "input_ids" in inputs:
+            spec.input_ids = as_token_ids(inputs["input_ids"])
+        elif "text" in inputs:
+            spec.text, spec.want_text = _text(inputs["text"]), True
+        else:
+            spec.messages, spec.want_text = _messages(inputs["messages"]), True
+        return self._start(spec)
+
+    def start_request_ids(
+        self, model_name: str, model: Any, input_ids: Any,
+        generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
+    ) -> tuple[AsStatus, int, ResultQueue]:
+        """As start_request with input_ids. `model` is the loader of DashInfer's signature; it may be None."""
+        return self.start_request(model_name, {"input_ids": input_ids}, generate_config_builder)
+
+    def start_request_text(
+        self, model_name: str, model: Any, input_str: str,
+        generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
+    ) -> tuple[AsStatus, int, ResultQueue]:
+        """Start a request with text, tokenized by the loader `model` (get_tokenizer()), or by the engine if it is None."""
+        text = _text(input_str)
+        if model is None:
+            return self.start_request(model_name, {"text": text}, generate_config_builder)
+        encoded = model.get_tokenizer().encode(text)
+        return self.start_request(model_name, {"input_ids": list(getattr(encoded, "ids", encoded))},
+                                  generate_config_builder)
+
+    @abstractmethod
+    def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
+        """Start a request whose arguments have been checked (but not against the model)."""
+
+    @abstractmethod
+    def stop_request(self, model_name: str, request_handle: int) -> AsStatus:
+        """Cancel: the status becomes GenerateInterrupted; what was generated stays readable. Harmless after the end."""
+
+    @abstractmethod
+    def release_request(self, model_name: str, request_handle: int) -> AsStatus:
+        """Free the request (cancelling it if it is live); the handle is invalid from then on, the queue stays readable."""
+
+    @abstractmethod
+    def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
+        """Block until that request, or with None every request of the model, has ended."""
+
+    def get_no_wait(self, model_name: str, result_queue: ResultQueue) -> list[int]:
+        """The token ids that have arrived since the last call; an empty list if none have."""
+        elements = _queue(result_queue).GetNoWait()
+        return elements.ids_from_generate if elements is not None else []
+
+    def get_wait(self, model_name: str, result_queue: ResultQueue) -> list[int]:
+        """New token ids, waiting for the first; an empty list once the request has ended."""
+        elements = _queue(result_queue).Get()
+        return elements.ids_from_generate if elements is not None else []
+
+    def get_request_status(self, model_name: str, result_queue: ResultQueue) -> GenerateRequestStatus:
+        """As result_queue.GenerateStatus()."""
+        return _queue(result_queue).GenerateStatus()
+
+    # --- information ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
+        """The model's load and counters."""
+
+    @abstractmethod
+    def get_model_info(self, model_name: str) -> ModelInfo:
+        """What the model is, and how it was loaded."""
+
+    @abstractmethod
+    def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
+        """Versions recorded in a serialized model's two files (paths on the engine's machine)."""
+
+    @abstractmethod
+    def get_op_profiling_info(self, model_name: str) -> str:
+        """A table as text: op, count, min, max, mean, sum (milliseconds), % of the total."""
+
+    @abstractmethod
+    def get_rank_id(self) -> int:
+        """Rank of the process that answers: 0."""
+
+    @abstractmethod
+    def get_rank_nums(self) -> int:
+        """Ranks that compute together; 1 for an Engine."""
+
+    @abstractmethod
+    def is_allspark_work_as_service(self) -> bool:
+        """Whether requests are computed by a server group (True for a ClientEngine)."""
+
+    @abstractmethod
+    def get_version_full(self) -> str:
+        """Version of the engine that computes."""
+
+    # --- what is not built yet -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
+        """Load a LoRA adapter. Not available yet."""
+
+    @abstractmethod
+    def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
+        """Unload a LoRA adapter. Not available yet."""
+
+    @abstractmethod
+    def unload_device_mem(self, model_name: str) -> AsStatus:
+        """Free the model's device memory but keep it installed. Not available yet."""
+
+    @abstractmethod
+    def load_device_mem(self, model_name: str) -> AsStatus:
+        """Undo unload_device_mem. Not available yet."""
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent. An Engine stops and frees its models; a client closes its connections."""
+
+    def __enter__(self) -> "AbstractEngine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def check_config(config: Any) -> AsModelConfig:
+    """What install_model was given, checked as far as that needs no model."""
+    if not isinstance(config, AsModelConfig):
+        raise TypeError(f"config must be an AsModelConfig (a builder's build() gives one), not {type(config).__name__}")
+    return config.validate()
+
+
+def check_handle(handle: Any) -> int:
+    """A request handle's type; whether it is known is the engine's to say."""
+    if isinstance(handle, bool) or not isinstance(handle, int):
+        raise TypeError(f"request_handle must be the int that start_request returned, not {type(handle).__name__}")
+    return handle
+
+
+def _model_name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"model_name must be a str, not {type(name).__name__}")
+    return name
+
+
+def _queue(queue: Any) -> ResultQueue:
+    if not isinstance(queue, ResultQueue):
+        raise TypeError(f"result_queue must be the ResultQueue that start_request returned, not {type(queue).__name__}")
+    return queue
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str, not {type(text).__name__}")
+    if not text:
+        raise ValueError("text is empty; a prompt needs at least one token")
+    return text
+
+
+def _messages(messages: Any) -> list[dict[str, str]]:
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"messages must be a list of {{'role': …, 'content': …}}, not {type(messages).__name__}")
+    if not messages:
+        raise ValueError("messages is empty; a chat needs at least one message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"} \
+                or not all(isinstance(v, str) for v in message.values()):
+            raise ValueError(f"messages[{i}] must be a dict of the str 'role' and the str 'content', not {message!r:.80}")
+    return [dict(m) for m in messages]

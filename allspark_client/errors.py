@@ -1,0 +1,69 @@
+"""Status codes, the one exception of the API, and the texts that Engine and ClientEngine share."""
+from __future__ import annotations
+
+import difflib
+from enum import IntEnum
+from typing import Iterable
+
+
+class AsStatus(IntEnum):
+    """What a call came to. Every method returns ALLSPARK_SUCCESS or raises AllSparkError with one of the others."""
+
+    ALLSPARK_SUCCESS = 0
+    ALLSPARK_UNKNOWN_ERROR = 1
+    ALLSPARK_PARAM_ERROR = 2
+    ALLSPARK_IO_ERROR = 3
+    ALLSPARK_MEMORY_ERROR = 4
+    ALLSPARK_RUNTIME_ERROR = 5
+    ALLSPARK_EXCEED_LIMIT_ERROR = 6
+    ALLSPARK_INVALID_CALL_ERROR = 7
+    ALLSPARK_EMPTY_REQUEST = 8
+    ALLSPARK_ILLEGAL_REQUEST_ID = 9
+    ALLSPARK_CACHE_MEMORY_OUT = 10
+    ALLSPARK_REQUEST_DENIED = 11
+    ALLSPARK_LORA_NOT_FOUND = 12
+    ALLSPARK_LORA_ALREADY_LOADED = 13
+    ALLSPARK_LORA_IN_USE = 14
+    ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR = 15
+    ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR = 16
+    ALLSPARK_STREAMING = 17
+
+
+class AllSparkError(RuntimeError):
+    """A refused or failed call or request. `str(error)` starts with the status' name."""
+
+    def __init__(self, status: AsStatus, message: str):
+        self.status = AsStatus(status)
+        self.message = message
+        super().__init__(f"{self.status.name}: {message}")
+
+    def __reduce__(self):
+        return AllSparkError, (self.status, self.message)
+
+
+def not_available(what: str) -> AllSparkError:
+    """The error of a feature that has a name in the API but is not built yet."""
+    return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{what} is not available yet")
+
+
+def closed_engine() -> AllSparkError:
+    """The error of any call on an engine after close()."""
+    return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the engine is closed")
+
+
+def unknown_model(name: str, known: Iterable[str]) -> AllSparkError:
+    """The error of a call that names a model which is not installed; `known` are the installed names."""
+    names = ", ".join(repr(n) for n in sorted(known)) or "none"
+    return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"no model named {name!r} is installed; installed: {names}")
+
+
+def illegal_handle(name: str, handle: int) -> AllSparkError:
+    """The error of a handle that was never given out for this model, or was released."""
+    return AllSparkError(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID,
+                         f"model {name!r} has no request with handle {handle}: it was released, or never started")
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """'; did you mean 'top_k'?' for a misspelt `name`, or an empty string when nothing is near."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

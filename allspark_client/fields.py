@@ -1,0 +1,197 @@
+"""Checked dataclass fields: what AsModelConfig and GenerateConfig are made of.
+
+A field carries its check; every assignment, in the constructor or later, goes through it, so that a wrong value is
+reported where it is written, naming the field, the value and what is allowed.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, field, fields
+from enum import IntEnum
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+from .errors import nearest_name
+
+Check = Callable[[str, Any], Any]
+
+
+def _typed(check: Check, default: Any, optional: bool, factory: Callable[[], Any] | None = None) -> Any:
+    def checked(name: str, value: Any) -> Any:
+        return None if optional and value is None else check(name, value)
+
+    if factory is not None:
+        return field(default_factory=factory, metadata={"check": checked})
+    return field(default=default, metadata={"check": checked})
+
+
+def wrong_type(name: str, value: Any, allowed: str) -> TypeError:
+    """The error for a value of a wrong type."""
+    return TypeError(f"{name} must be {allowed}, not {type(value).__name__} ({value!r:.80})")
+
+
+def as_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
+    """`value` as an int in [low, high]; bool and float are refused."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise wrong_type(name, value, "an int")
+    value = int(value)
+    if (low is not None and value < low) or (high is not None and value > high):
+        allowed = f"{low} to {high}" if low is not None and high is not None else f"at least {low}"
+        raise ValueError(f"{name}={value} is out of range; allowed: {allowed}")
+    return value
+
+
+def bool_field(default: bool) -> Any:
+    """True or False; not 0 or 1, which are more often a misplaced argument."""
+    def check(name: str, value: Any) -> bool:
+        if not isinstance(value, (bool, np.bool_)):
+            raise wrong_type(name, value, "a bool")
+        return bool(value)
+
+    return _typed(check, default, False)
+
+
+def int_field(default: int | None, low: int | None = None, high: int | None = None) -> Any:
+    """An int in [low, high]; a default of None makes None allowed."""
+    return _typed(lambda name, value: as_int(name, value, low, high), default, default is None)
+
+
+def float_field(default: float, low: float = -math.inf, high: float = math.inf, above: bool = False) -> Any:
+    """A finite number in [low, high], or in (low, high] with `above`."""
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise wrong_type(name, value, "a number")
+        value = float(value)
+        if not math.isfinite(value) or value < low or value > high or (above and value == low):
+            lower = f"above {low:g}" if above else f"at least {low:g}" if low != -math.inf else "finite"
+            upper = f" and at most {high:g}" if high != math.inf else ""
+            raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}")
+        return value
+
+    return _typed(check, default, False)
+
+
+def str_field(default: str | None) -> Any:
+    """Any text; a default of None makes None allowed."""
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong_type(name, value, "a str")
+        return value
+
+    return _typed(check, default, default is None)
+
+
+def path_field(default: str) -> Any:
+    """A str or os.PathLike, kept as str."""
+    def check(name: str, value: Any) -> str:
+        if hasattr(value, "__fspath__"):
+            value = value.__fspath__()
+        if not isinstance(value, str):
+            raise wrong_type(name, value, "a path (str or os.PathLike)")
+        return value
+
+    return _typed(check, default, False)
+
+
+def choice_field(default: Any, choices: tuple) -> Any:
+    """One of `choices` (all str, or all int)."""
+    kind = type(choices[0])
+
+    def check(name: str, value: Any) -> Any:
+        value = as_int(name, value) if kind is int else value
+        if not isinstance(value, kind):
+            raise wrong_type(name, value, f"a {kind.__name__}")
+        if value not in choices:
+            hint = nearest_name(value, choices) if kind is str else ""
+            raise ValueError(f"{name}={value!r} is not known; allowed: {', '.join(map(repr, choices))}{hint}")
+        return value
+
+    return _typed(check, default, False)
+
+
+def enum_field(enum: type[IntEnum], default: IntEnum | None) -> Any:
+    """A member of `enum`, its name, or its number; a default of None makes None allowed."""
+    def check(name: str, value: Any) -> IntEnum:
+        if isinstance(value, enum):
+            return value
+        if isinstance(value, str) and value in enum.__members__:
+            return enum[value]
+        allowed = ", ".join(f"{enum.__name__}.{member}" for member in enum.__members__)
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} is not known; allowed: {allowed}{nearest_name(value, enum.__members__)}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type(name, value, f"one of {allowed}")
+        if value not in [int(member) for member in enum]:
+            raise ValueError(f"{name}={value} is not known; allowed: {allowed}")
+        return enum(value)
+
+    return _typed(check, default, default is None)
+
+
+def custom_field(check: Check, default: Any = None, factory: Callable[[], Any] | None = None) -> Any:
+    """A field with its own check(name, value) → value; None is allowed where it is the default."""
+    return _typed(check, default, factory is None and default is None, factory)
+
+
+class Checked:
+    """Base of dataclasses whose fields are made by the functions above (use @dataclass(init=False)).
+
+    Unknown names are refused with the nearest known one, in the constructor, in update() and by assignment.
+    Values are also reachable as items, since DashInfer's configs are dicts.
+    """
+
+    #: keys that are accepted and dropped, at these values only: {name: (allowed values, why others are refused)}
+    NEUTRAL: dict[str, tuple[tuple, str]] = {}
+
+    def __init__(self, *args: Any, **values: Any):
+        known = fields(self)
+        if len(args) > len(known):
+            raise TypeError(f"{type(self).__name__} takes at most {len(known)} positional arguments, got {len(args)}")
+        for f in known:
+            object.__setattr__(self, f.name, f.default if f.default is not MISSING else f.default_factory())
+        for f, value in zip(known, args):
+            if f.name in values:
+                raise TypeError(f"{type(self).__name__} got {f.name} twice")
+            setattr(self, f.name, value)
+        self.update(values)
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        """All names of fields, in order."""
+        return [f.name for f in fields(cls)]
+
+    def update(self, values: dict[str, Any]) -> "Checked":
+        """Assign every item of `values`; returns self."""
+        for name, value in values.items():
+            self[name] = value
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field_ = type(self).__dataclass_fields__.get(name)
+        if field_ is None:
+            raise AttributeError(self._unknown(name))
+        object.__setattr__(self, name, field_.metadata["check"](name, value))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.NEUTRAL:
+            allowed, why = self.NEUTRAL[name]
+            if not any(value is a or (type(value) in (type(a), int, float) and value == a) for a in allowed):
+                raise ValueError(f"{name}={value!r} is not possible: {why}; allowed: {', '.join(map(repr, allowed))}")
+        elif name not in type(self).__dataclass_fields__:
+            raise ValueError(self._unknown(name))
+        else:
+            setattr(self, name, value)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in type(self).__dataclass_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def keys(self) -> Iterator[str]:
+        """Names of the fields; with item access, makes dict(config) work."""
+        return iter(self.field_names())
+
+    def _unknown(self, name: str) -> str:
+        known = self.field_names() + list(self.NEUTRAL)
+        return f"{type(self).__name__} has no key {name!r}{nearest_name(name, known)}"

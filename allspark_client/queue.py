@@ -1,0 +1,163 @@
+"""ResultQueue: where an engine leaves a request's tokens and its caller picks them up. Safe with any number of threads."""
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections import deque
+from typing import AsyncIterator, Iterator
+
+from .errors import AllSparkError
+from .types import GeneratedElements, GenerateRequestStatus
+from .types import RequestStatInfo as StatInfo
+
+
+class ResultQueue:
+    """Tokens and status of one request.
+
+    Whatever has arrived is handed out once, merged into one GeneratedElements (of one sample). After the end, the
+    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._elements: deque[GeneratedElements] = deque()
+        self._status = GenerateRequestStatus.Init
+        self._error: AllSparkError | None = None
+        self._length = 0
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
+        self.stat = StatInfo()
+
+    # --- the consumer's side -------------------------------------------------------------------------------------
+
+    def Get(self, timeout_ms: float | None = None) -> GeneratedElements | None:
+        """All new tokens; blocks until there are some. None: ended and all read, or `timeout_ms` is over."""
+        deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
+        with self._changed:
+            while not self._elements and not self._status.final:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self._changed.wait(left)
+            return self._take()
+
+    def GetWithTimeout(self, timeout_ms: float) -> GeneratedElements | None:
+        """As Get, but waits at most `timeout_ms` milliseconds."""
+        return self.Get(timeout_ms)
+
+    def GetNoWait(self) -> GeneratedElements | None:
+        """What is there now; None if nothing is."""
+        with self._changed:
+            return self._take()
+
+    def GenerateStatus(self) -> GenerateRequestStatus:
+        """Where the request is; tokens may remain to be read when the status is already final."""
+        with self._changed:
+            return self._status
+
+    def GeneratedLength(self) -> int:
+        """Tokens generated so far, read or not, over all samples."""
+        with self._changed:
+            return self._length
+
+    def RequestStatInfo(self) -> StatInfo:
+        """Times and lengths of the request, a copy."""
+        with self._changed:
+            return copy.copy(self.stat)
+
+    def wait_final(self, timeout: float | None = None) -> bool:
+        """Block until the request has ended, at most `timeout` seconds; whether it has."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._status.final, timeout)
+
+    def __iter__(self) -> Iterator[GeneratedElements]:
+        while (elements := self.Get()) is not None:
+            yield elements
+
+    async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                if self._elements or self._status.final:
+                    elements, waiter = self._take(), None
+                else:
+                    elements, waiter = None, (loop, loop.create_future())
+                    self._waiters.append(waiter)
+            if waiter is None:
+                if elements is None:
+                    return
+                yield elements
+                continue
+            try:
+                await waiter[1]
+            finally:
+                with self._changed:
+                    if waiter in self._waiters:   # cancelled before anything came
+                        self._waiters.remove(waiter)
+
+    def _take(self) -> GeneratedElements | None:
+        if not self._elements:
+            if self._error is not None:
+                raise AllSparkError(self._error.status, self._error.message)
+            return None
+        merged = self._elements.popleft()
+        while self._elements and self._elements[0].sample_index == merged.sample_index:
+            merged.extend(self._elements.popleft())
+        return merged
+
+    # --- the engine's side ---------------------------------------------------------------------------------------
+
+    def put(self, elements: GeneratedElements) -> None:
+        """Hand over new tokens. The queue owns `elements` from now on."""
+        with self._changed:
+            if self._status.final:
+                return
+            self._elements.append(elements)
+            self._length += len(elements.ids_from_generate)
+            if self._status < GenerateRequestStatus.Generating:
+                self._status = GenerateRequestStatus.Generating
+            self._wake()
+
+    def set_status(self, status: GenerateRequestStatus) -> None:
+        """Note progress; a final status goes through finish()."""
+        with self._changed:
+            if not self._status.final:
+                self._status = GenerateRequestStatus(status)
+                if self._status.final:
+                    self._wake()
+
+    def update_stat(self, values: dict[str, float]) -> None:
+        """Take over fields of RequestStatInfo."""
+        with self._changed:
+            self.stat.update(values)
+
+    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
+        """End the request; the first call counts, tokens put afterwards are dropped."""
+        with self._changed:
+            if self._status.final:
+                return
+            self._status, self._error = GenerateRequestStatus(status), error
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            try:
+                loop.call_soon_threadsafe(_resolve, future)
+            except RuntimeError:   # that event loop was closed with the iteration unfinished: nobody waits
+                continue
+
+
+def _resolve(future: asyncio.Future) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _seconds(timeout_ms: float) -> float:
+    if isinstance(timeout_ms, bool) or not isinstance(timeout_ms, (int, float)):
+        raise TypeError(f"timeout_ms must be a number of milliseconds, not {type(timeout_ms).__name__}")
+    if timeout_ms < 0:
+        raise ValueError(f"timeout_ms={timeout_ms} is negative")
+    return timeout_ms / 1000.0

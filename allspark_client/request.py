@@ -1,0 +1,27 @@
+"""What a request is, on its way from an API call to the scheduler."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .config import GenerateConfig
+
+
+@dataclass
+class RequestSpec:
+    """One request. Exactly one of `input_ids`, `text` and `messages` is given; rank 0 tokenizes the latter two."""
+
+    model: str
+    input_ids: list[int] | None = None
+    text: str | None = None
+    #: a chat: [{"role": "user", "content": "…"}, …], put through the checkpoint's chat template
+    messages: list[dict[str, str]] | None = None
+    config: GenerateConfig = field(default_factory=GenerateConfig)
+    #: tokens that another group has already produced and the client has: they are not emitted again
+    generated: list[int] = field(default_factory=list)
+    #: deliver newly decodable text with the tokens
+    want_text: bool = False
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens; 0 while the prompt is not tokenized."""
+        return len(self.input_ids) if self.input_ids is not None else 0

@@ -1,0 +1,245 @@
+"""Enums and result types of the public API. Plain data: nothing here talks to an engine."""
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from enum import Enum, IntEnum
+from typing import Any, Iterable
+
+
+class GenerateRequestStatus(IntEnum):
+    """Where a request is. The last three are final."""
+
+    Init = 0                 #: waiting to be scheduled
+    ContextFinished = 1      #: the prompt has been computed
+    Generating = 2
+    GenerateFinished = 3     #: ended by end-of-sequence, a stop word or a length limit
+    GenerateInterrupted = 4  #: stopped by stop_request, stop_model, release or a vanished client
+    InternalError = 5        #: failed; ResultQueue.Get raises why
+
+    @property
+    def final(self) -> bool:
+        """True once nothing more can come."""
+        return self >= GenerateRequestStatus.GenerateFinished
+
+
+class TargetDevice(Enum):
+    """What AsModelRuntimeConfigBuilder.compute_unit places a model on."""
+
+    CUDA = "CUDA"
+    CPU = "CPU"
+    CPU_NUMA = "CPU_NUMA"
+
+
+class AsCacheMode(IntEnum):
+    """How keys and values are stored."""
+
+    AsCacheDefault = 0
+    AsCacheQuantI8 = 1
+    AsCacheQuantU4 = 2
+
+
+class AsMHAPrefill(IntEnum):
+    """DashInfer's choice of prefill kernel; this project has one kernel, and accepts all names."""
+
+    AsPrefillDefault = 0
+    AsPrefillFlashV2 = 10
+    AsPrefillXformer = 20
+
+
+class AsEvictionStrategy(IntEnum):
+    """Which running request gives way when the cache is full."""
+
+    MaxLength = 0
+    Random = 1
+
+
+class AsSchedulingStrategy(IntEnum):
+    """Whether prompts go before running requests or share the step with them."""
+
+    ContextPriority = 0
+    Balance = 1
+
+
+class VocabType(IntEnum):
+    """Tokenizer family of the `vocab` given for guided output."""
+
+    VOCAB_TYPE_WPM = 0
+    VOCAB_TYPE_SPM = 1
+    VOCAB_TYPE_UGM = 2
+    VOCAB_TYPE_BPE = 3
+
+
+@dataclass
+class GeneratedElements:
+    """Tokens of one request (of one sample of it), in the order they were generated.
+
+    All lists that are not empty have one entry a token of `ids_from_generate`.
+    """
+
+    ids_from_generate: list[int] = field(default_factory=list)
+    #: per token the top_logprobs best (id, logprob) pairs, best first; empty unless logprobs=True
+    log_probs_list: list[list[tuple[int, float]]] = field(default_factory=list)
+    #: logprob of each token; empty unless logprobs=True
+    token_logprobs_list: list[float] = field(default_factory=list)
+    #: always empty: DashInfer's hook for embeddings
+    tensors_from_model_inference: list[Any] = field(default_factory=list)
+    #: prompt tokens that came from the prefix cache; on a GPU, and in host memory
+    prefix_cache_len: int = 0
+    prefix_len_gpu: int = 0
+    prefix_len_cpu: int = 0
+    #: which of the n samples of the prompt these tokens belong to
+    sample_index: int = 0
+    #: text that became decodable with these tokens, for requests started with text or messages
+    text: str = ""
+
+    def extend(self, other: "GeneratedElements") -> None:
+        """Append `other`, which follows this one and is of the same sample."""
+        self.ids_from_generate.extend(other.ids_from_generate)
+        self.log_probs_list.extend(other.log_probs_list)
+        self.token_logprobs_list.extend(other.token_logprobs_list)
+        self.tensors_from_model_inference.extend(other.tensors_from_model_inference)
+        self.prefix_cache_len = max(self.prefix_cache_len, other.prefix_cache_len)
+        self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
+        self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)
+        self.text += other.text
+
+
+@dataclass
+class RequestStatInfo:
+    """Times and lengths of one request. Times of day are Unix seconds, durations milliseconds; 0: not yet."""
+
+    arrival_time: float = 0.0
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    time_to_first_token: float = 0.0      #: ms from arrival
+    time_in_queue: float = 0.0            #: ms from arrival to the first step that had it
+    finish_time: float = 0.0              #: ms from arrival to the end
+    context_token_length: int = 0         #: prompt tokens
+    generated_token_length: int = 0
+    context_cached_length: int = 0        #: prompt tokens that came from the prefix cache
+    context_tps: float = 0.0              #: prompt tokens/s
+    generate_tps: float = 0.0             #: generated tokens/s
+
+    def update(self, values: dict[str, float]) -> None:
+        """Take over the known keys of `values`; others are ignored, so that old clients read newer servers."""
+        for f in fields(self):
+            if f.name in values:
+                setattr(self, f.name, int(values[f.name]) if isinstance(f.default, int) else float(values[f.name]))
+
+    def dict(self) -> dict[str, float]:
+        """All fields as a dict."""
+        return asdict(self)
+
+
+@dataclass
+class AsEngineStat:
+    """A model's load and counters, since it was started."""
+
+    model_name: str = ""
+    total_span: int = 0
+    used_span: int = 0
+    free_span: int = 0
+    total_token: int = 0                 #: tokens the KV cache can hold
+    free_token: int = 0
+    pendding_request: int = 0            #: waiting requests (DashInfer's spelling)
+    running_request: int = 0
+    total_prefill_token: int = 0
+    total_generated_token: int = 0
+    generate_token_persec: float = 0.0   #: over the last seconds
+    process_token_persec: float = 0.0    #: prompt and generated tokens
+    token_usage_percentage: float = 0.0  #: 0…100
+    prefix_cache_hit_token: int = 0
+    prefix_cache_miss_token: int = 0
+    prefix_cache_hit_rate: float = 0.0   #: 0…1
+    prefix_cache_miss_rate: float = 0.0  #: 0…1
+    preempted_request: int = 0           #: times a running request gave way
+
+    @property
+    def pending_request(self) -> int:
+        """Waiting requests."""
+        return self.pendding_request
+
+    def dict(self) -> dict[str, str]:
+        """All fields, values as text (as DashInfer gives them)."""
+        return {name: str(value) for name, value in asdict(self).items()}
+
+    def ToString(self) -> str:
+        """One line of 'field: value' pairs."""
+        return ", ".join(f"{name}: {value}" for name, value in self.dict().items())
+
+    @staticmethod
+    def merged(stats: Iterable["AsEngineStat"]) -> "AsEngineStat":
+        """The sum over the members of a pool, with rates computed anew."""
+        stats = list(stats)
+        total = AsEngineStat(model_name=stats[0].model_name)
+        for f in fields(AsEngineStat):
+            if f.name != "model_name":
+                setattr(total, f.name, sum(getattr(s, f.name) for s in stats))
+        used = total.total_token - total.free_token
+        total.token_usage_percentage = 100.0 * used / total.total_token if total.total_token else 0.0
+        seen = total.prefix_cache_hit_token + total.prefix_cache_miss_token
+        total.prefix_cache_hit_rate = total.prefix_cache_hit_token / seen if seen else 0.0
+        total.prefix_cache_miss_rate = total.prefix_cache_miss_token / seen if seen else 0.0
+        return total
+
+
+@dataclass
+class ModelInfo:
+    """An installed model: what get_model_info returns."""
+
+    name: str = ""
+    architecture: str = ""
+    vocab_size: int = 0
+    num_layers: int = 0
+    eos_token_ids: list[int] = field(default_factory=list)
+    max_length: int = 0                 #: engine_max_length: prompt and output together
+    num_spans: int = 0
+    span_size: int = 0
+    max_step_tokens: int = 0
+    max_batch: int = 0
+    weight_bytes: int = 0               #: on rank 0
+    cache_bytes: int = 0                #: on rank 0
+    ranks: int = 1
+    isa: str = ""
+    weight_dtype: str = ""
+    cache_dtype: str = ""
+    model_hash: str = ""
+    tokenizer_dir: str | None = None
+    dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
+
+    def dict(self) -> dict[str, Any]:
+        """All fields as a dict."""
+        return asdict(self)
+
+
+@dataclass
+class ModelState:
+    """One line of list_models: enough for a client to choose a member of a pool, and to resume on it."""
+
+    name: str
+    running: bool
+    fingerprint: str      #: equal only where the same request gives the same bytes
+    load: int = 0         #: waiting and running requests
+
+
+@dataclass
+class AsFileInfo:
+    """Versions recorded in a serialized model, and this engine's."""
+
+    create_version_graph: str = ""
+    create_version_param: str = ""
+    current_version_engine: str = ""
+
+
+@dataclass
+class TlsConfig:
+    """PEM files of one end of a TLS connection.
+
+    A server needs `cert` and `key`; its `ca` makes client certificates mandatory. A client's `ca` replaces the
+    system's roots, its `cert` and `key` are shown to servers that ask; `server_name` is checked instead of the address.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None

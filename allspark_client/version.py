@@ -1,0 +1,3 @@
+"""The version of client and server (one source tree, one number)."""
+
+__version__ = "0.1.0"
