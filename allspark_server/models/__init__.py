@@ -1,0 +1,27 @@
+"""The networks, as op lists: one short file an architecture, the graph they build, and config.json.
+
+Nothing here touches weights or native code; a new architecture is a model file, an entry in `config.ARCHITECTURES` (its
+config.json) and one in `MODELS`.
+"""
+
+from __future__ import annotations
+
+from allspark_server.models.config import ModelConfig, read_config
+from allspark_server.models.graph import Graph
+from allspark_server.models.llama import llama
+from allspark_server.models.qwen2 import qwen2
+from allspark_server.models.qwen3 import qwen3
+
+MODELS = {
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "LlamaForCausalLM": llama,
+}
+
+
+def build_graph(config: ModelConfig) -> Graph:
+    """The op list of a model; the architecture is one of MODELS, which read_config has checked."""
+    return MODELS[config.architecture](config)
+
+
+__all__ = ["MODELS", "Graph", "ModelConfig", "build_graph", "read_config"]

@@ -1,0 +1,240 @@
+"""config.json of a Hugging Face checkpoint, as written by transformers 4 and 5, into a `ModelConfig`.
+
+Nothing is guessed: a field that the architecture needs and the file lacks is an error naming both, as is a feature that
+the model files do not have (a sliding window in use, another activation, quantized weights).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allspark_client.errors import AllSparkError, AsStatus, not_available
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding fields; `original_max` is the context length the scaling starts from (positions)."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a model file needs to know, independent of the file format it was read from."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    rope: RopeConfig = RopeConfig()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture's config.json differs: defaults that transformers' config class has for absent fields."""
+
+    model_type: str
+    kv_heads_required: bool = True
+    head_dim: int | None = None      # None: hidden_size // num_attention_heads
+    has_bias_fields: bool = False    # attention_bias and mlp_bias are read
+
+
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": Architecture("qwen2"),
+    "Qwen3ForCausalLM": Architecture("qwen3", head_dim=128, has_bias_fields=True),
+    "LlamaForCausalLM": Architecture("llama", kv_heads_required=False, has_bias_fields=True),
+}
+
+
+def known_architectures() -> str:
+    return ", ".join(ARCHITECTURES)
+
+
+class Fields:
+    """Typed access to a JSON object; errors name the field and the file."""
+
+    def __init__(self, values: dict[str, Any], path: Path, prefix: str = ""):
+        self.values, self.path, self.prefix = values, path, prefix
+
+    def error(self, name: str, problem: str) -> AllSparkError:
+        return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field {self.prefix + name!r} of {self.path} {problem}")
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """The field as `kind`; `default` when it is absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        right = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not right or (isinstance(value, bool) and kind is not bool):
+            raise self.error(name, f"is {value!r}: expected {kind.__name__}")
+        return kind(value)
+
+    def need(self, name: str, kind: type) -> Any:
+        value = self.get(name, kind)
+        if value is None:
+            raise self.error(name, f"is missing: expected {kind.__name__}")
+        return value
+
+    def need_positive(self, name: str, kind: type = int) -> Any:
+        value = self.need(name, kind)
+        if not value > 0:
+            raise self.error(name, f"is {value!r}: it must be positive")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a missing file, bad JSON or another type is an AllSparkError naming the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read {path}: {error}") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} holds a {type(values).__name__}: expected an object")
+    return values
+
+
+def read_config(directory: str | Path) -> ModelConfig:
+    """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory."""
+    directory = Path(directory)
+    fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+    name, architecture = _architecture(fields)
+    _refuse_unsupported(fields)
+    hidden, heads = fields.need_positive("hidden_size"), fields.need_positive("num_attention_heads")
+    if architecture.kv_heads_required:
+        kv_heads = fields.need_positive("num_key_value_heads")
+    else:
+        kv_heads = fields.get("num_key_value_heads", int, heads)
+    if kv_heads < 1 or heads % kv_heads:
+        raise fields.error("num_key_value_heads", f"is {kv_heads}: it must divide num_attention_heads ({heads})")
+    head_dim = fields.get("head_dim", int, architecture.head_dim)
+    if head_dim is None:
+        if hidden % heads:
+            raise fields.error("hidden_size", f"is {hidden}: without a head_dim it must be a multiple of "
+                                              f"num_attention_heads ({heads})")
+        head_dim = hidden // heads
+    if head_dim < 2 or head_dim % 2:
+        raise fields.error("head_dim", f"is {head_dim}: the rotary embedding needs an even, positive number")
+    max_positions = fields.need_positive("max_position_embeddings")
+    return ModelConfig(
+        architecture=name, hidden_size=hidden, intermediate_size=fields.need_positive("intermediate_size"),
+        num_layers=fields.need_positive("num_hidden_layers"), num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        vocab_size=fields.need_positive("vocab_size"), rms_norm_eps=fields.need_positive("rms_norm_eps", float),
+        max_position_embeddings=max_positions, tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+        attention_bias=architecture.has_bias_fields and fields.get("attention_bias", bool, False),
+        mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
+        eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions))
+
+
+def _architecture(fields: Fields) -> tuple[str, Architecture]:
+    names = fields.get("architectures", list, [])
+    model_type = fields.get("model_type", str)
+    if not names and model_type is None:
+        raise fields.error("architectures", f"is missing: expected one of {known_architectures()}")
+    for name, architecture in ARCHITECTURES.items():
+        if names[:1] == [name] or (not names and model_type == architecture.model_type):
+            return name, architecture
+    found = names[0] if names else model_type
+    raise fields.error("architectures", f"is {found!r}, which is not supported: known architectures are "
+                                        f"{known_architectures()}")
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    activation = fields.get("hidden_act", str, "silu")
+    if activation not in ("silu", "swish"):
+        raise fields.error("hidden_act", f"is {activation!r}: only 'silu' is supported")
+    if fields.get("quantization_config", dict):
+        raise not_available(f"A quantized checkpoint ({fields.path} has a quantization_config)")
+    layers = fields.need_positive("num_hidden_layers")
+    types = fields.get("layer_types", list, [])
+    sliding = sorted({str(kind) for kind in types} - {"full_attention"})
+    if sliding:
+        raise fields.error("layer_types", f"holds {', '.join(sliding)}: only full_attention is supported, "
+                                          "a sliding window is not available yet")
+    uses_window = fields.get("use_sliding_window", bool, False) and fields.get("sliding_window", int) is not None
+    if not types and uses_window and fields.get("max_window_layers", int, layers) < layers:
+        raise fields.error("use_sliding_window", f"is true with sliding_window={fields.values['sliding_window']} from layer "
+                                                 f"{fields.values['max_window_layers']}: a sliding window is not "
+                                                 "available yet")
+
+
+def _rope(fields: Fields, max_positions: int) -> RopeConfig:
+    """Rotary fields: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
+    name = "rope_scaling" if fields.get("rope_scaling", dict) else "rope_parameters"
+    values = fields.get(name, dict, {})
+    if isinstance(values.get("full_attention"), dict):  # transformers 5 may nest by layer type
+        name, values = f"{name}.full_attention", values["full_attention"]
+    rope = Fields(values, fields.path, f"{name}.")
+    kind = rope.get("rope_type", str) or rope.get("type", str, "default")
+    if kind not in ROPE_TYPES:
+        raise rope.error("rope_type", f"is {kind!r}: known types are {', '.join(ROPE_TYPES)}")
+    partial = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0))
+    if partial != 1.0:
+        raise rope.error("partial_rotary_factor", f"is {partial}: only 1.0 is supported")
+    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, RopeConfig.theta))
+    if not theta > 0:
+        raise rope.error("rope_theta", f"is {theta}: it must be positive")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    original = max_positions
+    if kind in ("llama3", "yarn"):
+        original = fields.get("original_max_position_embeddings", int,
+                              rope.get("original_max_position_embeddings", int, max_positions))
+    if kind == "yarn" and rope.get("factor", float) is None:
+        factor = max_positions / original
+    else:
+        factor = rope.need_positive("factor", float)
+    attention_factor = rope.get("attention_factor", float)
+    llama3 = kind == "llama3"
+    return RopeConfig(
+        type=kind, theta=theta, factor=factor, original_max=original,
+        low_freq_factor=rope.need_positive("low_freq_factor", float) if llama3 else 0.0,
+        high_freq_factor=rope.need_positive("high_freq_factor", float) if llama3 else 0.0,
+        attention_factor=attention_factor, beta_fast=rope.get("beta_fast", float) or RopeConfig.beta_fast,
+        beta_slow=rope.get("beta_slow", float) or RopeConfig.beta_slow, mscale=rope.get("mscale", float, 0.0),
+        mscale_all_dim=rope.get("mscale_all_dim", float, 0.0), truncate=rope.get("truncate", bool, True))
+
+
+def _eos_token_ids(fields: Fields, directory: Path) -> tuple[int, ...]:
+    """generation_config.json's ids when it has some, otherwise config.json's: as transformers' generate does."""
+    for path in (directory / "generation_config.json", fields.path):
+        values = read_json(path) if path.exists() else {}
+        found = values.get("eos_token_id")
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"field 'eos_token_id' of {path} is {found!r}: expected token ids")
+        if ids:
+            return tuple(ids)
+    return ()

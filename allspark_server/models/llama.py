@@ -1,0 +1,20 @@
+"""Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.config import ModelConfig
+from allspark_server.models.graph import Graph
+
+
+def llama(config: ModelConfig) -> Graph:
+    bias = config.attention_bias
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=bias))
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn", bias=bias))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
+    return finish(graph, x)

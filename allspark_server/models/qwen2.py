@@ -1,0 +1,19 @@
+"""Qwen1.5, Qwen2 and Qwen2.5: biases on queries, keys and values; grouped-query or multi-head attention."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.config import ModelConfig
+from allspark_server.models.graph import Graph
+
+
+def qwen2(config: ModelConfig) -> Graph:
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=True))
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn"))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
+    return finish(graph, x)

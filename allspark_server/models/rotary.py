@@ -1,0 +1,95 @@
+"""Inverse frequencies of the rotary embedding for each scaling type.
+
+They are computed as transformers does, in float32 with the same order of operations: a last-bit difference in a
+frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers are computed in
+double and rounded, which is within an ulp of any correct float32 power.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from allspark_server.models.config import ModelConfig, RopeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """dim: rotated features of a head; inv_freq: float32 [dim / 2], radians per position; attention_factor multiplies
+    cosines and sines. With `dynamic`, positions beyond original_max use base * (factor * length / original_max -
+    (factor - 1)) ** (dim / (dim - 2)) instead of base, length = max(prompt length, position + 1)."""
+
+    dim: int
+    base: float
+    inv_freq: np.ndarray
+    attention_factor: float = 1.0
+    dynamic: bool = False
+    factor: float = 1.0
+    original_max: int = 0
+
+
+def rotary_of(config: ModelConfig) -> Rotary:
+    """The rotary embedding of a model."""
+    rope, dim = config.rope, config.head_dim
+    if rope.type == "yarn":
+        return Rotary(dim, rope.theta, _yarn(rope, dim), _yarn_attention_factor(rope))
+    inv_freq = np.float32(1) / _powers(rope.theta, dim)
+    if rope.type == "linear":
+        inv_freq = inv_freq / np.float32(rope.factor)
+    elif rope.type == "llama3":
+        inv_freq = _llama3(rope, inv_freq)
+    dynamic = rope.type == "dynamic"
+    return Rotary(dim, rope.theta, inv_freq.astype(np.float32), 1.0, dynamic, rope.factor if dynamic else 1.0,
+                  rope.original_max if dynamic else 0)
+
+
+def _powers(base: float, dim: int) -> np.ndarray:
+    """base ** (0, 2, 4, … / dim), float32 [dim / 2]."""
+    exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
+    return np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated."""
+    f32 = np.float32
+    longest, shortest = rope.original_max / rope.low_freq_factor, rope.original_max / rope.high_freq_factor
+    wavelength = f32(2 * math.pi) / inv_freq
+    scaled = np.where(wavelength > f32(longest), inv_freq / f32(rope.factor), inv_freq)
+    smooth = ((f32(rope.original_max) / wavelength - f32(rope.low_freq_factor))
+              / f32(rope.high_freq_factor - rope.low_freq_factor))
+    between = (f32(1) - smooth) * scaled / f32(rope.factor) + smooth * scaled
+    return np.where((wavelength >= f32(shortest)) & (wavelength <= f32(longest)), between, scaled)
+
+
+def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
+    """NTK by parts: a ramp over the features between plain frequencies and those divided by the factor."""
+    f32 = np.float32
+
+    def feature(rotations: float) -> float:
+        """The feature that makes `rotations` turns within the original context."""
+        return dim * math.log(rope.original_max / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = feature(rope.beta_fast), feature(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # an empty ramp would divide by zero
+    powers = _powers(rope.theta, dim)
+    plain, scaled = f32(1) / powers, f32(1) / (f32(rope.factor) * powers)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - f32(low)) / f32(high - low), f32(0), f32(1))
+    keep = f32(1) - ramp
+    return (scaled * (f32(1) - keep) + plain * keep).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

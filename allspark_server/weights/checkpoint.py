@@ -1,0 +1,221 @@
+"""Finds and opens the files of a model: a Hugging Face directory (safetensors or torch .bin) or .asgraph + .asparam.
+
+Every format is presented as a `Source` of named, whole tensors; which part of each a rank keeps is the loader's affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable, Mapping, Protocol
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.models import Graph, build_graph, read_config
+from allspark_server.models.config import read_json
+from allspark_server.weights.asgraph import PARAM_FORMAT, read_graph
+from allspark_server.weights.safetensors import SafetensorsFile, StoredTensor
+
+logger = logging.getLogger(__name__)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SAMPLE_BYTES, SAMPLES = 64, 16
+
+
+class Source(Protocol):
+    """Named tensors of a model."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def get(self, name: str) -> StoredTensor:
+        """The tensor, as a view; KeyError when there is none."""
+
+    def verify(self, rank: int, world: int) -> None:
+        """Compares checksums, if the format has any; the ranks of a group share the work."""
+
+    def where(self) -> str:
+        """What to call the source in messages."""
+
+
+class SafetensorsSource:
+    """One or many safetensors files of a directory."""
+
+    def __init__(self, location: Path, files: Mapping[str, SafetensorsFile]):
+        """files: for each tensor's name, the file that holds it."""
+        self.location, self.files = location, files
+
+    def names(self) -> Iterable[str]:
+        return self.files.keys()
+
+    def get(self, name: str) -> StoredTensor:
+        return self.files[name].get(name)
+
+    def verify(self, rank: int, world: int) -> None:
+        """Hugging Face checkpoints have no checksums; lengths were compared when the files were opened."""
+
+    def where(self) -> str:
+        return str(self.location)
+
+
+class ParamSource(SafetensorsSource):
+    """An .asparam file: safetensors with a crc32 of every tensor in its metadata."""
+
+    def __init__(self, path: Path):
+        self.file = SafetensorsFile(path)
+        if self.file.metadata.get("format") != PARAM_FORMAT:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                                f"{path} is not an .asparam file: its metadata has format "
+                                f"{self.file.metadata.get('format')!r}, expected {PARAM_FORMAT!r}")
+        super().__init__(path, {name: self.file for name in self.file.names()})
+
+    def verify(self, rank: int, world: int) -> None:
+        names = sorted(self.files)[rank::world]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # crc32 runs without the GIL
+            for name, found in zip(names, pool.map(lambda n: zlib.crc32(self.file.raw(n)), names)):
+                expected = self.file.metadata.get(f"crc32:{name}")
+                if expected != f"{found:08x}":
+                    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                                        f"tensor {name!r} of {self.file.path} is damaged: its crc32 is {found:08x}, "
+                                        f"expected {expected}")
+
+
+class TorchSource:
+    """pytorch_model.bin files, read by torch in its weights-only mode, which runs no code from the file."""
+
+    def __init__(self, location: Path, files: list[Path]):
+        try:
+            import torch
+        except ImportError:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                f"{location} holds torch .bin weights, and torch is not installed: install torch, or "
+                                "convert the checkpoint to safetensors") from None
+        self.location = location
+        self.kinds = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        self.bits = torch.int16
+        self.tensors: dict[str, tuple[object, Path]] = {}
+        for path in files:
+            if not path.exists():
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not exist")
+            try:
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except Exception as error:  # torch raises many types; the file is foreign input
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read weight file {path}: {error}") from error
+            self.tensors.update((name, (tensor, path)) for name, tensor in found.items())
+
+    def names(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def get(self, name: str) -> StoredTensor:
+        tensor, path = self.tensors[name]
+        kind, data = self.kinds.get(tensor.dtype), None
+        if kind is not None:
+            data = tensor.view(self.bits).numpy().view(np.uint16) if kind == "BF16" else tensor.numpy()
+        return StoredTensor(name, kind or str(tensor.dtype), tuple(tensor.shape), data, path)
+
+    def verify(self, rank: int, world: int) -> None:
+        """torch's zip container is checked by torch."""
+
+    def where(self) -> str:
+        return str(self.location)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model's op list and its weights; tokenizer_dir: where tokenizer.json is, None when there is none."""
+
+    graph: Graph
+    source: Source
+    tokenizer_dir: str | None
+
+
+def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
+    """Opens a Hugging Face directory, or an .asgraph file with its .asparam (by default the file beside it).
+
+    Raises AllSparkError naming the file and what is wrong with it.
+    """
+    path = Path(model_path)
+    if path.is_dir():
+        source = open_weights(Path(weights_path) if weights_path else path)
+        return OpenedModel(build_graph(read_config(path)), source, _tokenizer(path))
+    if not path.exists():
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
+                                                        "Face directory or an .asgraph file")
+    graph = read_graph(path)
+    source = ParamSource(Path(weights_path) if weights_path else path.with_suffix(".asparam"))
+    return OpenedModel(graph, source, _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent))
+
+
+def _tokenizer(directory: Path) -> str | None:
+    return str(directory) if (directory / "tokenizer.json").exists() else None
+
+
+def open_weights(path: Path) -> Source:
+    """The weights of a Hugging Face directory, or of one safetensors file."""
+    if path.is_file():
+        return _single(path)
+    if (path / SINGLE).exists():
+        return _single(path / SINGLE)
+    if (path / INDEX).exists():
+        return _indexed(path)
+    if (path / TORCH_SINGLE).exists():
+        return TorchSource(path, [path / TORCH_SINGLE])
+    if (path / TORCH_INDEX).exists():
+        return TorchSource(path, [path / name for name in sorted(set(_weight_map(path / TORCH_INDEX).values()))])
+    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} holds no weights: looked for {SINGLE}, {INDEX}, "
+                                                    f"{TORCH_SINGLE} and {TORCH_INDEX}")
+
+
+def _single(path: Path) -> SafetensorsSource:
+    file = SafetensorsFile(path)
+    return SafetensorsSource(path, {name: file for name in file.names()})
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field 'weight_map' of {path} is missing or empty")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field 'weight_map' of {path} places {tensor!r} in "
+                                                               f"{name!r}: expected a file name")
+    return weight_map
+
+
+def _indexed(directory: Path) -> SafetensorsSource:
+    weight_map = _weight_map(directory / INDEX)
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if not (directory / name).exists()]
+    if missing:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{directory} lacks {len(missing)} of the {len(shards)} weight "
+                                                        f"files that {INDEX} names: {', '.join(missing[:5])}")
+    files = {name: SafetensorsFile(directory / name) for name in shards}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].names():
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"tensor {tensor!r} is not in {directory / name}, where {INDEX} places it")
+    return SafetensorsSource(directory, {tensor: files[name] for tensor, name in weight_map.items()})
+
+
+def model_hash(model: OpenedModel) -> str:
+    """A cheap identity of a model's numbers: config, and of every tensor name, type, shape and sampled bytes.
+
+    Copies of a checkpoint have the same hash, wherever they lie and whichever format they are in.
+    """
+    digest = hashlib.blake2b(repr(model.graph.config).encode(), digest_size=16)
+    for name in sorted({part.tensor for weight in model.graph.weights.values() for part in weight.parts}):
+        tensor = model.source.get(name)
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        if tensor.data is None or tensor.data.size == 0:
+            continue
+        flat = tensor.data.reshape(-1).view(np.uint8)
+        step = max(1, (flat.size - SAMPLE_BYTES) // max(1, SAMPLES - 1))
+        for begin in range(0, max(1, flat.size - SAMPLE_BYTES + 1), step):
+            digest.update(flat[begin:begin + SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()

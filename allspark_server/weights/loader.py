@@ -1,0 +1,105 @@
+"""Fills a rank's native weights, slice by slice, straight from the mapped checkpoint.
+
+The native library takes strided views of the mapping and packs them with all its threads, so nothing of size is copied
+here; only vectors (norms, biases) are converted in Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Callable
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.models.graph import Graph, Part, Weight
+from allspark_server.weights.asgraph import to_float32
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
+    """The checkpoint's tensor of a part, its type and shape checked against what the graph expects."""
+    try:
+        tensor = source.get(part.tensor)
+    except KeyError:
+        hint = ""
+        if part.tensor == "lm_head.weight":
+            hint = " (config.json says that the head is not tied to the embedding: tie_word_embeddings)"
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{source.where()} has no tensor {part.tensor!r}{hint}") from None
+    expected = (part.rows, weight.columns) if weight.is_matrix else (part.rows,)
+    if tensor.shape != expected:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has shape "
+                                                           f"{list(tensor.shape)}: expected {list(expected)}")
+    if tensor.data is None:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has type "
+                                                           f"{tensor.dtype}: expected one of {', '.join(NUMPY_TYPES)}")
+    return tensor
+
+
+def stored_types(graph: Graph, source: Source) -> set[str]:
+    """The types in which the model's matrices are stored; checks every tensor's presence, type and shape."""
+    found = {}
+    for weight in graph.weights.values():
+        for part in weight.parts:
+            found[part.tensor] = (weight.is_matrix, stored_tensor(source, weight, part).dtype)
+    return {dtype for is_matrix, dtype in found.values() if is_matrix}
+
+
+class Loader:
+    """Loads one rank's part of a model into an executor."""
+
+    def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, weight_dtype: str,
+                 progress: Progress | None = None):
+        """weight_dtype: "float32" or "bfloat16", of the matrices. progress: called with (elements done, of how many)."""
+        self.graph, self.source, self.executor = graph, source, executor
+        self.rank, self.world, self.weight_dtype, self.progress = rank, world, weight_dtype, progress
+        self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
+
+    def load(self) -> dict[str, int]:
+        """Fills every weight; returns the executor's id for each weight's name."""
+        return {name: self._matrix(weight) if weight.is_matrix else self._vector(weight)
+                for name, weight in self.graph.weights.items()}
+
+    def _matrix(self, weight: Weight) -> int:
+        first, last = weight.column_range_of(self.rank, self.world)
+        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype)
+        offset = 0
+        for part in weight.parts:
+            tensor = stored_tensor(self.source, weight, part)
+            begin, end = part.range_of(self.rank, self.world)
+            bad = self.executor.fill_matrix(identity, tensor.data[begin:end, first:last], tensor.dtype, offset)
+            if bad:
+                self._warn(tensor, bad)
+            offset += end - begin
+            self._advance((end - begin) * (last - first))
+        return identity
+
+    def _vector(self, weight: Weight) -> int:
+        if weight.values:
+            return self.executor.add_vector(np.asarray(weight.values, np.float32))
+        pieces = []
+        for part in weight.parts:
+            tensor = stored_tensor(self.source, weight, part)
+            begin, end = part.range_of(self.rank, self.world)
+            values = to_float32(tensor.data[begin:end], tensor.dtype)
+            bad = values.size - int(np.isfinite(values).sum())
+            if bad:
+                self._warn(tensor, bad)
+            pieces.append(np.zeros_like(values) if weight.first_rank_only and self.rank > 0 else values)
+            self._advance(end - begin)
+        return self.executor.add_vector(np.concatenate(pieces))
+
+    def _advance(self, elements: int) -> None:
+        self.done += elements
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def _warn(self, tensor: StoredTensor, bad: int) -> None:
+        logger.warning("tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong",
+                       tensor.name, tensor.file, bad)

@@ -1,0 +1,141 @@
+"""safetensors files, read by mapping: tensors are views of the page cache and nothing is copied.
+
+Layout: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterable
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+
+# How each stored type is seen by NumPy, which has no bfloat16.
+NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+              "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor of a checkpoint. data: float32, float16 or (BF16) uint16 of `shape`; None for types that no model file
+    uses. file: where it is stored, for messages."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray | None
+    file: Path
+
+
+def _broken(path: Path, problem: str) -> AllSparkError:
+    return AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} is not a readable safetensors file: {problem}")
+
+
+class SafetensorsFile:
+    """One mapped file. Tensors are views of the mapping, which lives as long as the last of them."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < 8:
+                    raise _broken(self.path, f"it has {size} bytes, the header length alone takes 8")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {self.path} does not exist") from None
+        except OSError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read weight file {self.path}: {error}") from error
+        self.header_bytes, self.metadata, self._entries = self._read_header(size)
+
+    def _read_header(self, size: int) -> tuple[int, dict[str, str], dict[str, dict]]:
+        length = int.from_bytes(self._map[:8], "little")
+        if length > MAX_HEADER_BYTES:
+            raise _broken(self.path, f"its header claims {length} bytes; at most {MAX_HEADER_BYTES} are allowed")
+        if 8 + length > size:
+            raise _broken(self.path, f"truncated: the header takes {8 + length} bytes, the file has {size}")
+        try:
+            header = json.loads(self._map[8:8 + length])
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise _broken(self.path, f"its header is not valid JSON: {error}") from error
+        if not isinstance(header, dict):
+            raise _broken(self.path, f"its header is a JSON {type(header).__name__}, not an object")
+        metadata = header.pop("__metadata__", {})
+        end = 0
+        for name, entry in header.items():
+            end = max(end, self._check_entry(name, entry))
+        if 8 + length + end > size:
+            raise _broken(self.path, f"truncated: its tensors need {8 + length + end} bytes, the file has {size}")
+        return 8 + length, metadata if isinstance(metadata, dict) else {}, header
+
+    def _check_entry(self, name: str, entry: object) -> int:
+        """Checks one tensor's header entry; returns where its data ends."""
+        if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+            raise _broken(self.path, f"the header entry of tensor {name!r} lacks dtype, shape or data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+        if not numbers or not all(isinstance(n, int) and n >= 0 for n in shape + offsets):
+            raise _broken(self.path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
+        if dtype not in ITEM_BYTES:
+            raise _broken(self.path, f"tensor {name!r} has the unknown dtype {dtype!r}")
+        needed = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=object))
+        if offsets[1] - offsets[0] != needed:
+            raise _broken(self.path, f"tensor {name!r} ({dtype}, shape {shape}) needs {needed} bytes, its data_offsets "
+                                     f"{offsets} span {offsets[1] - offsets[0]}")
+        return offsets[1]
+
+    def names(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def get(self, name: str) -> StoredTensor:
+        """The tensor called `name`, as a view; KeyError when the file has none."""
+        entry = self._entries[name]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        data = None
+        if dtype in NUMPY_TYPES:
+            data = np.ndarray(shape, NUMPY_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
+            if not data.flags.aligned:
+                data = data.copy()
+        return StoredTensor(name, dtype, shape, data, self.path)
+
+    def raw(self, name: str) -> memoryview:
+        """The tensor's bytes as stored."""
+        begin, end = self._entries[name]["data_offsets"]
+        return memoryview(self._map)[self.header_bytes + begin:self.header_bytes + end]
+
+
+def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str],
+                      data: Iterable[Iterable[np.ndarray]]) -> None:
+    """Writes a file from (name, dtype, shape) and, in the same order, each tensor's data as contiguous pieces.
+
+    The data is consumed one piece at a time, so a checkpoint need not fit into memory. The file appears under its name
+    only when it is complete.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for name, dtype, shape in tensors:
+        size = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=object))
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # tensors then start on a cache line
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for pieces in data:
+                for piece in pieces:
+                    file.write(memoryview(piece).cast("B"))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {path}: {error}") from error

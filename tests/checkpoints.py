@@ -1,0 +1,187 @@
+"""Tiny random Hugging Face checkpoints with awkward sizes, and what transformers computes from them.
+
+`checkpoint(name)` writes one of CONFIGS once per process, `reference_logits`, `reference_greedy`, `check_logits` and
+`check_greedy` compare against transformers. Weights are scaled so that logits depend on the whole context.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 1031  # prime: divides among no number of ranks
+NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
+LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A checkpoint: architecture family, config.json's fields, stored type, and the size of a shard (None: one file)."""
+
+    family: str
+    fields: dict[str, Any] = field(hash=False)
+    dtype: str = "float32"
+    shard: str | None = None
+
+
+def _rope(kind: str, theta: float = 10000.0, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **more}}
+
+
+def _sizes(hidden: int, heads: int, kv_heads: int, intermediate: int, layers: int = 3, **more: Any) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            "intermediate_size": intermediate, "num_hidden_layers": layers, "vocab_size": VOCAB,
+            "max_position_embeddings": 2048, **more}
+
+
+CONFIGS = {
+    "qwen2-gqa-tied": Spec("qwen2", _sizes(112, 14, 2, 151, tie_word_embeddings=True) | _rope("default", 1e6)),
+    "qwen2-mha": Spec("qwen2", _sizes(72, 6, 6, 197, rms_norm_eps=1e-5)),
+    "qwen2-yarn": Spec("qwen2", _sizes(168, 14, 2, 223, max_position_embeddings=1024) | _rope(
+        "yarn", 1e6, factor=4.0, original_max_position_embeddings=256)),
+    "qwen3-tied": Spec("qwen3", _sizes(72, 14, 2, 151, head_dim=24, tie_word_embeddings=True) | _rope("default", 1e6)),
+    "qwen3-dynamic-bias": Spec("qwen3", _sizes(88, 6, 3, 131, head_dim=20, attention_bias=True,
+                                               max_position_embeddings=128) | _rope("dynamic", 1e4, factor=2.0)),
+    "llama-biases": Spec("llama", _sizes(96, 8, 8, 157, attention_bias=True, mlp_bias=True)),
+    "llama-linear": Spec("llama", _sizes(96, 8, 4, 163) | _rope("linear", 1e4, factor=3.0)),
+    "llama-dynamic": Spec("llama", _sizes(112, 14, 2, 149, max_position_embeddings=200) | _rope(
+        "dynamic", 1e4, factor=4.0)),
+    "llama3": Spec("llama", _sizes(144, 12, 4, 251, tie_word_embeddings=True, max_position_embeddings=4096) | _rope(
+        "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=512)),
+    "llama-yarn-mscale": Spec("llama", _sizes(128, 4, 1, 139, max_position_embeddings=1024) | _rope(
+        "yarn", 1e4, factor=8.0, original_max_position_embeddings=128, mscale=0.7, mscale_all_dim=0.4,
+        beta_fast=24.0, beta_slow=2.0, truncate=False)),
+}
+"""Stored as float32; of the other types there are a few."""
+
+STORED = {
+    "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
+    "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
+    "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
+    "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
+}
+
+PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
+
+_CLASSES = {
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+}
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="allspark-checkpoints-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The directory of a checkpoint of CONFIGS or STORED, written on first use and removed when the process ends."""
+    spec = CONFIGS.get(name) or STORED[name]
+    return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
+
+
+def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
+    """Writes a checkpoint of random weights."""
+    config_class, model_class = _CLASSES[spec.family]
+    fields = {**spec.fields, "eos_token_id": 2, "bos_token_id": 1}
+    model = model_class(config_class(**fields))
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        parameter.copy_(mean + std * torch.randn(parameter.shape, generator=generator))
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                normal(parameter, 0.2, 1.0)
+            elif name.endswith("bias"):
+                normal(parameter, 0.3)
+            elif "embed_tokens" in name:
+                normal(parameter, 0.5)
+            else:
+                normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
+    model = model.to(getattr(torch, spec.dtype))
+    model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
+    return directory
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random token ids."""
+    return np.random.default_rng((seed, length)).integers(3, VOCAB, length).tolist()
+
+
+@functools.lru_cache(maxsize=4)
+def _model(directory: Path, dtype: torch.dtype):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+
+
+def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
+    """transformers' model, with the state that dynamic rotary scaling keeps reset to a fresh model's."""
+    model = _model(Path(directory), dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+@torch.inference_mode()
+def reference_logits(directory: Path, prompt: list[int], dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """Logits after the last token of a prompt: [vocab], float64."""
+    return reference_model(directory, dtype)(torch.tensor([prompt])).logits[0, -1].double().numpy()
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """tokens: what greedy decoding gives; gaps: at each token, how far the two best logits are apart, in the logits'
+    standard deviations."""
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+@torch.inference_mode()
+def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dtype = torch.float64) -> Greedy:
+    """n tokens by greedy decoding in float64, token by token with a cache, ignoring the end-of-sequence token."""
+    model, ids, cache = reference_model(directory, dtype), torch.tensor([prompt]), transformers.DynamicCache()
+    tokens, gaps = [], []
+    for _ in range(n):
+        logits = model(ids, past_key_values=cache, use_cache=True).logits[0, -1].double()
+        best = torch.topk(logits, 2).values
+        tokens.append(int(logits.argmax()))
+        gaps.append(float((best[0] - best[1]) / logits.std()))
+        ids = torch.tensor([tokens[-1:]])
+    return Greedy(tokens, gaps)
+
+
+def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> float:
+    """The largest difference in the logits' standard deviations; AssertionError when it reaches `tolerance`."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == expected.shape
+    worst = float(np.abs(found - expected).max() / expected.std())
+    assert worst < tolerance, f"logits differ by {worst:.2e} of their standard deviation, allowed {tolerance:.0e}"
+    return worst
+
+
+def check_greedy(found: list[int], expected: Greedy) -> int:
+    """How many tokens are equal; AssertionError when they part before float64 has its two best logits nearly tied."""
+    assert len(found) == len(expected.tokens), f"{len(found)} tokens, expected {len(expected.tokens)}"
+    for i, (a, b, gap) in enumerate(zip(found, expected.tokens, expected.gaps)):
+        if gap < NEAR_TIE:
+            return i
+        assert a == b, f"token {i} is {a}, expected {b} (gap to the second best {gap:.1e} standard deviations)"
+    return len(found)
