@@ -1,0 +1,180 @@
+"""One rank of a server group: `mpirun … numactl … python -m allspark_server --ranks N …`.
+
+Rank 0 serves; the others obey it. The launcher (`allspark serve`) writes the command line and supervises; the same
+line typed by hand works, unsupervised.
+"""
+from __future__ import annotations
+
+import os
+import signal
+
+from .runtime.binding import bind_process, die_with_parent
+
+if os.environ.get("ALLSPARK_SUPERVISOR"):
+    die_with_parent(signal.SIGKILL)     # before anything slow: an mpirun that is killed must not leave ranks behind
+
+import argparse
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+
+from .runtime.worker import EXIT_FAILED, Heartbeat, serve
+
+logger = logging.getLogger("allspark_server")
+
+# How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
+# differ by minutes when one node's pages come from a slow disk; dead ranks are noticed by heartbeat long before.
+PEER_TIMEOUT_SECONDS = 900.0
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m allspark_server", description=__doc__.splitlines()[0])
+    p.add_argument("--ranks", type=int, default=0, help="how many ranks the group must have (checked)")
+    p.add_argument("--cpus", default="", help="comma-separated CPUs, one for each compute thread")
+    p.add_argument("--bind-cpus", default="", help="bind the process to these CPUs (where there is no numactl)")
+    p.add_argument("--bind-memory", type=int, default=None, help="bind its memory to this NUMA node")
+    p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    rank0 = p.add_argument_group("rank 0")
+    rank0.add_argument("--address", action="append", default=[],
+                       help=f"host:port or unix:/path to serve on; repeatable (default {DEFAULT_ADDRESS})")
+    rank0.add_argument("--model", action="append", default=[], metavar="DIR|JSON",
+                       help="a checkpoint, or an AsModelConfig as JSON, to load and start; repeatable")
+    rank0.add_argument("--state-file", help="what is installed is kept here, and restored from here")
+    rank0.add_argument("--token-file", help="clients must present the token in this file")
+    rank0.add_argument("--tls-cert", help="PEM certificate of the server")
+    rank0.add_argument("--tls-key", help="PEM key of the server")
+    rank0.add_argument("--tls-ca", help="PEM certificates that sign clients; makes client certificates required")
+    return p
+
+
+def numbers(text: str) -> list[int]:
+    """CPUs of "0,2,4-7", in the order given: thread i is pinned to the i-th."""
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        found.extend(range(int(first), int(last or first) + 1))
+    return found
+
+
+def model_config(text: str):
+    """The AsModelConfig of one --model argument: a JSON object, or a directory named after its last part."""
+    from allspark_client.config import AsModelConfig
+    if text.lstrip().startswith("{"):
+        return AsModelConfig.from_dict(json.loads(text))
+    return AsModelConfig(model_name=Path(text).resolve().name, model_path=str(Path(text).resolve()))
+
+
+class Rank:
+    """This process: its arguments, its place in the group, its line to the supervisor."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        # mpirun says which rank this is before MPI does, so that an early failure already has a name.
+        self.number = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMIX_RANK", "0")))
+        self.expected = arguments.ranks or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+        self.cpus = numbers(arguments.cpus) or None
+        path = os.environ.get("ALLSPARK_SUPERVISOR")
+        self.heartbeat = Heartbeat(path, self.number) if path else None
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        if self.heartbeat:
+            self.heartbeat.start()
+        a = self.arguments
+        if a.bind_cpus or a.bind_memory is not None:
+            bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), a.bind_memory)
+        outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
+        if outside:
+            raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
+        # A rank other than 0 ends when rank 0 says so; rank 0 ends when a signal says so.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, (lambda *_: self.stop.set()) if self.number == 0 else signal.SIG_IGN)
+        if self.expected == 1:
+            from .runtime.group import LocalGroup
+            logger.info("one rank on CPUs %s", a.cpus or "any")
+            self.lead(LocalGroup(self.cpus))
+            return
+        from . import _native
+        from .runtime.group import Member, WindowGroup
+        from .runtime.mpi import join
+        world = join(self.expected, _native.Window.bytes_needed(self.expected))
+        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS)
+        if self.heartbeat:
+            self.heartbeat.watch(window)
+        logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
+        if world.rank == 0:
+            self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
+        else:
+            if self.heartbeat:
+                self.heartbeat.state("ready")
+            serve(Member(world.rank, world.size, window, self.cpus))
+        world.finalize()
+
+    def lead(self, group) -> None:
+        """Rank 0: engine and service, until a signal."""
+        from .engine import Engine
+        from .service import Service
+        a = self.arguments
+        restoring = bool(a.state_file) and os.path.exists(a.state_file)
+        engine = Engine(group=group, state_file=a.state_file)
+        if restoring:
+            engine.restore()            # also what clients have installed since the group was first started
+        else:
+            for text in a.model:
+                config = model_config(text)
+                logger.info("loading %s from %s", config.model_name, config.model_path)
+                engine.install_model(config)
+                engine.start_model(config.model_name)
+        token = Path(a.token_file).read_text().strip() if a.token_file else None
+        service = Service(engine, a.address or [DEFAULT_ADDRESS], token=token, tls=self.tls())
+        service.start()
+        addresses = list(getattr(service, "addresses", None) or a.address or [DEFAULT_ADDRESS])
+        logger.info("serving on %s", ", ".join(addresses))
+        if self.heartbeat:
+            self.heartbeat.state("ready", addresses=addresses)
+        self.stop.wait()
+        logger.info("stopping")
+        service.stop()
+        engine.close()
+        group.close()
+
+    def tls(self) -> dict | None:
+        a = self.arguments
+        if not (a.tls_cert or a.tls_key or a.tls_ca):
+            return None
+        if not (a.tls_cert and a.tls_key):
+            raise ValueError("--tls-cert and --tls-key are needed together")
+        return {"cert": a.tls_cert, "key": a.tls_key, "ca": a.tls_ca}
+
+    def fail(self, message: str, fatal: bool = False) -> None:
+        """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait
+        for the other ranks."""
+        logger.error("%s", message)
+        if self.heartbeat:
+            self.heartbeat.state("failed", error=message, fatal=fatal)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+
+
+def main() -> None:
+    arguments = parser().parse_args()
+    rank = Rank(arguments)
+    logging.basicConfig(level=arguments.log_level.upper(), stream=sys.stderr,
+                        format=f"%(asctime)s rank {rank.number} %(levelname)s %(name)s: %(message)s")
+    try:
+        rank.run()
+    except Exception as error:      # whatever it was, the other ranks and the supervisor must hear of it
+        logger.debug("rank %d failed", rank.number, exc_info=True)
+        # Errors of a start (a bad checkpoint, a port in use, a mixed MPI) would only repeat.
+        name = "" if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__}: "
+        rank.fail(f"rank {rank.number}: {name}{error}", fatal=True)
+
+
+if __name__ == "__main__":
+    main()

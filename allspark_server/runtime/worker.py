@@ -1,0 +1,113 @@
+"""What a rank other than 0 does: obey the commands that rank 0 publishes in the window; and the heartbeat that every
+rank sends to the supervisor."""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+from typing import Callable
+
+from allspark_client.config import AsModelConfig
+
+from .group import Answer, Command, Member, unpack_step
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 3             # the group cannot go on; a supervisor starts it again
+EXIT_SUPERVISOR_LOST = 4
+HEARTBEAT_SECONDS = 1.0
+WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals again; waiting uses no CPU
+
+
+def serve(member: Member) -> None:
+    """Obey until rank 0 closes the group. Raises RuntimeError if the group was aborted, or a step failed here (which
+    aborts it)."""
+    window = member.window
+    while True:
+        command = window.wait_command(WAIT_SECONDS)
+        if command is None:
+            continue
+        kind, payload = command
+        if kind == Command.STEP:
+            name, plan = unpack_step(payload)
+            try:
+                member.step(name, plan)
+            except Exception as error:
+                window.abort(f"rank {member.rank}: {error}")
+                raise RuntimeError(f"rank {member.rank}: step of {name!r}: {error}") from error
+        elif kind == Command.LOAD:
+            config = AsModelConfig.from_dict(json.loads(payload))
+            _answer(member, lambda: member.load(config))
+        elif kind == Command.ALLOCATE:
+            request = json.loads(payload)
+            _answer(member, lambda: member.allocate(request["name"], request["num_spans"]) and 0)
+        elif kind == Command.UNLOAD:
+            member.unload(payload.decode())
+        elif kind == Command.CLOSE:
+            member.close()
+            return
+        else:
+            raise RuntimeError(f"rank {member.rank}: unknown command {kind}")
+
+
+def _answer(member: Member, work: Callable[[], int]) -> None:
+    try:
+        answer = Answer(value=work())
+    except Exception as error:          # rank 0 reports it; this rank goes on
+        logger.debug("rank %d", member.rank, exc_info=True)
+        answer = Answer.of_exception(error)
+    member.window.gather(answer.encode())
+
+
+class Heartbeat:
+    """Sends the supervisor a datagram each second, from a thread; ends the process when the supervisor is gone, or
+    the group was aborted.
+
+    path: the supervisor's Unix datagram socket. Every message is a JSON object {"rank", "pid", "state", …}.
+    """
+
+    def __init__(self, path: str, rank: int):
+        self._rank, self._state = rank, "starting"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.connect(path)
+        self._socket.setblocking(False)
+        self._aborted: Callable[[], str | None] = lambda: None
+        self._beat: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self.send()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def watch(self, window) -> None:
+        """From now on also count in the window, and end the process if the window says that the group was aborted."""
+        self._aborted, self._beat = window.aborted, window.beat
+
+    def state(self, state: str, **details) -> None:
+        """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
+        fatal=True if starting again would not help)."""
+        self._state = state
+        self.send(**details)
+
+    def send(self, **details) -> None:
+        message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
+        try:
+            self._socket.send(json.dumps(message).encode())
+        except BlockingIOError:
+            logger.debug("the supervisor is slow to read heartbeats")
+        except OSError as error:
+            logger.error("the supervisor is gone (%s): rank %d ends", error, self._rank)
+            os._exit(EXIT_SUPERVISOR_LOST)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(HEARTBEAT_SECONDS):
+            self._beat()
+            message = self._aborted()
+            if message:
+                pause.wait(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
+                logger.error("the group was aborted: %s", message)
+                self.send(error=message)
+                os._exit(EXIT_FAILED)
+            self.send()

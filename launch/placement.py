@@ -1,0 +1,114 @@
+"""Where each rank goes: its node, its physical cores, and the node its memory comes from."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .topology import Core, Node, Topology, format_list
+
+# With this many cores, rank 0 leaves one to the service's Python threads: otherwise they would preempt a compute
+# thread, and every step waits for its slowest thread.
+SERVICE_CORE_FROM = 16
+
+
+@dataclass(frozen=True)
+class RankPlacement:
+    """One rank. `cpus`: one per compute thread. `bound_cpus`: where the process as a whole may run."""
+    rank: int
+    node: int
+    cpus: tuple[int, ...]
+    bound_cpus: tuple[int, ...]
+    memory_node: int | None     # None: leave the memory policy alone
+    whole_node: bool            # the rank has its node's CPUs to itself
+
+
+@dataclass
+class Placement:
+    """All ranks. `oversubscribed`: a core is shared by ranks (or a cgroup quota is below the cores used), so no wait
+    may spin."""
+    ranks: list[RankPlacement]
+    oversubscribed: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[int]:
+        return sorted({r.node for r in self.ranks})
+
+
+def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cpus_per_rank: int = 0,
+          use_siblings: bool = False) -> Placement:
+    """Place `ranks` ranks on `nodes`.
+
+    ranks: 0 is one per node. nodes: node ids; None is every node with cores and memory. cpus_per_rank: compute
+    threads of each rank; 0 is every physical core of its share. use_siblings: threads may also sit on the second
+    hardware thread of a core.
+    Raises ValueError naming the argument if a node does not exist or has no usable core, or if a rank's share has
+    fewer cores than cpus_per_rank.
+    """
+    if ranks < 0:
+        raise ValueError(f"ranks is {ranks}; it must be at least 1 (0: one per NUMA node)")
+    if cpus_per_rank < 0:
+        raise ValueError(f"cpus_per_rank is {cpus_per_rank}; it must be at least 1 (0: every core of the share)")
+    if nodes is not None and len(set(nodes)) != len(nodes):
+        raise ValueError(f"numa_nodes {nodes} names a node twice; ask for more ranks with ranks={len(nodes)} instead")
+    chosen = [topology.node(n) for n in (topology.default_nodes if nodes is None else nodes)]
+    for node in chosen:
+        if not node.cores:
+            usable = format_list(n.id for n in topology.nodes if n.cores)
+            raise ValueError(f"NUMA node {node.id} has no CPU that this process may use; nodes with CPUs: {usable}")
+    if not chosen:
+        raise ValueError("this process may use no CPU at all")
+    ranks = ranks or len(chosen)
+    result = Placement([])
+    share = _ranks_per_node(chosen[:ranks], ranks)
+    rank = 0
+    for node, count in zip(chosen[:ranks], share):
+        if not node.has_memory:
+            near = topology.memory_node(node)
+            result.warnings.append(f"NUMA node {node.id} has no memory that this process may use; "
+                                   f"its ranks take theirs from node {near.id}")
+        for part in range(count):
+            result.ranks.append(_place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings))
+            rank += 1
+    threads = sum(len(r.cpus) for r in result.ranks)
+    if 0 < topology.cpu_quota < threads:
+        result.oversubscribed = True
+        result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs but the ranks have {threads} threads; "
+                               "waiting threads will sleep at once instead of spinning")
+    return result
+
+
+def _ranks_per_node(nodes: list[Node], ranks: int) -> list[int]:
+    """One rank for each node, the rest one by one where most cores are left for each rank."""
+    counts = [1] * len(nodes)
+    for _ in range(ranks - len(nodes)):
+        roomiest = max(range(len(nodes)), key=lambda i: (len(nodes[i].cores) / (counts[i] + 1), -i))
+        counts[roomiest] += 1
+    return counts
+
+
+def _place_rank(topology: Topology, result: Placement, node: Node, rank: int, part: int, count: int,
+                cpus_per_rank: int, use_siblings: bool) -> RankPlacement:
+    cores: list[Core] = node.cores
+    if count <= len(cores):
+        mine = cores[part * len(cores) // count:(part + 1) * len(cores) // count]
+    else:                                                   # more ranks than cores: they take turns on one
+        mine = [cores[part % len(cores)]]
+        if not result.oversubscribed:
+            result.oversubscribed = True
+            result.warnings.append(f"{count} ranks share the {len(cores)} usable core(s) of NUMA node {node.id}; "
+                                   "waiting threads will sleep at once instead of spinning")
+    # All first hardware threads come before any second one, so that fewer threads than CPUs use whole cores.
+    width = max(len(c.cpus) for c in mine) if use_siblings else 1
+    threads = [c.cpus[i] for i in range(width) for c in mine if i < len(c.cpus)]
+    if cpus_per_rank > len(threads):
+        kind = "hardware threads" if use_siblings else "physical cores"
+        raise ValueError(f"cpus_per_rank is {cpus_per_rank}, but rank {rank}'s share of NUMA node {node.id} "
+                         f"({count} rank(s) on {len(cores)} usable core(s)) has {len(threads)} {kind}")
+    if cpus_per_rank:
+        threads = threads[:cpus_per_rank]
+    elif rank == 0 and len(mine) >= SERVICE_CORE_FROM:
+        threads = threads[:-1]
+    bound = sorted(c for core in mine for c in core.cpus)
+    whole = count == 1 and node.whole
+    memory = topology.memory_node(node)
+    return RankPlacement(rank, node.id, tuple(threads), tuple(bound), memory.id if memory.has_memory else None, whole)

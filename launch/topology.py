@@ -1,0 +1,211 @@
+"""What this machine has, read from sysfs: NUMA nodes, cores, sibling threads, memory, and what of it this process
+may use.
+
+Every path is read below `root`, so that tests can fabricate machines. Nothing here needs a library or a privilege,
+and a kernel without NUMA support is a machine with one node.
+"""
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def parse_list(text: str) -> list[int]:
+    """The kernel's list format ("0-3,8,10-11") as sorted integers; "" gives []."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if not part:
+            continue
+        first, _, last = part.partition("-")
+        try:
+            found.update(range(int(first), int(last or first) + 1))
+        except ValueError:
+            raise ValueError(f"{text.strip()!r} is not a list of numbers such as 0-3,8") from None
+    return sorted(found)
+
+
+def format_list(numbers) -> str:
+    """Inverse of `parse_list`: [0, 1, 2, 3, 8] gives "0-3,8"."""
+    ranges: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if ranges and n == ranges[-1][1] + 1:
+            ranges[-1][1] = n
+        else:
+            ranges.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core: its usable logical CPUs in ascending order (more than one with SMT)."""
+    package: int
+    core_id: int
+    cpus: tuple[int, ...]
+
+
+@dataclass
+class Node:
+    """A NUMA node. `cpus` are all its online CPUs, `cores` only what this process may use; memory in bytes."""
+    id: int
+    cpus: list[int] = field(default_factory=list)
+    cores: list[Core] = field(default_factory=list)
+    memory_total: int = 0
+    memory_free: int = 0
+    memory_allowed: bool = True
+    distances: dict[int, int] = field(default_factory=dict)     # node id -> distance, 10 is local
+
+    @property
+    def usable_cpus(self) -> list[int]:
+        return sorted(c for core in self.cores for c in core.cpus)
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory_total > 0 and self.memory_allowed
+
+    @property
+    def whole(self) -> bool:
+        """Whether this process may use every online CPU of the node."""
+        return self.usable_cpus == sorted(self.cpus)
+
+
+@dataclass
+class Topology:
+    """The machine as this process sees it. `cpu_quota` is the cgroup's limit in CPUs, 0.0 if there is none."""
+    nodes: list[Node]
+    allowed_cpus: list[int]
+    offline_cpus: list[int]
+    cpu_quota: float = 0.0
+    memory_limit: int = 0
+
+    def node(self, node_id: int) -> Node:
+        for node in self.nodes:
+            if node.id == node_id:
+                return node
+        raise ValueError(f"this machine has no NUMA node {node_id}; it has {format_list(n.id for n in self.nodes)}")
+
+    def memory_node(self, node: Node) -> Node:
+        """The node whose memory serves `node`: itself, or the nearest with memory if it has none."""
+        if node.has_memory:
+            return node
+        others = [n for n in self.nodes if n.has_memory]
+        return min(others, key=lambda n: (node.distances.get(n.id, 255), n.id)) if others else node
+
+    @property
+    def default_nodes(self) -> list[int]:
+        """Nodes with both usable cores and memory: one rank each unless asked otherwise."""
+        both = [n.id for n in self.nodes if n.cores and n.has_memory]
+        return both or [n.id for n in self.nodes if n.cores]
+
+    def to_dict(self) -> dict:
+        return {
+            "nodes": [{"id": n.id, "cpus": format_list(n.cpus), "usable_cpus": format_list(n.usable_cpus),
+                       "cores": [list(c.cpus) for c in n.cores], "memory_total": n.memory_total,
+                       "memory_free": n.memory_free, "memory_allowed": n.memory_allowed,
+                       "distances": {str(k): v for k, v in n.distances.items()}} for n in self.nodes],
+            "allowed_cpus": format_list(self.allowed_cpus), "offline_cpus": format_list(self.offline_cpus),
+            "cpu_quota": self.cpu_quota, "memory_limit": self.memory_limit,
+        }
+
+
+def _text(path: Path, default: str = "") -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return default
+
+
+def _number(path: Path, default: int) -> int:
+    text = _text(path)
+    return int(text) if re.fullmatch(r"-?\d+", text) else default
+
+
+def _meminfo(path: Path) -> tuple[int, int]:
+    """(total, free + reclaimable file pages) in bytes of a node's meminfo; (0, 0) if there is none."""
+    values = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"([\w()]+):\s+(\d+)\s*kB", _text(path))}
+    return values.get("MemTotal", 0), values.get("MemFree", 0) + values.get("Inactive(file)", 0)
+
+
+def _status_list(root: Path, key: str) -> list[int] | None:
+    match = re.search(rf"^{key}:\s*(\S*)$", _text(root / "proc/self/status"), re.M)
+    return parse_list(match[1]) if match else None
+
+
+def _cgroup_limits(root: Path) -> tuple[float, int]:
+    """(CPUs, bytes) that the cgroups of this process allow, 0 where there is no limit; both cgroup versions."""
+    base = root / "sys/fs/cgroup"
+    quota, memory = 0.0, 0
+    own = re.search(r"^0::(/.*)$", _text(root / "proc/self/cgroup"), re.M)
+    folder = base / own[1].strip("/") if own else base
+    while True:                                             # a parent's limit holds as well
+        words = _text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            cpus = int(words[0]) / int(words[1])
+            quota = min(quota, cpus) if quota else cpus
+        limit = _number(folder / "memory.max", 0)
+        if limit:
+            memory = min(memory, limit) if memory else limit
+        if folder == base or base not in folder.parents:
+            break
+        folder = folder.parent
+    period = _number(base / "cpu/cpu.cfs_period_us", 0)
+    runtime = _number(base / "cpu/cpu.cfs_quota_us", -1)
+    if period and runtime > 0:
+        quota = min(quota or math.inf, runtime / period)
+    limit = _number(base / "memory/memory.limit_in_bytes", 0)
+    if 0 < limit < 1 << 60:                                 # version 1 says "no limit" with a huge number
+        memory = min(memory or limit, limit)
+    return quota, memory
+
+
+def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = None) -> Topology:
+    """Read the machine below `root`.
+
+    affinity: CPUs this process may use; None takes the scheduler's answer (for another root, Cpus_allowed_list of its
+    proc/self/status, or all online CPUs).
+    """
+    root = Path(root)
+    cpu_dir, node_dir = root / "sys/devices/system/cpu", root / "sys/devices/system/node"
+    present = parse_list(_text(cpu_dir / "present")) or list(range(os.cpu_count() or 1))
+    online = parse_list(_text(cpu_dir / "online")) or present
+    if affinity is None:
+        affinity = sorted(os.sched_getaffinity(0)) if root == Path("/") else _status_list(root, "Cpus_allowed_list")
+    allowed = sorted(set(online if affinity is None else affinity) & set(online))
+    memories = _status_list(root, "Mems_allowed_list")
+
+    ids = sorted(int(p.name[4:]) for p in node_dir.glob("node[0-9]*") if p.name[4:].isdigit())
+    nodes = []
+    for node_id in ids:
+        folder = node_dir / f"node{node_id}"
+        total, free = _meminfo(folder / "meminfo")
+        cpus = [c for c in parse_list(_text(folder / "cpulist")) if c in set(online)]
+        distances = [int(d) for d in _text(folder / "distance").split()]
+        nodes.append(Node(node_id, cpus, [], total, free, memories is None or node_id in memories,
+                          dict(zip(ids, distances))))
+    if not nodes:                                           # a kernel without NUMA, or a sandbox that hides it
+        total = free = 0
+        for line in _text(root / "proc/meminfo").splitlines():
+            key, _, value = line.partition(":")
+            if key in ("MemTotal", "MemAvailable"):
+                amount = int(value.split()[0]) * 1024
+                total, free = (amount, free) if key == "MemTotal" else (total, amount)
+        nodes = [Node(0, online, [], total, free, True, {0: 10})]
+    for node in nodes:
+        node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
+    quota, memory = _cgroup_limits(root)
+    return Topology(nodes, allowed, sorted(set(present) - set(online)), quota, memory)
+
+
+def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:
+    """Group logical CPUs by physical core; cores in the order of their first CPU."""
+    groups: dict[tuple, list[int]] = {}
+    for cpu in cpus:
+        folder = cpu_dir / f"cpu{cpu}" / "topology"
+        package, core = _number(folder / "physical_package_id", 0), _number(folder / "core_id", -1)
+        siblings = _text(folder / "thread_siblings_list") or _text(folder / "core_cpus_list")
+        # core_id alone is not unique (it repeats in each die of some machines); the sibling list is.
+        groups.setdefault((package, core, siblings or str(cpu)), []).append(cpu)
+    cores = [Core(package, core, tuple(sorted(members))) for (package, core, _), members in groups.items()]
+    return sorted(cores, key=lambda c: c.cpus[0])
