@@ -11,8 +11,9 @@
 // with position = history_len, the absolute index of the token being drawn, and blobs in rank order. Logits hold what the
 // model gave before both rounds: candidates() and full() change them while they run and put them back before they return.
 //
-// What is drawn: processors in this order: repetition penalty, presence and frequency penalty, no_repeat_ngram_size,
-// bad words, min_length, mask; then temperature, top-k, top-p, renormalization and one draw by inverse CDF. Greedy choice
+// What is drawn: processors in this order: repetition penalty (prompt and output; positive logits are divided by it, others
+// multiplied), presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and output), min_length,
+// mask; then temperature, top-k, top-p, renormalization and one draw by inverse CDF. Greedy choice
 // and every sort break ties towards the lowest id. log probabilities are those of the model's own logits.
 // If everything is banned, the token is the best of the model's own logits among the ids that the mask allows; if the mask
 // allows none, the first end-of-sequence id; without one, the best of the model's own logits.
@@ -36,8 +37,8 @@ constexpr int kMaxTopLogprobs = 20;
 struct SamplingParams {
     bool do_sample = true;
     bool want_logprobs = false;                        // else SampleOutput::logprob is 0 (top_logprobs > 0 implies it)
-    bool suppress_repetition_in_generation = false;    // presence penalty counts generated tokens only
-    float temperature = 1.0f;                          // 0: greedy
+    bool suppress_repetition_in_generation = false;    // repetition penalty over generated tokens only
+    float temperature = 1.0f;                          // below 1e-5: greedy
     int32_t top_k = 0;                                 // 0: off
     float top_p = 1.0f;                                // 1: off
     float repetition_penalty = 1.0f;
@@ -55,7 +56,7 @@ struct SamplingParams {
     // Reads one block at p and moves p behind it. Throws std::invalid_argument that names the field, its value and its range.
     static SamplingParams parse(const int32_t*& p, const int32_t* end);
 
-    bool greedy() const { return !do_sample || top_k == 1 || temperature == 0.0f; }
+    bool greedy() const { return !do_sample || top_k == 1 || temperature < 1e-5f; }
     bool logprobs() const { return want_logprobs || top_logprobs > 0; }
 };
 
@@ -92,14 +93,14 @@ size_t full(const SampleInput& input, int vocab_begin, int vocab_local, int voca
 // Blobs start with their own length, so that blobs of several rows can follow one another in one message.
 size_t blob_bytes(const uint8_t* blob);
 
-// False: run the second round for this row. Both throw std::invalid_argument on a blob that is not one of this version's.
+// False: run the second round for this row (and merge_full only then). Both throw std::invalid_argument on a blob that is not one of this version's.
 bool merge(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out);
 void merge_full(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out);
 
 // The passes over all logits. sampler.cpp has them compiled for the baseline; native/kernels/logits.cpp is the same code for
 // each ISA: `as::AS_ISA::logit_kernels()` returns the table to hand to use_logit_kernels() before the first draw.
 struct LogitKernels {
-    // Maxima of groups: of each chunk of 256 logits, 16 groups with a stride of 16 (group 16 * chunk + i % 16). Groups has
+    // Maxima of groups: in each chunk of 256 logits, 16 groups with a stride of 16 (group 16 * chunk + i % 16). Groups has
     // 16 * ceil(n / 256) entries; empty groups are -Inf. Returns the number of NaN and +Inf found.
     int (*group_max)(const float* x, int n, float* groups);
     // Sum of exp((x[i] - shift) * scale) of each chunk of 256, into sums[ceil(n / 256)]. Arguments must be <= 0 or -Inf.
