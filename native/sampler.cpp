@@ -172,6 +172,9 @@ void choose_fallback(const SamplingParams& params, const std::vector<Part>& part
         if (head.allowed_id >= 0 && (!allowed || head.allowed_raw > allowed->allowed_raw)) allowed = &head;
     }
     if (allowed) return choose(params, log_norm, allowed->allowed_id, allowed->allowed_raw, out);
+    for (const Part& part : parts) {
+        if (part.head.eos_id >= 0) return choose(params, log_norm, part.head.eos_id, part.head.eos_raw, out);
+    }
     choose(params, log_norm, best->best_id, best->best_raw, out);
 }
 

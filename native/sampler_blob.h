@@ -28,6 +28,8 @@ struct Header {
     float best_raw;
     int32_t allowed_id;          // the same among the ids that the mask allows
     float allowed_raw;
+    int32_t eos_id;              // the first end-of-sequence id if it is in this shard, else -1
+    float eos_raw;
     int32_t winner_id;           // of unrestricted sampling, -1 if the shard has nothing to draw
     float winner_raw;
     double raw_sum;              // sum of exp(raw - raw_max); 0 unless logprobs are wanted

@@ -245,11 +245,15 @@ size_t make_blob(const SampleInput& input, int begin, int local, int vocab_size,
     head.magic = dense ? kFullMagic : kCandidatesMagic;
     head.vocab_begin = begin;
     head.vocab_local = local;
-    head.best_id = head.allowed_id = head.winner_id = -1;
+    head.best_id = head.allowed_id = head.eos_id = head.winner_id = -1;
     head.best_raw = head.allowed_raw = head.max = kBanned;
     const float* raw = input.logits;
     head.not_finite = kernels.group_max(raw, local, s.groups.data());
     head.raw_max = max_of(s.groups.data(), groups);
+    if (!p.eos.empty() && p.eos[0] >= begin && p.eos[0] - begin < local) {
+        head.eos_id = p.eos[0];
+        head.eos_raw = raw[p.eos[0] - begin];
+    }
     const size_t start = blob.size();
     std::vector<Candidate> top, chosen;
     std::vector<float> raw_copy;

@@ -1,0 +1,469 @@
+"""The native sampler against independent references: numpy in float64 and transformers' logits processors.
+
+Inputs are fresh in every run; ALLSPARK_TEST_SEED=N repeats those of a failing test (N is the number in its id).
+"""
+import os
+import secrets
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import allspark_server._native as native
+
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(32)))
+DRAWS = 20_000
+SMALLEST_P = 1e-6  # of a chi-square test: a right sampler fails one such test in a million
+
+
+@dataclass
+class Params:
+    """The sampling block's fields, neutral by default."""
+
+    do_sample: bool = True
+    logprobs: bool = False
+    suppress: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    top_logprobs: int = 0
+    seed: int = 0
+    sample_index: int = 0
+    prompt_len: int = 0
+    eos: list = field(default_factory=list)
+    bad_words: list = field(default_factory=list)
+
+    def block(self) -> np.ndarray:
+        def real(x):
+            return int(np.float32(x).view(np.int32))
+
+        words = [self.do_sample + 2 * self.logprobs + 4 * self.suppress, real(self.temperature), self.top_k, real(self.top_p),
+                 real(self.repetition_penalty), real(self.presence_penalty), real(self.frequency_penalty),
+                 self.no_repeat_ngram_size, self.min_length, self.top_logprobs,
+                 int(np.uint32(self.seed & 0xFFFFFFFF).view(np.int32)), int(np.uint32(self.seed >> 32).view(np.int32)),
+                 self.sample_index, self.prompt_len, len(self.eos), len(self.bad_words), *self.eos]
+        for word in self.bad_words:
+            words += [len(word), *word]
+        return np.array(words, np.int32)
+
+
+def draw(logits, params, history=(), ranks=1, mask=None, cuts=None):
+    if cuts is None:
+        cuts = [len(logits) * r // ranks for r in range(1, ranks)]
+    shards = np.split(np.asarray(logits, np.float32), cuts)
+    return native.sample_once(shards, params.block(), np.asarray(history, np.int32), mask)
+
+
+def bitmask(allowed):
+    bits = np.zeros((len(allowed) + 31) // 32 * 32, np.uint8)
+    bits[:len(allowed)] = allowed
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+# ---- reference -------------------------------------------------------------------------------------------------------------
+
+def processed(logits, p, history):
+    """All processors in float64."""
+    x = np.array(logits, np.float64)
+    history = list(history)
+    for t in set(history[p.prompt_len if p.suppress else 0:]):
+        x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
+    output = history[p.prompt_len:]
+    for t in set(output):
+        x[t] -= p.presence_penalty + p.frequency_penalty * output.count(t)
+    n = p.no_repeat_ngram_size
+    if n:
+        for i in range(len(history) - n + 1):
+            if history[i:i + n - 1] == history[len(history) - n + 1:]:
+                x[history[i + n - 1]] = -np.inf
+    for word in p.bad_words:
+        if len(word) == 1 and word[0] in p.eos:
+            continue
+        if len(word) - 1 <= len(history) and history[len(history) - len(word) + 1:] == word[:-1]:
+            x[word[-1]] = -np.inf
+    if len(history) < p.min_length:
+        x[p.eos] = -np.inf
+    return x
+
+
+def distribution(logits, p, history=()):
+    x = processed(logits, p, history) / p.temperature
+    order = np.lexsort((np.arange(len(x)), -x))
+    if p.top_k:
+        x[order[p.top_k:]] = -np.inf
+    prob = np.exp(x - x.max())
+    prob /= prob.sum()
+    if p.top_p < 1:
+        before = np.cumsum(prob[order]) - prob[order]
+        prob[order[(before >= np.float32(p.top_p)) & (np.arange(len(x)) > 0)]] = 0
+        prob /= prob.sum()
+    return prob
+
+
+def log_softmax(logits):
+    x = np.asarray(logits, np.float64)
+    return x - x.max() - np.log(np.exp(x - x.max()).sum())
+
+
+def chi_square(tokens, prob):
+    counts = np.bincount(tokens, minlength=len(prob))
+    assert counts[prob == 0].sum() == 0, "a token was drawn that the filters exclude"
+    expected = prob * len(tokens)
+    order = np.argsort(expected)
+    # Cells with fewer than 5 expected draws are pooled.
+    pooled, observed, want = [], [], []
+    for t in order[expected[order] > 0]:
+        pooled.append(t)
+        if expected[pooled].sum() >= 5:
+            observed.append(counts[pooled].sum())
+            want.append(expected[pooled].sum())
+            pooled = []
+    if pooled:
+        observed[-1] += counts[pooled].sum()
+        want[-1] += expected[pooled].sum()
+    if len(want) < 2:
+        return
+    p_value = stats.chisquare(observed, np.array(want) * sum(observed) / sum(want)).pvalue
+    assert p_value > SMALLEST_P
+
+
+def ranking(logits, params, history, ranks):
+    """Ids from best to worst by what greedy sampling takes when those before are masked; banned ones are left out."""
+    allowed = np.ones(len(logits), bool)
+    alive = processed(logits, params, history) > -np.inf
+    ids = []
+    for _ in range(alive.sum()):
+        ids.append(draw(logits, params, history, ranks, bitmask(allowed))["token"])
+        allowed[ids[-1]] = False
+    return ids
+
+
+@pytest.fixture(params=range(4), ids=lambda i: f"seed{SEED}+{i}")
+def rng(request):
+    return np.random.default_rng(SEED + request.param)
+
+
+@pytest.fixture(params=[SEED], ids=lambda s: f"seed{s}")
+def one_rng(request):
+    return np.random.default_rng(request.param)
+
+
+# ---- processors ------------------------------------------------------------------------------------------------------------
+
+PROCESSORS = {
+    "repetition": dict(repetition_penalty=1.7),
+    "repetition_below_1": dict(repetition_penalty=0.6),
+    "suppress": dict(repetition_penalty=1.7, suppress=True),
+    "presence": dict(presence_penalty=0.9),
+    "frequency": dict(frequency_penalty=0.4),
+    "negative": dict(presence_penalty=-0.7, frequency_penalty=-0.3),
+    "ngram1": dict(no_repeat_ngram_size=1),
+    "ngram2": dict(no_repeat_ngram_size=2),
+    "ngram3": dict(no_repeat_ngram_size=3),
+    "min_length": dict(min_length=10**6),
+    "min_length_reached": dict(min_length=1),
+    "bad_words": dict(),
+    "all": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, no_repeat_ngram_size=2, min_length=30),
+}
+
+
+def random_case(rng, name, vocab, length):
+    history = rng.integers(0, max(1, vocab // 2), length)
+    p = Params(do_sample=False, prompt_len=int(rng.integers(0, length + 1)), **PROCESSORS[name])
+    p.eos = sorted({int(i) for i in rng.integers(0, vocab, 2)})
+    if name in ("bad_words", "all"):
+        tail = [int(i) for i in history[-2:]]
+        p.bad_words = [[int(rng.integers(vocab))], [*tail[-1:], int(rng.integers(vocab))], [*tail, int(rng.integers(vocab))],
+                       [int(i) for i in rng.integers(0, vocab, 3)], [p.eos[0]]]
+    return p, history
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("vocab, ranks", [(17, 1), (17, 3), (65, 2), (300, 1)])
+def test_processors_rank_all_ids_as_the_reference(name, vocab, ranks, rng):
+    for length in (1, 5, 40):
+        logits = rng.normal(0, 1.5, vocab).astype(np.float32)
+        p, history = random_case(rng, name, vocab, length)
+        x = processed(logits, p, history)
+        ids = ranking(logits, p, history, ranks)
+        values = x[ids]
+        assert sorted(ids) == sorted(np.flatnonzero(x > -np.inf))
+        assert np.all(np.diff(values) <= 1e-5), "the order of two ids differs by more than rounding"
+
+
+@pytest.mark.parametrize("name", ["repetition", "ngram1", "ngram2", "ngram3", "min_length", "bad_words"])
+@pytest.mark.parametrize("vocab, ranks", [(17, 2), (1031, 3)])
+def test_processors_as_transformers(name, vocab, ranks, rng):
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    for length in (2, 60):
+        logits = rng.normal(0, 1.5, vocab).astype(np.float32)
+        p, history = random_case(rng, name, vocab, length)
+        p.bad_words = p.bad_words[:-1]
+        processor = {
+            "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
+            "ngram": lambda: hf.NoRepeatNGramLogitsProcessor(p.no_repeat_ngram_size),
+            "min_length": lambda: hf.MinLengthLogitsProcessor(p.min_length, p.eos),
+            "bad_words": lambda: hf.NoBadWordsLogitsProcessor(p.bad_words),
+        }[name.rstrip("123")]()
+        p.eos = p.eos if name == "min_length" else []
+        want = processor(torch.tensor(history)[None], torch.tensor(logits)[None])[0].numpy()
+        assert draw(logits, p, history, ranks)["token"] == want.argmax()
+        np.testing.assert_allclose(processed(logits, p, history), want, rtol=1e-6)
+
+
+def test_mask_and_its_borders(rng):
+    for vocab in (1, 31, 32, 33, 1031):
+        allowed = rng.random(vocab) < 0.3
+        allowed[rng.integers(vocab)] = True
+        logits = rng.normal(0, 2, vocab)
+        p = Params(do_sample=False)
+        want = np.where(allowed, np.float32(logits), -np.inf).argmax()
+        for ranks in (1, 2, 4):
+            assert draw(logits, p, ranks=ranks, mask=bitmask(allowed))["token"] == want
+        for seed in range(50):
+            for filters in (dict(), dict(top_k=5), dict(top_p=0.9)):
+                assert allowed[draw(logits, Params(seed=seed, **filters), ranks=2, mask=bitmask(allowed))["token"]]
+
+
+def test_penalties_may_overflow():
+    logits = np.array([3e38, -3e38, 0, 1e30], np.float32)
+    p = Params(repetition_penalty=1e-30, logprobs=True, top_p=0.9)
+    assert draw(logits, p, [0, 1])["token"] == 0
+    assert draw(logits, Params(presence_penalty=-3e38, do_sample=False), [3, 0])["token"] == 0
+
+
+# ---- greedy, ties, everything banned, bad logits ---------------------------------------------------------------------------
+
+SIZES = [1, 2, 17, 255, 256, 257, 1031, 151936]
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_greedy_takes_the_lowest_id_of_the_best(vocab, one_rng):
+    for ranks in (1, 2, 3, 4):
+        logits = one_rng.integers(0, 4, vocab).astype(np.float32)
+        cuts = sorted(int(c) for c in one_rng.integers(0, vocab + 1, ranks - 1))  # empty shards too
+        for p in (Params(do_sample=False), Params(top_k=1), Params(temperature=0)):
+            assert draw(logits, p, cuts=cuts)["token"] == logits.argmax()
+
+
+@pytest.mark.parametrize("filters", [dict(do_sample=False), dict(), dict(top_k=3), dict(top_p=0.5), dict(top_k=3, top_p=0.5)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_everything_banned_falls_back(filters, ranks, rng):
+    logits = rng.normal(size=9)
+    history = list(range(9))
+    p = Params(no_repeat_ngram_size=1, logprobs=True, eos=[4], **filters)
+    assert draw(logits, p, history, ranks)["token"] == logits.argmax()
+    allowed = np.zeros(9, bool)
+    allowed[[2, 6]] = True
+    assert draw(logits, p, history, ranks, bitmask(allowed))["token"] == (2 if logits[2] > logits[6] else 6)
+    assert draw(logits, p, history, ranks, bitmask(np.zeros(9, bool)))["token"] == 4
+    p.eos = []
+    assert draw(logits, p, history, ranks, bitmask(np.zeros(9, bool)))["token"] == logits.argmax()
+
+
+@pytest.mark.parametrize("filters", [dict(do_sample=False), dict(), dict(top_k=3), dict(top_p=0.5)])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_bad_logits_are_a_status(filters, value, rng):
+    for vocab in (1, 17, 1031):
+        logits = rng.normal(size=vocab)
+        logits[rng.integers(vocab)] = value
+        for ranks in (1, 2, 4):
+            out = draw(logits, Params(logprobs=True, **filters), ranks=ranks)
+            assert out["token"] == -1 and "NaN" in out["status"]
+    assert draw(np.full(17, -np.inf), Params(**filters), ranks=2)["token"] == -1
+
+
+def test_minus_infinity_is_never_drawn(rng):
+    logits = rng.normal(size=600)
+    logits[rng.random(600) < 0.9] = -np.inf
+    logits[300] = 0
+    for seed in range(100):
+        for filters in (dict(), dict(top_k=500), dict(top_p=0.999), dict(temperature=1e4)):
+            out = draw(logits, Params(seed=seed, logprobs=True, **filters), ranks=3)
+            assert logits[out["token"]] > -np.inf and np.isfinite(out["logprob"])
+
+
+def test_malformed_blocks_are_named():
+    good = Params(bad_words=[[1, 2]], eos=[3]).block()
+    for cut in range(len(good)):
+        with pytest.raises(ValueError, match="sampling block ends"):
+            native.sample_once([np.zeros(4, np.float32)], good[:cut], np.zeros(0, np.int32))
+    for change, name in [(dict(temperature=-1), "temperature"), (dict(temperature=float("nan")), "temperature"), (dict(top_k=-1), "top_k"),
+                         (dict(top_p=1.5), "top_p"), (dict(repetition_penalty=0), "repetition_penalty"), (dict(top_logprobs=21), "top_logprobs"),
+                         (dict(presence_penalty=float("inf")), "presence_penalty"), (dict(bad_words=[[]]), "bad word")]:
+        with pytest.raises(ValueError, match=name):
+            draw(np.zeros(4), replace(Params(), **change))
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------------
+
+FILTERS = {
+    "plain": dict(),
+    "hot": dict(temperature=1.9),
+    "cold": dict(temperature=0.45),
+    "top_k": dict(top_k=7),
+    "top_p": dict(top_p=0.8),
+    "top_k_top_p": dict(top_k=12, top_p=0.7, temperature=1.3),
+    "everything": dict(temperature=0.8, top_k=20, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
+                       no_repeat_ngram_size=2, min_length=9),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_distribution(name, ranks, one_rng):
+    vocab = 41
+    logits = one_rng.normal(0, 1.5, vocab)
+    history = one_rng.integers(0, vocab, 8)
+    p = Params(prompt_len=3, eos=[5], **FILTERS[name])
+    base = int(one_rng.integers(2**62))
+    tokens = [draw(logits, replace(p, seed=base + i), history, ranks, cuts=[5, 30] if ranks == 3 else None)["token"] for i in range(DRAWS)]
+    chi_square(tokens, distribution(np.float32(logits), p, history))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_distribution_over_several_chunks(ranks, one_rng):
+    logits = one_rng.normal(0, 2, 1031)
+    p = Params(temperature=1.2)
+    tokens = [draw(logits, replace(p, seed=i), ranks=ranks)["token"] for i in range(DRAWS)]
+    chi_square(tokens, distribution(np.float32(logits), p))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wide_nucleus_takes_the_second_round(ranks, one_rng):
+    logits = one_rng.normal(0, 0.3, 5003)
+    p = Params(top_p=0.6, logprobs=True)
+    prob = distribution(np.float32(logits), p)
+    outs = [draw(logits, replace(p, seed=i), ranks=ranks) for i in range(DRAWS)]
+    assert (prob > 0).sum() > 2048 and all(out["rounds"] == 2 for out in outs)
+    # Rounding may move the nucleus' border by a token of mass 1/3000.
+    tokens = np.array([out["token"] for out in outs])
+    assert (prob[tokens] == 0).mean() < 0.002
+    chi_square(tokens[prob[tokens] > 0], prob)
+    raw = log_softmax(np.float32(logits))
+    np.testing.assert_allclose([out["logprob"] for out in outs], raw[tokens], atol=2e-6)
+
+
+@pytest.mark.parametrize("field_name", ["sample_index", "position"])
+def test_samples_and_positions_are_independent_streams(field_name, one_rng):
+    vocab = 6
+    logits = one_rng.normal(0, 1, vocab)
+    prob = distribution(np.float32(logits), Params())
+    base = int(one_rng.integers(2**62))
+    side = 142
+
+    def token(seed, i):
+        if field_name == "position":
+            return draw(logits, Params(seed=seed), np.zeros(i, np.int32))["token"]
+        return draw(logits, Params(seed=seed, sample_index=i))["token"]
+
+    table = np.array([[token(base + s, i) for i in range(side)] for s in range(side)])
+    assert table.size >= DRAWS
+    chi_square(table.ravel(), prob)
+    chi_square((table[:, 1:] * vocab + table[:, :-1]).ravel(), np.outer(prob, prob).ravel())  # neighbours
+    chi_square((table[1:] * vocab + table[:-1]).ravel(), np.outer(prob, prob).ravel())        # neighbouring seeds
+
+
+def test_flat_big_vocabulary_reaches_everywhere(one_rng):
+    vocab = 151936
+    logits = one_rng.normal(0, 0.01, vocab)
+    for ranks in (1, 4):
+        tokens = [draw(logits, Params(seed=i), ranks=ranks)["token"] for i in range(1000)]
+        chi_square(np.array(tokens) * 20 // vocab, np.full(20, 1 / 20))
+
+
+# ---- exactness -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_top_k_and_top_p_supports(vocab, one_rng):
+    logits = one_rng.normal(0, 3, vocab)
+    for filters in (dict(top_k=2), dict(top_k=50), dict(top_k=10**9), dict(top_p=0.5), dict(top_p=0.0), dict(top_k=20, top_p=0.3),
+                    dict(top_p=1e-9), dict(top_p=0.999)):
+        p = Params(**filters)
+        prob = distribution(np.float32(logits), p)
+        for seed in range(6 if vocab > 10**5 else 60):
+            for ranks in (1, 2, 4):
+                token = draw(logits, replace(p, seed=seed), ranks=ranks)["token"]
+                assert prob[token] > 0, (filters, seed, ranks)
+
+
+@pytest.mark.parametrize("vocab", [17, 1031, 151936])
+def test_filtered_draws_do_not_depend_on_the_sharding(vocab, one_rng):
+    logits = one_rng.normal(0, 2, vocab)
+    history = one_rng.integers(0, vocab, 30)
+    for seed in range(10):
+        for filters in (dict(top_k=40), dict(top_p=0.4), dict(top_k=300, top_p=0.9, repetition_penalty=1.3), dict(do_sample=False)):
+            p = Params(seed=seed, prompt_len=10, presence_penalty=0.4, no_repeat_ngram_size=1, **filters)
+            one = draw(logits, p, history)["token"]
+            assert all(draw(logits, p, history, ranks)["token"] == one for ranks in (2, 3, 4))
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+def test_same_key_same_bits(vocab, one_rng):
+    logits = one_rng.normal(0, 2, vocab)
+    for filters in (dict(), dict(top_k=4), dict(top_p=0.95), dict(temperature=2.5, top_p=0.99)):
+        p = Params(seed=2**63 + 12345, sample_index=3, logprobs=True, top_logprobs=20, **filters)
+        first = draw(logits, p, [0], 2)
+        draw(logits[::-1], replace(p, seed=1), [0], 1)  # nothing is kept between draws
+        assert draw(logits, p, [0], 2) == first
+
+
+def test_speculation_draws_with_the_position_alone(one_rng):
+    """The draw at a position sees its distribution and key only, whatever the history that led there."""
+    logits = one_rng.normal(0, 2, 500)
+    for seed in range(50):
+        p = Params(seed=seed, top_p=0.95)
+        assert draw(logits, p, one_rng.integers(0, 500, 20))["token"] == draw(logits, p, one_rng.integers(0, 500, 20))["token"]
+
+
+@pytest.mark.parametrize("vocab", SIZES)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_logprobs(vocab, ranks, one_rng):
+    """Of the model's own logits, whatever processors, filters and masks do."""
+    logits = np.float32(one_rng.normal(0, 4, vocab) + 30)
+    want = log_softmax(logits)
+    history = one_rng.integers(0, vocab, 20)
+    for filters in (dict(do_sample=False), dict(), dict(top_k=9, temperature=0.7), dict(top_p=0.9, repetition_penalty=1.5)):
+        p = Params(logprobs=True, top_logprobs=int(one_rng.integers(0, 21)), presence_penalty=1.0, **filters)
+        out = draw(logits, p, history, ranks)
+        assert out["logprob"] == pytest.approx(want[out["token"]], abs=1e-5)
+        shown = min(p.top_logprobs, vocab)
+        ids = out["top_ids"][:shown]
+        assert ids == list(np.lexsort((np.arange(vocab), -logits))[:shown])
+        np.testing.assert_allclose(out["top_logprobs"][:shown], want[ids], atol=1e-5)
+        assert out["top_ids"][shown:] == [-1] * (20 - shown)
+        if out["token"] in ids:
+            assert out["top_logprobs"][ids.index(out["token"])] == out["logprob"]
+    assert draw(logits, Params(), history, ranks)["logprob"] == 0
+
+
+def philox(seed, sample_index, position):
+    """Philox4x32-10 by its definition, in Python integers."""
+    low = 0xFFFFFFFF
+    c = [position, sample_index, 0, 0]
+    k = [seed & low, seed >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(b >> 32) ^ c[1] ^ k[0], b & low, (a >> 32) ^ c[3] ^ k[1], a & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return c
+
+
+def test_philox_and_inverse_cdf(one_rng):
+    assert [f"{w:08x}" for w in philox(0, 0, 0)] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]  # Random123's known answer
+    vocab = 1000
+    for _ in range(200):
+        seed, index, position = int(one_rng.integers(2**63)), int(one_rng.integers(2**31)), int(one_rng.integers(1, 3000))
+        words = philox(seed, index, position)
+        uniform = ((words[0] << 32 | words[1]) >> 11) / 2**53
+        p = Params(seed=seed, sample_index=index, top_k=vocab)
+        token = draw(np.zeros(vocab), p, np.zeros(position, np.int32))["token"]
+        assert token == int(uniform * vocab)
