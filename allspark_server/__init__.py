@@ -1,0 +1,33 @@
+"""The server side: engine, gRPC service, scheduler, span cache, graph and models, weights, ranks.
+
+A request goes service → engine → scheduler → cache → runtime; models and weights stand beside that way. The two public
+names are loaded on first use, so that importing this package needs neither the native library nor MPI.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from allspark_client.version import __version__
+
+if TYPE_CHECKING:
+    from allspark_server.engine import Engine
+    from allspark_server.hf import HuggingFaceModel
+
+__all__ = ["Engine", "HuggingFaceModel", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from allspark_server.runtime.native import native_library
+        native_library()  # says clearly what is wrong if it cannot be loaded
+        from allspark_server.engine import Engine
+        return Engine
+    if name == "HuggingFaceModel":
+        from allspark_server.hf import HuggingFaceModel
+        return HuggingFaceModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

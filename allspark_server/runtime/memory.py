@@ -1,0 +1,122 @@
+"""How much memory and how many cores a rank may count on: node, memory binding, cgroups and limits taken together."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import re
+import resource
+from pathlib import Path
+
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
+_MPOL_BIND = 2
+_MASK_WORDS = 16
+_UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _fields(text: str) -> dict[str, int]:
+    """Lines such as `Node 0 MemFree: 12 kB`, `MemAvailable: 12 kB` or `inactive_file 12`, in bytes."""
+    found = {}
+    for name, value, unit in re.findall(r"^(?:Node \d+ )?([\w()]+):?[ \t]+(\d+)(?: (kB))?$", text, re.M):
+        found[name] = int(value) * (1024 if unit else 1)
+    return found
+
+
+def memory_nodes(root: str = "/") -> list[int]:
+    """Ids of the NUMA nodes that have memory; [0] where the kernel does not tell."""
+    nodes = []
+    for folder in Path(root, "sys/devices/system/node").glob("node[0-9]*"):
+        if _fields(_read(folder / "meminfo")).get("MemTotal", 0) > 0:
+            nodes.append(int(folder.name[4:]))
+    return sorted(nodes) or [0]
+
+
+def bound_nodes() -> list[int]:
+    """The nodes this process's memory is bound to, [] when it is not bound."""
+    if _GET_MEMPOLICY is None:
+        return []
+    mode, mask = ctypes.c_int(0), (ctypes.c_ulong * _MASK_WORDS)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_GET_MEMPOLICY, ctypes.byref(mode), mask, ctypes.c_ulong(64 * _MASK_WORDS), None, 0) != 0:
+        return []
+    if mode.value & 0xFF != _MPOL_BIND:
+        return []
+    return [64 * word + bit for word in range(_MASK_WORDS) for bit in range(64) if mask[word] >> bit & 1]
+
+
+def _host_available(nodes: list[int], root: str) -> int:
+    if not nodes:
+        return _fields(_read(Path(root, "proc/meminfo"))).get("MemAvailable", _UNLIMITED)
+    total = 0
+    for node in nodes:
+        values = _fields(_read(Path(root, f"sys/devices/system/node/node{node}/meminfo")))
+        total += sum(values.get(n, 0) for n in ("MemFree", "Active(file)", "Inactive(file)"))
+    return total
+
+
+def cgroup_available(root: str = "/") -> int:
+    """Bytes that the memory cgroups of this process still allow, page cache counted as free; a huge number without limit."""
+    least = _UNLIMITED
+    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+        _, controllers, own = line.split(":", 2)
+        if controllers == "":
+            base, names = Path(root, "sys/fs/cgroup"), ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base, names = Path(root, "sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        folder = base / own.strip("/")
+        while True:  # a parent's limit holds as well; inside a container only the base may be visible
+            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdigit() and int(limit) < _UNLIMITED and used.isdigit():
+                stat = _fields(_read(folder / "memory.stat"))
+                cached = stat.get(f"{names[2]}inactive_file", 0) + stat.get(f"{names[2]}active_file", 0)
+                least = min(least, int(limit) - int(used) + cached)
+            if folder == base or base not in folder.parents:
+                break
+            folder = folder.parent
+    return max(0, least)
+
+
+def _address_space_available() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _UNLIMITED
+    return max(0, limit - _fields(_read(Path("/proc/self/status")).replace(":\t", ": ")).get("VmSize", 0))
+
+
+def available_memory(world: int = 1, root: str = "/") -> int:
+    """Bytes that one of `world` ranks of this host may use, now.
+
+    Ranks that are bound to nodes share their node's free memory with the other ranks there, unbound ones the host's; a
+    cgroup's limit is shared by all.
+    """
+    nodes = bound_nodes()
+    sharers = math.ceil(world / len(memory_nodes(root))) if nodes else world
+    return min(_host_available(nodes, root) // sharers, cgroup_available(root) // world, _address_space_available())
+
+
+def physical_cores(cpus: list[int] | None = None) -> int:
+    """How many physical cores `cpus` (default: those this process may use) belong to."""
+    cores = set()
+    for cpu in cpus or sorted(os.sched_getaffinity(0)):
+        siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).strip()
+        cores.add(siblings or str(cpu))
+    return len(cores)
+
+
+def nodes_of_cpus(cpus: list[int]) -> set[int]:
+    """The NUMA nodes that these CPUs belong to."""
+    found = set()
+    for cpu in cpus:
+        found |= {int(p.name[4:]) for p in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")}
+    return found

@@ -1,0 +1,23 @@
+"""Loads the native library, or says why it cannot be had."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def native_library() -> ModuleType:
+    """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has no
+    kernels for this CPU."""
+    try:
+        module = importlib.import_module("allspark_server._native")
+    except ModuleNotFoundError:
+        raise ImportError("the native library allspark_server._native is not installed: this is a client-only "
+                          "installation or a source tree that was not built. Run `pip install .` with a C++17 compiler, "
+                          "without ALLSPARK_CLIENT_ONLY") from None
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(f"the native library allspark_server._native cannot be loaded: {error}") from error
+    if not module.isas():
+        raise ImportError("this CPU has none of the instruction sets that the native library has kernels for "
+                          "(x86-64: AVX2 with FMA and F16C, or AVX-512; Arm: NEON)")
+    return module

@@ -1,0 +1,222 @@
+"""One model on one rank: opens it, checks that it fits, loads this rank's weights, sizes the cache, runs steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import contextmanager
+from typing import Iterator
+
+from allspark_client.config import AsModelConfig, check_available
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import ModelInfo
+from allspark_server.models import Graph
+from allspark_server.runtime.binding import pages_by_node
+from allspark_server.runtime.lowering import add_ops, check_ranks
+from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
+from allspark_server.runtime.native import native_library
+from allspark_server.weights.checkpoint import OpenedModel, model_hash, open_model
+from allspark_server.weights.loader import Loader, stored_types
+
+logger = logging.getLogger(__name__)
+
+# Rows of a step unless told otherwise: enough for matrix products to be bound by arithmetic, few enough that a long
+# prompt does not hold up the other requests' tokens.
+DEFAULT_STEP_TOKENS = 256
+# Of the memory that is left beside the weights, what a cache of unspecified size takes at most; and what it may take if
+# that is needed for even one request of full length.
+CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
+MISPLACED_SHARE = 0.05
+
+
+def mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+@contextmanager
+def memory_errors(purpose: str) -> Iterator[None]:
+    """Turns the native library's failures to allocate into ALLSPARK_MEMORY_ERROR."""
+    try:
+        yield
+    except MemoryError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, f"{purpose}: {error or 'out of memory'}") from error
+    except RuntimeError as error:
+        if isinstance(error, AllSparkError) or "cannot allocate" not in str(error):
+            raise
+        raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, f"{purpose}: {error}") from error
+
+
+class ModelRunner:
+    """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
+
+    weight_dtype "auto" keeps bfloat16 matrices as they are and makes everything else float32: float16 values are exact
+    in float32, not in bfloat16. cache_dtype "auto" is the weights' type.
+    """
+
+    def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
+                 cpus: list[int] | None = None):
+        """window: the ranks' shared memory (None: one rank). cpus: pin the compute threads to these (None: not pinned)."""
+        self.config, self.rank, self.world, self.window = config, rank, world, window
+        self.cpus = list(cpus or [])
+        self._executor = None
+        self._model: OpenedModel | None = None
+        self._hash = ""
+
+    def load(self) -> int:
+        """Opens and loads the model; returns how many spans of cache this rank can hold. AllSparkError if it cannot."""
+        began = time.perf_counter()
+        native = native_library()
+        check_available(self.config.validate())
+        self._model = open_model(self.config.model_path, self.config.weights_path)
+        graph, source = self._model.graph, self._model.source
+        check_ranks(graph, self.world)
+        self._choose_types(stored_types(graph, source))
+        self._warn_about_length(graph)
+        available = available_memory(self.world)
+        weight_bytes = self._weight_bytes(graph)
+        spans = self._spans(available, weight_bytes + self._activation_bytes(graph))
+        self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
+        source.verify(self.rank, self.world)
+        with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
+            weights = Loader(graph, source, self._executor, self.rank, self.world, self.weight_dtype).load()
+        add_ops(graph, self._executor, weights, self.rank, self.world)
+        self._hash = model_hash(self._model)
+        logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
+                    mib(self._executor.weight_bytes()), self.config.model_name, self.weight_dtype,
+                    time.perf_counter() - began)
+        return spans
+
+    def allocate_cache(self, num_spans: int) -> ModelInfo:
+        """Allocates the KV cache and activations; the model can then run. num_spans: the least of what the ranks can hold."""
+        config, model = self.config, self._loaded()
+        with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
+            self._executor.allocate(self.max_step_tokens, config.engine_max_batch, config.engine_max_length,
+                                    model.graph.config.num_layers, self._kv_heads(model.graph),
+                                    model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
+        self._check_placement()
+        net = model.graph.config
+        return ModelInfo(
+            name=config.model_name, architecture=net.architecture, vocab_size=net.vocab_size, num_layers=net.num_layers,
+            eos_token_ids=list(net.eos_token_ids), max_length=config.engine_max_length, num_spans=num_spans,
+            span_size=config.cache_span_size, max_step_tokens=self.max_step_tokens, max_batch=config.engine_max_batch,
+            weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
+            isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
+            model_hash=self._hash, tokenizer_dir=model.tokenizer_dir,
+            dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0)
+
+    def step(self, plan: bytes, want_logits: bool = False):
+        """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
+        return self._executor.step(plan, want_logits)
+
+    def profile(self) -> list[dict]:
+        """Time per op: op, count, min, max, mean, sum (seconds)."""
+        return self._executor.profile()
+
+    def close(self) -> None:
+        """Frees weights and cache; nothing else may be called afterwards."""
+        self._executor = self._model = None
+
+    # -- choices -------------------------------------------------------------------------------------------------------
+    def _loaded(self) -> OpenedModel:
+        if self._model is None or self._executor is None:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.config.model_name!r} is not loaded")
+        return self._model
+
+    def _choose_types(self, stored: set[str]) -> None:
+        if self.config.weight_dtype == "auto":
+            self.weight_dtype = "bfloat16" if stored == {"BF16"} else "float32"
+        else:
+            self.weight_dtype = self.config.weight_dtype
+        self.cache_dtype = self.weight_dtype if self.config.cache_dtype == "auto" else self.config.cache_dtype
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
+        config = self.config
+        if config.max_step_tokens:
+            return config.max_step_tokens
+        if config.engine_max_prefill_length:
+            return config.engine_max_prefill_length + config.engine_max_batch
+        return max(DEFAULT_STEP_TOKENS, 2 * config.engine_max_batch)
+
+    def _pinned(self) -> list[int]:
+        return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
+
+    def _threads(self) -> int:
+        return self.config.num_threads or physical_cores(self.cpus)
+
+    def _kv_heads(self, graph: Graph) -> int:
+        begin, end = graph.kv_heads.units_of(self.rank, self.world)
+        return end - begin
+
+    def _weight_bytes(self, graph: Graph) -> int:
+        return sum(weight.elements_of(self.rank, self.world) * (ELEMENT_BYTES[self.weight_dtype] if weight.is_matrix else 4)
+                   for weight in graph.weights.values())
+
+    def _activation_bytes(self, graph: Graph) -> int:
+        rows = {False: self.max_step_tokens, True: min(self.max_step_tokens, self.config.engine_max_batch)}
+        return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
+
+    def _span_bytes(self, graph: Graph) -> int:
+        """Keys and values of one span in every layer, in this rank's heads."""
+        padded = -(-graph.config.head_dim // HEAD_PADDING) * HEAD_PADDING
+        per_token = (graph.config.head_dim + padded) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
+        return per_token * self.config.cache_span_size * graph.config.num_layers
+
+    def _spans(self, available: int, fixed: int) -> int:
+        """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
+        config, span_bytes = self.config, self._span_bytes(self._model.graph)
+        one_request = -(-config.engine_max_length // config.cache_span_size)
+
+        def refuse(cache_bytes: int, what: str) -> AllSparkError:
+            return AllSparkError(
+                AsStatus.ALLSPARK_MEMORY_ERROR,
+                f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for weights "
+                f"({self.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, {mib(available)} are available")
+
+        if config.cache_memory:
+            spans = config.cache_memory // span_bytes
+            if spans < 1:
+                raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
+                                    f"cache_memory={config.cache_memory} holds no span of {config.cache_span_size} tokens: "
+                                    f"one takes {span_bytes} bytes on rank {self.rank}")
+            if fixed + config.cache_memory > available:
+                raise refuse(config.cache_memory, f"a cache of cache_memory={config.cache_memory} bytes")
+            if spans < one_request:
+                logger.warning("cache_memory=%d holds %d tokens, fewer than engine_max_length=%d", config.cache_memory,
+                               spans * config.cache_span_size, config.engine_max_length)
+            return spans
+        left = max(0, available - fixed)
+        wanted = one_request * config.engine_max_batch
+        spans = min(wanted, int(left * CACHE_SHARE) // span_bytes)
+        if spans < one_request:
+            spans = min(one_request, int(left * LARGEST_CACHE_SHARE) // span_bytes)
+        if spans < one_request:
+            raise refuse(one_request * span_bytes, f"the cache of one request of engine_max_length={config.engine_max_length} tokens")
+        if spans < wanted:
+            logger.warning("the cache of model %r holds %d tokens on rank %d: not every one of engine_max_batch=%d requests "
+                           "can have engine_max_length=%d", config.model_name, spans * config.cache_span_size, self.rank,
+                           config.engine_max_batch, config.engine_max_length)
+        return spans
+
+    # -- warnings ------------------------------------------------------------------------------------------------------
+    def _warn_about_length(self, graph: Graph) -> None:
+        net = graph.config
+        if self.rank == 0 and net.rope.type != "dynamic" and self.config.engine_max_length > net.max_position_embeddings:
+            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for",
+                           self.config.engine_max_length, net.max_position_embeddings, self.config.model_name)
+
+    def _check_placement(self) -> None:
+        """Reads back where this process's pages are and warns, with a number, when they are on other nodes."""
+        if len(memory_nodes()) < 2:
+            return
+        own = set(bound_nodes()) or nodes_of_cpus(self.cpus)
+        pages = pages_by_node()
+        total = sum(pages.values())
+        elsewhere = sum(size for node, size in pages.items() if node not in own)
+        if own and total and elsewhere > MISPLACED_SHARE * total:
+            logger.warning("%s (%.0f %%) of rank %d's memory are on other NUMA nodes than its own (%s): decoding will be "
+                           "slower", mib(elsewhere), 100 * elsewhere / total, self.rank,
+                           ", ".join(str(node) for node in sorted(own)))
