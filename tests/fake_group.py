@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Callable, Optional
 
 import numpy as np
 
+from allspark_client.config import AsModelConfig
+from allspark_client.types import ModelInfo
 from allspark_server.runtime.plan import StepPlan
 
 
@@ -95,3 +98,53 @@ class FakeExecutor:
             return []
         assert end == len(slot.history)
         return [self.token(slot.history)]
+
+
+class FakeGroup:
+    """A group of one process whose models are FakeExecutors. `fail_at`: the step (counted from 0) that a rank is lost in."""
+
+    size = 1
+
+    def __init__(self, *, num_spans=256, token: Callable[[list[int]], int] = next_token, fail_at: int = -1, delay: float = 0):
+        self.num_spans, self.token, self.fail_at, self.delay = num_spans, token, fail_at, delay
+        self.executors: dict[str, FakeExecutor] = {}
+        self.steps = 0
+        self.closed = False
+
+    def load(self, config: AsModelConfig) -> ModelInfo:
+        rows = config.max_step_tokens or 256
+        size = config.cache_span_size
+        self.executors[config.model_name] = FakeExecutor(self.num_spans, size, config.engine_max_batch, rows, self.token)
+        return ModelInfo(
+            name=config.model_name,
+            architecture="fake",
+            vocab_size=1000,
+            num_layers=1,
+            eos_token_ids=[999],
+            max_length=config.engine_max_length,
+            num_spans=self.num_spans,
+            span_size=size,
+            max_step_tokens=rows,
+            max_batch=config.engine_max_batch,
+            model_hash="fake",
+        )
+
+    def step(self, name: str, plan: bytes) -> SimpleNamespace:
+        if self.steps == self.fail_at:
+            raise RuntimeError("rank 1 was lost")
+        self.steps += 1
+        if self.delay:
+            time.sleep(self.delay)
+        return self.executors[name].step(plan)
+
+    def unload(self, name: str) -> None:
+        del self.executors[name]
+
+    def profile(self, name: str) -> list[dict]:
+        return [
+            {"op": "linear", "count": 4, "min": 0.1, "max": 0.4, "mean": 0.25, "sum": 1.0},
+            {"op": "span_attention", "count": 2, "min": 1.0, "max": 2.0, "mean": 1.5, "sum": 3.0},
+        ]
+
+    def close(self) -> None:
+        self.closed = True

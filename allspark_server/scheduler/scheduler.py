@@ -114,10 +114,13 @@ class Scheduler:
         elif sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
 
-    def plan(self) -> Optional[Step]:
-        """The next step, or None if nothing can be computed. Call `take_unfit` after it."""
+    def plan(self, max_rows: Optional[int] = None) -> Optional[Step]:
+        """The next step, or None if nothing can be computed. Call `take_unfit` after it.
+
+        `max_rows`: a budget below the limits' `max_step_tokens`.
+        """
         limits = self.limits
-        budget = limits.max_step_tokens
+        budget = limits.max_step_tokens if max_rows is None else max_rows
         preemptions = self.counters.preemptions
         step = Step(StepPlan(), [])
 

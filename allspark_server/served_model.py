@@ -1,0 +1,236 @@
+"""One installed model: its scheduler, its live requests and its counters. Everything here runs on the engine's thread,
+except what says otherwise."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Optional
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
+
+from .cache import PrefixCache, SpanPool
+from .request import Request
+from .runtime.group import Group
+from .scheduler import Limits, Scheduler, Step
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_RATE_SECONDS = 10  # throughput is over at most so many past seconds
+
+
+class Throughput:
+    """Rows and generated tokens of the last seconds, counted by whole seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[list[float]] = deque(maxlen=_RATE_SECONDS + 1)  # [second, rows, generated]
+
+    def add(self, now: float, rows: int, generated: int) -> None:
+        second = int(now)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append([second, 0, 0])
+        self._seconds[-1][1] += rows
+        self._seconds[-1][2] += generated
+
+    def rates(self, now: float) -> tuple[float, float]:
+        """Rows and generated tokens per second. May be called by any thread."""
+        recent = [entry for entry in list(self._seconds) if now - entry[0] <= _RATE_SECONDS]
+        if not recent:
+            return 0.0, 0.0
+        span = max(now - recent[0][0], 1e-3)
+        return sum(entry[1] for entry in recent) / span, sum(entry[2] for entry in recent) / span
+
+
+class StepBudget:
+    """Rows a step may hold, chosen to keep the time of a step under a target: fewer after a step that was too slow,
+    more again while steps that used the whole budget are fast. What a request outputs does not depend on it."""
+
+    def __init__(self, max_rows: int, min_rows: int, target_ms: float):
+        self.rows = self._max = max_rows
+        self._min, self._target = min(min_rows, max_rows), target_ms / 1e3
+
+    def learn(self, rows: int, seconds: float) -> None:
+        if self._target <= 0:
+            return
+        if seconds > self._target and rows > self._min:
+            self.rows = max(self._min, min(self.rows, int(rows * max(0.5, self._target / seconds))))
+        elif seconds < 0.8 * self._target and rows >= self.rows:
+            self.rows = min(self._max, self.rows + max(1, self.rows // 8))
+
+
+class ServedModel:
+    """`running` says whether requests are taken; `failure` why they never will be again."""
+
+    def __init__(self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer]):
+        self.config, self.info, self.tokenizer = config, info, tokenizer
+        self.name = info.name
+        self.running = False
+        self.failure: Optional[str] = None
+        self.live: set[Request] = set()
+        self.throughput = Throughput()
+        self._lock = threading.Lock()
+        self._incoming = 0  # requests admitted by `reserve` that the scheduler does not have yet
+        chunk = config.engine_max_prefill_length or info.max_step_tokens
+        self._max_chunk = min(chunk, info.max_step_tokens)
+        self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
+        pool = SpanPool(info.num_spans)
+        prefix = None
+        if config.enable_prefix_cache:
+            prefix = PrefixCache(pool, info.span_size, config.prefix_cache_ttl, info.dynamic_rope_original)
+        limits = Limits(info.max_batch, info.max_step_tokens, self._max_chunk, info.span_size)
+        self.scheduler = Scheduler(limits, pool, prefix)
+
+    # Any thread.
+
+    def reserve(self, samples: int) -> None:
+        """Takes places in the queue, or raises. Undone by `enqueue` or `unreserve`."""
+        self.check_running()
+        with self._lock:
+            waiting = self.scheduler.waiting
+            free_slots = 0 if waiting else self.info.max_batch - self.scheduler.running
+            if waiting + self._incoming + samples - free_slots > self.config.max_queue:
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                    f"the queue of model {self.name!r} is full: {waiting + self._incoming} requests wait, "
+                    f"max_queue={self.config.max_queue}",
+                )
+            self._incoming += samples
+
+    def unreserve(self, samples: int) -> None:
+        with self._lock:
+            self._incoming -= samples
+
+    def check_running(self) -> None:
+        if self.failure is not None:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_RUNTIME_ERROR,
+                f"model {self.name!r} has failed ({self.failure}); release it and install it again",
+            )
+        if not self.running:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
+            )
+
+    def stat(self) -> AsEngineStat:
+        scheduler, info = self.scheduler, self.info
+        counters, pool = scheduler.counters, scheduler.pool
+        rows, generated = self.throughput.rates(time.monotonic())
+        hit, seen = counters.prefix_tokens, counters.prompt_tokens
+        return AsEngineStat(
+            model_name=self.name,
+            total_span=pool.num_spans,
+            used_span=pool.used,
+            free_span=pool.available,
+            total_token=pool.num_spans * info.span_size,
+            free_token=pool.available * info.span_size,
+            pendding_request=scheduler.waiting + self._incoming,
+            running_request=scheduler.running,
+            total_prefill_token=seen,
+            total_generated_token=counters.generated_tokens,
+            generate_token_persec=generated,
+            process_token_persec=rows,
+            token_usage_percentage=100.0 * pool.used / pool.num_spans,
+            prefix_cache_hit_token=hit,
+            prefix_cache_miss_token=seen - hit,
+            prefix_cache_hit_rate=hit / seen if seen else 0.0,
+            prefix_cache_miss_rate=(seen - hit) / seen if seen else 0.0,
+            preempted_request=counters.preemptions,
+        )
+
+    # The engine's thread.
+
+    def enqueue(self, request: Request) -> None:
+        self.unreserve(len(request.sequences))
+        if request.done.is_set():  # cancelled before it came here
+            return
+        if not self.running or self.failure is not None:
+            request.finish(GenerateRequestStatus.GenerateInterrupted)
+            return
+        self.live.add(request)
+        for sequence in request.sequences:
+            complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
+                sequence.tokens, sequence.prompt_len
+            )
+            if complete:  # a resumed request whose last token the client had already
+                self._sequence_ended(request)
+            else:
+                self.scheduler.add(sequence)
+
+    def end(
+        self, request: Request, status: GenerateRequestStatus, error: Optional[AllSparkError] = None
+    ) -> None:
+        """Ends a request before its time; nothing happens if it has ended."""
+        if request.done.is_set():
+            return
+        for sequence in request.sequences:
+            self.scheduler.cancel(sequence)
+        self.live.discard(request)
+        request.finish(status, error)
+
+    def end_all(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
+        for request in list(self.live):
+            self.end(request, status, error)
+
+    def step(self, group: Group) -> None:
+        """Plans and computes one step and delivers its tokens. Raises what the group raises."""
+        scheduler = self.scheduler
+        step = scheduler.plan(self.budget.rows)
+        for sequence in scheduler.take_unfit():
+            request = sequence.owner.request
+            message = (
+                f"the cache of model {self.name!r} ({self.info.num_spans} spans of {self.info.span_size} tokens) cannot "
+                f"hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory"
+            )
+            self.end(request, GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_CACHE_MEMORY_OUT, message))
+        if step is None:
+            return
+        begin = time.monotonic()
+        if step.plan.new:
+            for sequence in step.sequences[-len(step.plan.new) :]:
+                request = sequence.owner.request
+                request.first_step = request.first_step or begin
+        result = group.step(self.name, step.plan.encode())
+        end = time.monotonic()
+        rows = step.plan.rows
+        self.budget.learn(rows, end - begin)
+        sampled = self._deliver(step, result)
+        self.throughput.add(end, rows, sampled)
+
+    def _deliver(self, step: Step, result) -> int:
+        outcomes = self.scheduler.complete(step, result.tokens.tolist())
+        logprobs = top_ids = top_logprobs = None
+        for outcome in outcomes:
+            sequence = outcome.sequence
+            sample = sequence.owner
+            logprob, top = 0.0, []
+            if sample.top_logprobs >= 0:
+                if logprobs is None:
+                    logprobs = result.logprobs.tolist()
+                    top_ids, top_logprobs = result.top_ids, result.top_logprobs
+                logprob = logprobs[outcome.index]
+                if sample.top_logprobs:
+                    ids = top_ids[outcome.index, : sample.top_logprobs].tolist()
+                    values = top_logprobs[outcome.index, : sample.top_logprobs].tolist()
+                    top = [(i, value) for i, value in zip(ids, values) if i >= 0]
+            try:
+                sample.request.deliver(sequence, outcome.token, logprob, top, outcome.finished is not None)
+            except Exception as error:  # this request's output cannot be delivered; the others' can
+                logger.exception("request %d of model %r", sample.request.handle, self.name)
+                failure = AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"its output cannot be delivered: {error}")
+                self.end(sample.request, GenerateRequestStatus.InternalError, failure)
+            if outcome.finished is not None:
+                self._sequence_ended(sample.request)
+        return len(outcomes)
+
+    def _sequence_ended(self, request: Request) -> None:
+        request.unfinished -= 1
+        if request.unfinished == 0:
+            self.live.discard(request)
+            request.finish(GenerateRequestStatus.GenerateFinished)

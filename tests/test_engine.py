@@ -1,0 +1,328 @@
+"""The engine's thread, requests and models, on a group without tensors."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
+from allspark_client.config import GenerateConfig
+from allspark_client.request import RequestSpec
+from allspark_server.engine import Engine
+from allspark_server.served_model import StepBudget
+from fake_group import FakeGroup, expected_output
+
+Status = GenerateRequestStatus
+
+
+def config(name="m", **fields) -> AsModelConfig:
+    return AsModelConfig(model_name=name, model_path="/nowhere", **fields)
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(model=config(), start=True, state_file=None, **group):
+        engine = Engine(group=FakeGroup(**group), state_file=state_file)
+        engines.append(engine)
+        if model is not None:
+            engine.install_model(model)
+            if start:
+                engine.start_model(model.model_name)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def collect(results) -> list[int]:
+    return [i for elements in results for i in elements.ids_from_generate]
+
+
+def run(engine, prompt, name="m", **generate) -> list[int]:
+    _, handle, results = engine.start_request(name, {"input_ids": prompt}, {"eos_token_id": -1, **generate})
+    out = collect(results)
+    assert results.GenerateStatus() is Status.GenerateFinished
+    assert engine.release_request(name, handle) == AsStatus.ALLSPARK_SUCCESS
+    return out
+
+
+def refused(status, call, *args, match=None):
+    with pytest.raises(AllSparkError, match=match) as caught:
+        call(*args)
+    assert caught.value.status is status
+
+
+def test_many_threads_get_their_own_output(make_engine):
+    engine = make_engine()
+    outputs = {}
+
+    def work(seed):
+        prompt = [(seed * 31 + i) % 1000 for i in range(1 + seed * 3)]
+        outputs[seed] = run(engine, prompt, max_new_tokens=10 + seed) == expected_output(prompt, 10 + seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outputs == {seed: True for seed in range(24)}
+    stat = engine.get_as_engine_stat("m")
+    assert (stat.running_request, stat.pendding_request, stat.used_span) == (0, 0, 0)
+    assert stat.total_generated_token == sum(10 + seed for seed in range(24))
+    assert stat.generate_token_persec > 0
+
+
+def test_statuses_and_statistics_of_a_request(make_engine):
+    engine = make_engine(delay=0.005)
+    seen = []
+
+    class Recorder:
+        done = threading.Event()
+
+        def on_elements(self, handle, elements, text):
+            seen.append((elements.ids_from_generate, text))
+
+        def on_status(self, handle, status):
+            seen.append(status)
+
+        def on_finish(self, handle, status, error, stat):
+            seen.append(status)
+            self.stat, self.error = stat, error
+            self.done.set()
+
+    sink = Recorder()
+    spec = RequestSpec("m", input_ids=[1, 2, 3], config=GenerateConfig(max_new_tokens=3, eos_token_id=-1))
+    flushes = []
+    engine.add_flush_listener(lambda: flushes.append(len(seen)))
+    engine.submit(spec, sink)
+    assert sink.done.wait(5)
+    a, b, c = expected_output([1, 2, 3], 3)
+    assert seen == [
+        Status.ContextFinished, ([a], None), Status.Generating, ([b], None), ([c], None), Status.GenerateFinished,
+    ]  # fmt: skip
+    assert sink.error is None
+    stat = sink.stat
+    assert (stat["context_token_length"], stat["generated_token_length"]) == (3, 3)
+    assert 5 <= stat["time_to_first_token"] <= stat["finish_time"] and stat["generate_tps"] < 200
+    engine.stop_model("m")
+    assert flushes[-1] == len(seen)
+
+
+def test_logprobs(make_engine):
+    engine = make_engine()
+    _, _, results = engine.start_request(
+        "m", {"input_ids": [5]}, {"max_new_tokens": 2, "logprobs": True, "top_logprobs": 3, "eos_token_id": -1}
+    )
+    engine.sync_request("m")
+    elements = results.Get()
+    assert len(elements.token_logprobs_list) == 2
+    assert elements.log_probs_list == [[(0, 0.0), (1, -1.0), (2, -2.0)]] * 2
+    _, _, plain = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 2})
+    engine.sync_request("m")
+    assert plain.Get().log_probs_list == []
+
+
+def test_samples(make_engine):
+    engine = make_engine()
+    _, _, results = engine.start_request("m", {"input_ids": [1, 2]}, {"n": 3, "max_new_tokens": 4, "eos_token_id": -1})
+    outputs = {0: [], 1: [], 2: []}
+    for elements in results:
+        outputs[elements.sample_index] += elements.ids_from_generate
+    assert all(ids == expected_output([1, 2], 4) for ids in outputs.values())
+    assert results.GeneratedLength() == 12
+
+
+def test_stop_request_keeps_what_was_generated(make_engine):
+    engine = make_engine(delay=0.002)
+    _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    first = results.Get().ids_from_generate
+    assert engine.stop_request("m", handle) == AsStatus.ALLSPARK_SUCCESS
+    assert results.GenerateStatus() is Status.GenerateInterrupted
+    out = first + collect(results)
+    assert out == expected_output([1], len(out)) and results.Get() is None
+    engine.stop_request("m", handle)
+    engine.release_request("m", handle)
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.stop_request, "m", handle)
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.release_request, "m", handle)
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.sync_request, "m", 12345)
+    assert engine.get_as_engine_stat("m").used_span == 0
+
+
+def test_stop_and_release_model(make_engine):
+    engine = make_engine(delay=0.002)
+    started = [engine.start_request("m", {"input_ids": [i]}, {"eos_token_id": -1}) for i in range(40)]
+    started[0][2].Get()
+    engine.stop_model("m")
+    assert {results.GenerateStatus() for _, _, results in started} == {Status.GenerateInterrupted}
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="start_model")
+    engine.start_model("m")
+    assert run(engine, [4], max_new_tokens=3) == expected_output([4], 3)
+    engine.release_model("m")
+    refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="no model named 'm'")
+    refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.release_model, "m")
+
+
+def test_two_models_run_side_by_side(make_engine):
+    engine = make_engine(delay=0.001)
+    engine.install_model(config("other", cache_span_size=16))
+    refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.install_model, config("other"))
+    engine.start_model("other")
+    queues = [engine.start_request(n, {"input_ids": [7]}, {"max_new_tokens": 20, "eos_token_id": -1})[2] for n in ("m", "other")]
+    assert [collect(q) for q in queues] == [expected_output([7], 20)] * 2
+    states = {state.name: state for state in engine.list_models()}
+    assert states["m"].running and states["m"].fingerprint != states["other"].fingerprint
+
+
+def test_a_lost_rank_fails_the_live_requests(make_engine):
+    engine = make_engine(fail_at=3)
+    _, _, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    engine.sync_request("m")
+    assert results.GenerateStatus() is Status.InternalError
+    assert results.Get().ids_from_generate == expected_output([1], 3)
+    with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: .*rank 1 was lost"):
+        results.Get()
+    refused(AsStatus.ALLSPARK_RUNTIME_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="rank 1 was lost")
+    assert not engine.list_models()[0].running
+    engine.release_model("m")
+    engine.install_model(config())
+    engine.start_model("m")
+    engine._group.fail_at = -1
+    assert run(engine, [1], max_new_tokens=2) == expected_output([1], 2)
+
+
+def test_queue_limit(make_engine):
+    engine = make_engine(config(engine_max_batch=2, max_queue=3), delay=0.01)
+    generate = {"eos_token_id": -1, "max_new_tokens": 30}
+    queues = [engine.start_request("m", {"input_ids": [i]}, generate)[2] for i in range(5)]  # a burst: 2 run, 3 wait
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", {"input_ids": [9]}, generate, match="max_queue=3")
+    first = queues[0].Get().ids_from_generate
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", {"input_ids": [9]}, generate)
+    assert [first + collect(queues[0])] + [collect(q) for q in queues[1:]] == [expected_output([i], 30) for i in range(5)]
+    assert run(engine, [9], max_new_tokens=1) == expected_output([9], 1)
+
+
+@pytest.mark.parametrize("length, generate, status, match", [
+    (64, {}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "64 tokens and engine_max_length=64"),
+    (100, {}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "100 tokens"),
+    (10, {"max_length": 10}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=10"),
+    (10, {"max_length": 65}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=65 exceeds engine_max_length=64"),
+    (50, {}, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "2 spans of 16"),
+    (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
+    (1, {"lora_name": "x"}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
+])  # fmt: skip
+def test_refused_requests(make_engine, length, generate, status, match):
+    engine = make_engine(config(engine_max_length=64, cache_span_size=16), num_spans=2)
+    refused(status, engine.start_request, "m", {"input_ids": list(range(length))}, generate, match=match)
+    assert len(run(engine, [1], max_new_tokens=3)) == 3
+
+
+@pytest.mark.parametrize("ids, match", [([], "empty"), ([1, 1000], r"input_ids\[1\]=1000 .* 0 to 999"), ([3, -1], "-1")])
+def test_bad_ids(make_engine, ids, match):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=match):
+        engine.start_request("m", {"input_ids": ids})
+    with pytest.raises(ValueError, match=r"bad_words_ids\[0\]\[0\]=1000"):
+        engine.start_request("m", {"input_ids": [1]}, {"bad_words_ids": [[1000]]})
+
+
+def test_a_request_that_outgrows_the_cache_fails_alone(make_engine):
+    engine = make_engine(config(cache_span_size=16), num_spans=2)
+    _, _, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    engine.sync_request("m")
+    assert results.Get().ids_from_generate == expected_output([1], 32)
+    with pytest.raises(AllSparkError, match="ALLSPARK_CACHE_MEMORY_OUT"):
+        results.Get()
+    assert run(engine, [2], max_new_tokens=5) == expected_output([2], 5)
+
+
+def test_eos_and_lengths(make_engine):
+    words = expected_output([1], 40)
+    engine = make_engine(config(engine_max_length=30))
+    assert run(engine, [1]) == words[:29]
+    assert run(engine, [1], max_length=12) == words[:11]
+    assert run(engine, [1], max_new_tokens=100) == words[:29]
+    assert run(engine, [1], eos_token_id=words[4]) == words[:5]
+    assert run(engine, [1], eos_token_id=[999, words[4]]) == words[:5]
+    assert run(engine, [1], eos_token_id=words[4], early_stopping=False) == words[:29]
+    assert run(engine, [1], stop_words_ids=[words[2:4]]) == words[:4]
+
+
+def test_resumption_emits_only_what_is_new(make_engine):
+    engine = make_engine()
+    words = expected_output([1], 10)
+    from allspark_server.engine import QueueSink, ResultQueue
+
+    for done in (0, 4, 10):
+        results = ResultQueue()
+        generate = GenerateConfig(max_new_tokens=10, eos_token_id=-1)
+        engine.submit(RequestSpec("m", input_ids=[1], config=generate, generated=words[:done]), QueueSink(results))
+        assert collect(results) == words[done:]
+        assert results.GenerateStatus() is Status.GenerateFinished
+
+
+def test_not_available_yet(make_engine):
+    engine = make_engine()
+    for call in (engine.load_lora, engine.unload_lora):
+        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
+    for fields in ({"weight_dtype": "int8"}, {"cache_mode": 1}, {"compute_unit": "CUDA:0"}, {"speculation": "prompt_lookup"}):
+        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config("x", **fields), match="not available yet")
+
+
+def test_state_file_restores_models(make_engine, tmp_path):
+    path = str(tmp_path / "state.json")
+    first = make_engine(state_file=path)
+    first.install_model(config("installed", cache_span_size=64))
+    first.install_model(config("released"))
+    first.release_model("released")
+    with open(path, encoding="utf-8") as file:
+        assert [(entry["config"]["model_name"], entry["started"]) for entry in json.load(file)] == [("m", True), ("installed", False)]
+    first.close()
+    second = make_engine(None, state_file=path)
+    assert second.restore() == ["m", "installed"]
+    assert [(s.name, s.running) for s in second.list_models()] == [("m", True), ("installed", False)]
+    assert second.get_model_info("installed").span_size == 64
+    assert run(second, [1], max_new_tokens=2) == expected_output([1], 2)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("{")
+    assert make_engine(None, state_file=path).restore() == []
+
+
+def test_close_ends_everything(make_engine):
+    engine = make_engine(delay=0.002)
+    _, _, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    results.Get()
+    engine.close()
+    engine.close()
+    assert results.GenerateStatus() is Status.GenerateInterrupted and engine._group.closed
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="closed")
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.stop_model, "m", match="closed")
+
+
+def test_an_idle_engine_uses_no_cpu(make_engine):
+    engine = make_engine()
+    run(engine, [1], max_new_tokens=2)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.02
+
+
+def test_profile_table(make_engine):
+    lines = make_engine().get_op_profiling_info("m").splitlines()
+    assert lines[0].split() == ["op", "count", "min", "max", "mean", "sum", "%"]
+    assert lines[1].split() == ["span_attention", "2", "1.0000", "2.0000", "1.5000", "3.000", "75.00"]
+
+
+def test_step_budget_holds_a_latency():
+    budget = StepBudget(1024, 8, 20.0)
+    for _ in range(50):
+        budget.learn(budget.rows, budget.rows * 1e-4)
+    assert 140 <= budget.rows <= 200
+    off = StepBudget(1024, 8, 0.0)
+    off.learn(1024, 100.0)
+    assert off.rows == 1024
