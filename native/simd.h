@@ -4,7 +4,6 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #include <immintrin.h>
@@ -107,7 +106,7 @@ inline float vhmax(vf v) {
 // form (error 5e-9 relative), then scaled by 2^n. Below -87.3 the result is 0.
 inline vf vexp(vf x) {
   const vf low = vset(-87.3f);
-  const vf xc = vmax(x, low);
+  const vf xc = vmax(low, x);  // in this order a NaN passes
   const vf n = vround(vmul(xc, vset(1.44269504088896341f)));
   vf r = vfma(n, vset(-0.693359375f), xc);
   r = vfma(n, vset(2.12194440e-4f), r);
@@ -135,19 +134,5 @@ template <> inline vf vload_as<float>(const float* p) { return vload(p); }
 template <> inline vf vload_as<uint16_t>(const uint16_t* p) { return vload_bf16(p); }
 
 }  // namespace AS_ISA
-
-inline float bf16_to_float(uint16_t x) {
-  uint32_t bits = (uint32_t)x << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-// Round to nearest even; NaN stays NaN.
-inline uint16_t float_to_bf16(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x40);
-  return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
 
 }  // namespace as

@@ -1,0 +1,68 @@
+// Single kernels for tests and microbenchmarks; the engine does not use these.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bf16.h"
+#include "executor.h"
+
+namespace py = pybind11;
+
+namespace as {
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+void bind_kernels(py::module_& m) {
+  py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
+  k.def("rms_norm", [](Floats x, Floats w, float eps) {
+    Floats y(x.size());
+    kernels().rms_norm(x.data(), w.data(), y.mutable_data(), (int)x.size(), eps);
+    return y;
+  });
+  k.def("silu_mul", [](Floats gate, Floats up) {
+    Floats y(gate.size());
+    kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
+    return y;
+  });
+  k.def("rope", [](Floats x, Floats cosine, Floats sine) {
+    Floats y(x.size());
+    std::copy_n(x.data(), x.size(), y.mutable_data());
+    kernels().rope(y.mutable_data(), cosine.data(), sine.data(), (int)cosine.size());
+    return y;
+  });
+  k.def(
+      "attend",
+      [](Floats q, Floats keys, Floats values, std::vector<int> limits, float scale, int span_size, bool bf16) {
+        // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
+        const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0), padded = (dim + 15) / 16 * 16;
+        if (rows > kTileRows || tokens > kBlockTokens || (int)limits.size() != rows) throw std::invalid_argument("at most 16 rows, 128 tokens, a limit a row");
+        const size_t element = bf16 ? 2 : 4, span_elements = (size_t)span_size * (dim + padded);
+        const int count = (tokens + span_size - 1) / span_size;
+        std::vector<char> memory(span_elements * element * count, (char)0xff);  // NaN wherever nothing is written
+        std::vector<const void*> spans(count);
+        for (int s = 0; s < count; s++) spans[s] = memory.data() + span_elements * element * s;
+        auto put = [&](size_t at, float x) {
+          if (bf16) reinterpret_cast<uint16_t*>(memory.data())[at] = float_to_bf16(x);
+          else reinterpret_cast<float*>(memory.data())[at] = x;
+        };
+        for (int t = 0; t < tokens; t++) {
+          const size_t base = span_elements * (t / span_size);
+          const int u = t % span_size;
+          for (int d = 0; d < padded; d++) {
+            if (d < dim) put(base + (size_t)(u / kKeyGroup * dim + d) * kKeyGroup + u % kKeyGroup, keys.at(t, d));
+            put(base + (size_t)span_size * dim + (size_t)u * padded + d, d < dim ? values.at(t, d) : 0);
+          }
+        }
+        AttentionTile a{};
+        a.rows = rows, a.head_dim = dim, a.padded_dim = padded, a.scale = scale, a.span_size = span_size, a.tokens = tokens;
+        Floats maximum(rows), sum(rows), out({rows, padded});
+        for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.limit[r] = limits[r];
+        a.spans = spans.data(), a.v_offset = (size_t)span_size * dim, a.dtype = bf16 ? DType::bf16 : DType::f32;
+        a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
+        kernels().attend(a);
+        return py::make_tuple(maximum, sum, out);
+      },
+      "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
+}
+
+}  // namespace as

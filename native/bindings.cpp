@@ -1,0 +1,215 @@
+// The Python module allspark_server._native.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+
+#include "executor.h"
+#include "isa.h"
+
+namespace py = pybind11;
+
+namespace as {
+
+void bind_sampler(py::module_& m);
+void bind_kernels(py::module_& m);
+
+namespace {
+
+DType dtype_of(const std::string& name) {
+  if (name == "float32") return DType::f32;
+  if (name == "bfloat16") return DType::bf16;
+  throw std::invalid_argument("dtype must be float32 or bfloat16, got " + name);
+}
+
+SourceType source_of(const std::string& name, const py::array& a) {
+  const bool two_bytes = a.itemsize() == 2;
+  if (name == "F32" && a.dtype().kind() == 'f' && a.itemsize() == 4) return SourceType::f32;
+  if (name == "F16" && two_bytes) return SourceType::f16;
+  if (name == "BF16" && two_bytes) return SourceType::bf16;
+  throw std::invalid_argument("source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
+}
+
+template <typename T> py::array_t<T> to_array(const std::vector<T>& v) { return py::array_t<T>(v.size(), v.data()); }
+
+// What a step gave: arrays over the rows that sample.
+struct StepResult {
+  py::array_t<int32_t> tokens, status, top_ids;
+  py::array_t<float> logprobs, top_logprobs;
+  py::object logits;
+};
+
+StepResult to_result(const StepOutput& out, bool want_logits) {
+  const py::ssize_t n = (py::ssize_t)out.samples.size();
+  StepResult r;
+  r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
+  r.top_ids = py::array_t<int32_t>({n, (py::ssize_t)kMaxTopLogprobs});
+  r.top_logprobs = py::array_t<float>({n, (py::ssize_t)kMaxTopLogprobs});
+  for (py::ssize_t i = 0; i < n; i++) {
+    const SampleOutput& s = out.samples[i];
+    r.tokens.mutable_at(i) = s.token;
+    r.status.mutable_at(i) = (int32_t)s.status;
+    r.logprobs.mutable_at(i) = s.logprob;
+    std::copy_n(s.top_ids, kMaxTopLogprobs, r.top_ids.mutable_data(i));
+    std::copy_n(s.top_logprobs, kMaxTopLogprobs, r.top_logprobs.mutable_data(i));
+  }
+  r.logits = py::none();
+  if (want_logits) {
+    const py::ssize_t width = std::max(out.logit_width, 1);
+    r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
+  }
+  return r;
+}
+
+void bind_executor(py::module_& m) {
+  py::class_<StepResult>(m, "StepResult", "What rank 0 gets of a step; rows in the order of the work items that sample.")
+      .def_readonly("tokens", &StepResult::tokens, "int32 [n]; -1 where status is not 0")
+      .def_readonly("status", &StepResult::status, "int32 [n]: 0, or why there is no token (describe_status)")
+      .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
+      .def_readonly("top_ids", &StepResult::top_ids, "int32 [n, 20], -1 where unused")
+      .def_readonly("top_logprobs", &StepResult::top_logprobs, "float32 [n, 20]")
+      .def_readonly("logits", &StepResult::logits, "float32 [n, local vocabulary] if wanted, else None");
+  m.def("describe_status", [](int status) { return std::string(describe((SampleStatus)status)); });
+
+  py::class_<Executor>(m, "Executor", "A model's op list, weights and KV cache of one rank.")
+      .def(py::init<int, int, std::shared_ptr<Window>, std::vector<int>, int>(), py::arg("rank") = 0, py::arg("world") = 1,
+           py::arg("window") = nullptr, py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1)
+      .def("add_matrix", [](Executor& e, int n, int k, const std::string& dtype) { return e.add_matrix(n, k, dtype_of(dtype)); },
+           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"))
+      .def("fill_matrix",
+           [](Executor& e, int id, const py::array& a, const std::string& source, long row_offset) {
+             if (a.ndim() != 2) throw std::invalid_argument("fill_matrix needs a 2-D array");
+             const SourceType type = source_of(source, a);
+             if (a.shape(1) > 1 && a.strides(1) != a.itemsize()) throw std::invalid_argument("fill_matrix: columns must be adjacent in memory");
+             if (a.strides(0) % a.itemsize()) throw std::invalid_argument("fill_matrix: rows must be whole elements apart");
+             const void* data = a.data();
+             const long rows = a.shape(0), columns = a.shape(1), stride = a.strides(0) / a.itemsize();
+             py::gil_scoped_release release;
+             return e.fill_matrix(id, data, type, rows, columns, stride, row_offset);
+           },
+           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0,
+           "Packs rows into a matrix, converting to its type; returns how many values are NaN or infinite.")
+      .def("add_vector", [](Executor& e, py::array_t<float, py::array::c_style | py::array::forcecast> a) {
+        return e.add_vector(std::vector<float>(a.data(), a.data() + a.size()));
+      })
+      .def("add_tensor", &Executor::add_tensor, py::arg("width"), py::arg("logit_rows") = false)
+      .def("add_op", &Executor::add_op, py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
+      .def("allocate",
+           [](Executor& e, int max_rows, int max_slots, int max_length, int layers, int kv_heads, int head_dim, int span_size, int num_spans,
+              const std::string& dtype) {
+             e.allocate(max_rows, max_slots, max_length, layers, kv_heads, head_dim, span_size, num_spans, dtype_of(dtype));
+           },
+           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("layers"), py::arg("kv_heads"), py::arg("head_dim"),
+           py::arg("span_size"), py::arg("num_spans"), py::arg("cache_dtype"))
+      .def("step",
+           [](Executor& e, const py::bytes& plan, bool want_logits) {
+             const std::string bytes = plan;
+             StepOutput out;
+             {
+               py::gil_scoped_release release;
+               out = e.step(bytes, want_logits);
+             }
+             return to_result(out, want_logits);
+           },
+           py::arg("plan"), py::arg("want_logits") = false)
+      .def("multiply",
+           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
+              std::optional<py::array_t<float, py::array::c_style | py::array::forcecast>> bias) {
+             py::array_t<float> y({x.shape(0), (py::ssize_t)out_features});
+             const float *xp = x.data(), *bp = bias ? bias->data() : nullptr;
+             float* yp = y.mutable_data();
+             py::gil_scoped_release release;
+             e.multiply(id, xp, bp, yp, (int)x.shape(0));
+             return y;
+           },
+           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(),
+           "x w^T (+ bias) with one matrix, for tests and microbenchmarks.")
+      .def("set_profiling", &Executor::set_profiling)
+      .def("profile",
+           [](const Executor& e) {
+             py::list all;
+             for (const Op& op : e.ops()) {
+               py::dict d;
+               d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
+               all.append(d);
+             }
+             return all;
+           },
+           "Per op of the list: name, how often, least, most and total seconds on thread 0 (with set_profiling).")
+      .def("memory",
+           [](const Executor& e) {
+             py::list all;
+             for (const auto& [p, n] : e.memory()) all.append(py::make_tuple((uintptr_t)p, n));
+             return all;
+           },
+           "(address, bytes) of weights and cache.")
+      .def("weight_bytes", &Executor::weight_bytes)
+      .def("cache_bytes", &Executor::cache_bytes);
+}
+
+void bind_window(py::module_& m) {
+  py::class_<Window, std::shared_ptr<Window>>(m, "Window", "Shared memory between the ranks of a host (native/window.h).")
+      .def_static("bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1, "Bytes each rank allocates and zeroes.")
+      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double>(), py::arg("rank"), py::arg("size"), py::arg("addresses"),
+           py::arg("spin"), py::arg("timeout"))
+      .def("publish",
+           [](Window& w, int kind, const py::bytes& payload) {
+             const std::string bytes = payload;
+             py::gil_scoped_release release;
+             w.publish(kind, bytes);
+           },
+           py::arg("kind"), py::arg("payload"))
+      .def("wait_command",
+           [](Window& w, double timeout) -> py::object {
+             int kind = 0;
+             std::string payload;
+             bool got;
+             {
+               py::gil_scoped_release release;
+               got = w.wait_command(timeout, kind, payload);
+             }
+             if (!got) return py::none();
+             return py::make_tuple(kind, py::bytes(payload));
+           },
+           py::arg("timeout"))
+      .def("gather",
+           [](Window& w, const py::bytes& payload) -> py::object {
+             const std::string bytes = payload;
+             std::vector<std::string> all;
+             {
+               py::gil_scoped_release release;
+               all = w.gather(bytes);
+             }
+             if (w.rank() != 0) return py::none();
+             py::list list;
+             for (const auto& s : all) list.append(py::bytes(s));
+             return list;
+           },
+           py::arg("payload"))
+      .def("abort", &Window::abort, py::arg("message"))
+      .def("aborted",
+           [](const Window& w) -> py::object {
+             std::string message;
+             if (!w.aborted(message)) return py::none();
+             return py::str(message);
+           })
+      .def("beat", &Window::beat)
+      .def("beats", &Window::beats)
+      .def_property_readonly("rank", &Window::rank)
+      .def_property_readonly("size", &Window::size);
+}
+
+}  // namespace
+}  // namespace as
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Kernels, executor, sampler and shared-memory collectives.";
+  as::kernels();  // an unsuitable CPU is an error at import
+  m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
+  m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
+  as::bind_window(m);
+  as::bind_executor(m);
+  as::bind_sampler(m);
+  as::bind_kernels(m);
+}

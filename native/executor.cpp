@@ -1,0 +1,402 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <stdexcept>
+
+#include "bf16.h"
+
+namespace as {
+namespace {
+
+const std::map<std::string, OpType> kOpTypes = {
+    {"rotary_table", OpType::rotary_table}, {"embedding", OpType::embedding},     {"all_reduce", OpType::all_reduce},
+    {"rms_norm", OpType::rms_norm},         {"linear", OpType::linear},           {"head_norm", OpType::head_norm},
+    {"rope", OpType::rope},                 {"span_attention", OpType::span_attention}, {"silu_mul", OpType::silu_mul},
+    {"add", OpType::add},                   {"select_rows", OpType::select_rows}, {"sample", OpType::sample}};
+
+float f16_to_float(uint16_t h) {
+  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * std::ldexp((float)fraction, -24);
+  const uint32_t bits = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+struct F32 {
+  using Storage = float;
+  static float value(float x) { return x; }
+  static bool finite(float x) { return std::isfinite(x); }
+};
+struct F16 {
+  using Storage = uint16_t;
+  static float value(uint16_t x) { return f16_to_float(x); }
+  static bool finite(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
+};
+struct BF16 {
+  using Storage = uint16_t;
+  static float value(uint16_t x) { return bf16_to_float(x); }
+  static bool finite(uint16_t x) { return (x & 0x7f80) != 0x7f80; }
+};
+
+void store(float* p, float x) { *p = x; }
+void store(uint16_t* p, float x) { *p = float_to_bf16(x); }
+
+// Rows [r0, r1) of the destination, which all lie in panels of this thread.
+template <typename Source, typename T>
+long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1, int panel, T* target) {
+  long bad = 0;
+  constexpr long kBlock = 32;  // columns at a time: the panel's lines being written stay in the first-level cache
+  for (long p0 = r0; p0 < r1;) {
+    const long p1 = std::min(r1, (p0 / panel + 1) * panel);
+    T* base = target + (p0 / panel) * panel * columns;
+    for (long c0 = 0; c0 < columns; c0 += kBlock) {
+      const long c1 = std::min(columns, c0 + kBlock);
+      for (long r = p0; r < p1; r++) {
+        const typename Source::Storage* row = source + (r - row_offset) * stride;
+        T* lane = base + r % panel;
+        for (long c = c0; c < c1; c++) {
+          bad += !Source::finite(row[c]);
+          if constexpr (std::is_same_v<Source, BF16> && std::is_same_v<T, uint16_t>) lane[c * panel] = row[c];
+          else store(lane + c * panel, Source::value(row[c]));
+        }
+      }
+    }
+    p0 = p1;
+  }
+  return bad;
+}
+
+}  // namespace
+
+Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads)
+    : rank_(rank), world_(world), window_(std::move(window)), pool_(threads, std::move(cpus), window_ ? window_->spin() : true),
+      k_(kernels()) {
+  if (world < 1 || rank < 0 || rank >= world) throw std::invalid_argument("rank " + std::to_string(rank) + " is not in 0..." + std::to_string(world - 1));
+  if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
+}
+
+int Executor::add_matrix(int out_features, int in_features, DType dtype) {
+  if (out_features < 1 || in_features < 1)
+    throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) + ": both must be positive");
+  const int panels = (out_features + k_.panel - 1) / k_.panel;
+  Buffer buffer((size_t)panels * k_.panel * in_features * dtype_size(dtype) + 4096, "weights");  // + what is prefetched
+  const Packed packed{buffer.as(), out_features, in_features, k_.panel, dtype};
+  matrices_.push_back({packed, std::move(buffer)});
+  return (int)matrices_.size() - 1;
+}
+
+long Executor::fill_matrix(int id, const void* source, SourceType type, long rows, long columns, long stride, long row_offset) {
+  const Packed& m = matrices_.at(id).packed;
+  if (columns != m.k || rows < 0 || row_offset < 0 || row_offset + rows > m.n)
+    throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) + " x " + std::to_string(columns) +
+                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+  std::atomic<long> bad{0};
+  const long first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
+    const long r0 = std::max(row_offset, (first + p0) * m.panel), r1 = std::min(row_offset + rows, (first + p1) * m.panel);
+    if (r0 >= r1) return;
+    auto pack = [&](auto tag) {
+      using S = decltype(tag);
+      auto* s = static_cast<const typename S::Storage*>(source);
+      if (m.dtype == DType::f32) bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (float*)m.data);
+      else bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (uint16_t*)m.data);
+    };
+    if (type == SourceType::f32) pack(F32{});
+    else if (type == SourceType::f16) pack(F16{});
+    else pack(BF16{});
+  });
+  return bad;
+}
+
+int Executor::add_vector(std::vector<float> values) {
+  vectors_.push_back(std::move(values));
+  return (int)vectors_.size() - 1;
+}
+
+int Executor::add_tensor(int width, bool logit_rows) {
+  if (width < 1) throw std::invalid_argument("tensor width must be positive, got " + std::to_string(width));
+  tensors_.push_back({width, logit_rows});
+  return (int)tensors_.size() - 1;
+}
+
+void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vector<int> outputs, std::vector<int> weights, Attributes attributes) {
+  const auto found = kOpTypes.find(type);
+  if (found == kOpTypes.end()) throw std::invalid_argument("unknown op " + type);
+  Op op;
+  op.type = found->second;
+  op.name = type;
+  op.inputs = std::move(inputs), op.outputs = std::move(outputs), op.weights = std::move(weights);
+  op.attributes = std::move(attributes);
+  auto get = [&](const char* name, double otherwise = NAN) {
+    const auto it = op.attributes.find(name);
+    if (it != op.attributes.end()) return it->second;
+    if (std::isnan(otherwise)) throw std::invalid_argument("op " + type + " needs attribute " + name);
+    return otherwise;
+  };
+  auto need = [&](size_t n_in, size_t n_out, size_t least_weights, size_t most_weights) {
+    if (op.inputs.size() != n_in || op.outputs.size() != n_out || op.weights.size() < least_weights || op.weights.size() > most_weights)
+      throw std::invalid_argument("op " + type + ": wrong number of inputs, outputs or weights");
+    for (const auto* list : {&op.inputs, &op.outputs})
+      for (int t : *list)
+        if (t < 0 || t >= (int)tensors_.size()) throw std::invalid_argument("op " + type + ": no tensor " + std::to_string(t));
+  };
+  auto width_is = [&](int tensor, long width, const char* what) {
+    if (tensors_[tensor].width != width)
+      throw std::invalid_argument("op " + type + ": " + what + " is " + std::to_string(tensors_[tensor].width) + " wide, expected " + std::to_string(width));
+  };
+  auto vector_is = [&](int id, size_t n) {
+    if (vectors_.at(id).size() != n)
+      throw std::invalid_argument("op " + type + ": vector of " + std::to_string(vectors_[id].size()) + " values, expected " + std::to_string(n));
+  };
+  switch (op.type) {
+    case OpType::rotary_table:
+      need(0, 0, 1, 1);
+      rotary_ = {vectors_.at(op.weights[0]), (float)get("attention_factor", 1), get("dynamic", 0) != 0, get("base", 0),
+                 get("factor", 1), get("original_max", 0), (int)get("rotary_dim")};
+      vector_is(op.weights[0], rotary_.dim / 2);
+      break;
+    case OpType::embedding:
+      need(0, 1, 1, 1);
+      op.vocab_begin = (int)get("vocab_begin");
+      width_is(op.outputs[0], matrices_.at(op.weights[0]).packed.k, "output");
+      break;
+    case OpType::all_reduce:
+      need(1, 1, 0, 0);
+      break;
+    case OpType::rms_norm:
+      need(1, 1, 1, 1);
+      op.eps = (float)get("eps");
+      width_is(op.outputs[0], in(op).width, "output");
+      vector_is(op.weights[0], in(op).width);
+      break;
+    case OpType::linear: {
+      need(1, 1, 1, 2);
+      const Packed& m = matrices_.at(op.weights[0]).packed;
+      width_is(op.inputs[0], m.k, "input");
+      width_is(op.outputs[0], m.n, "output");
+      if (op.weights.size() == 2) vector_is(op.weights[1], m.n);
+      break;
+    }
+    case OpType::head_norm:
+      op.eps = (float)get("eps");
+      [[fallthrough]];
+    case OpType::rope:
+      if (op.inputs.empty() || op.inputs.size() > 1) throw std::invalid_argument("op " + type + " takes one input, changed in place");
+      op.offset = (int)get("offset"), op.heads = (int)get("heads"), op.head_dim = (int)get("head_dim");
+      op.rotary_dim = (int)get("rotary_dim", op.head_dim);
+      if (op.offset + op.heads * op.head_dim > tensors_.at(op.inputs[0]).width) throw std::invalid_argument("op " + type + " reaches past its input");
+      if (op.type == OpType::rope && op.rotary_dim != rotary_.dim) throw std::invalid_argument("op rope: rotary_dim differs from rotary_table's");
+      if (op.type == OpType::head_norm) vector_is(op.weights.at(0), op.head_dim);
+      break;
+    case OpType::span_attention: {
+      need(1, 1, 0, 0);
+      op.layer = (int)get("layer");
+      AttentionShape s;
+      s.q_heads = (int)get("q_heads"), s.kv_heads = (int)get("kv_heads"), s.head_dim = (int)get("head_dim");
+      s.padded_dim = (s.head_dim + 15) / 16 * 16;
+      s.q_head_begin = (int)get("q_head_begin", 0), s.group = (int)get("group"), s.kv_begin = (int)get("kv_begin", 0);
+      s.scale = (float)get("scale");
+      width_is(op.inputs[0], (long)(s.q_heads + 2 * s.kv_heads) * s.head_dim, "input");
+      width_is(op.outputs[0], (long)s.q_heads * s.head_dim, "output");
+      if (shape_.head_dim && !(shape_ == s)) throw std::invalid_argument("all layers must have the same attention shape");
+      shape_ = s;
+      break;
+    }
+    case OpType::silu_mul:
+      need(1, 1, 0, 0);
+      width_is(op.inputs[0], 2l * out(op).width, "input");
+      break;
+    case OpType::add:
+      need(2, 1, 0, 0);
+      width_is(op.inputs[1], in(op).width, "second input");
+      break;
+    case OpType::select_rows:
+      need(1, 1, 0, 0);
+      width_is(op.outputs[0], in(op).width, "output");
+      break;
+    case OpType::sample:
+      need(1, 0, 0, 0);
+      op.vocab_begin = (int)get("vocab_begin"), op.vocab_size = (int)get("vocab_size");
+      break;
+  }
+  ops_.push_back(std::move(op));
+}
+
+// Gives every tensor memory; tensors whose lives do not overlap share it.
+void Executor::plan_buffers() {
+  struct Life { int first = -1, last = -1; };
+  std::vector<Life> lives(tensors_.size());
+  for (int i = 0; i < (int)ops_.size(); i++)
+    for (const auto* list : {&ops_[i].inputs, &ops_[i].outputs})
+      for (int t : *list) {
+        if (lives[t].first < 0) lives[t].first = i;
+        lives[t].last = i;
+      }
+  struct Region { size_t floats; int free_after; size_t offset; };
+  std::vector<Region> regions;
+  std::vector<int> region_of(tensors_.size(), -1);
+  std::vector<int> order(tensors_.size());
+  for (size_t i = 0; i < order.size(); i++) order[i] = (int)i;
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return lives[a].first < lives[b].first; });
+  for (int t : order) {
+    if (lives[t].first < 0) continue;
+    const size_t need = (size_t)(tensors_[t].logit_rows ? max_slots_ : max_rows_) * tensors_[t].width;
+    int best = -1;
+    for (int r = 0; r < (int)regions.size(); r++) {
+      if (regions[r].free_after >= lives[t].first) continue;
+      const auto waste = [&](int q) { return regions[q].floats > need ? regions[q].floats - need : need - regions[q].floats; };
+      if (best < 0 || waste(r) < waste(best)) best = r;
+    }
+    if (best < 0) regions.push_back({0, -1, 0}), best = (int)regions.size() - 1;
+    regions[best].floats = std::max(regions[best].floats, need);
+    regions[best].free_after = lives[t].last;
+    region_of[t] = best;
+  }
+  size_t total = 0;
+  for (Region& r : regions) r.offset = total, total += (r.floats + 1023) / 1024 * 1024;
+  activations_ = Buffer(total * sizeof(float), "activations");
+  for (size_t t = 0; t < tensors_.size(); t++)
+    if (region_of[t] >= 0) tensors_[t].data = activations_.as<float>() + regions[region_of[t]].offset;
+}
+
+void Executor::allocate(int max_rows, int max_slots, int max_length, int layers, int kv_heads, int head_dim, int span_size, int num_spans,
+                        DType cache_dtype) {
+  if (ops_.empty() || ops_.back().type != OpType::sample) throw std::invalid_argument("the op list must end with sample");
+  if (kv_heads != shape_.kv_heads || head_dim != shape_.head_dim) throw std::invalid_argument("cache and span_attention disagree on KV heads or head_dim");
+  if (span_size != 16 && span_size != 32 && span_size != 64 && span_size != 128)
+    throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(span_size));
+  if (max_rows < 1 || max_slots < 1 || num_spans < 1 || layers < 1) throw std::invalid_argument("allocate: sizes must be positive");
+  max_rows_ = max_rows, max_slots_ = max_slots, max_length_ = max_length, layers_ = layers;
+  span_size_ = span_size, num_spans_ = num_spans, cache_dtype_ = cache_dtype;
+  plan_buffers();
+  head_span_bytes_ = (size_t)span_size * (shape_.head_dim + shape_.padded_dim) * dtype_size(cache_dtype);
+  cache_ = Buffer(head_span_bytes_ * layers * num_spans * kv_heads, "the KV cache");
+  const size_t blocks = (max_length + kBlockTokens - 1) / kBlockTokens;
+  partials_ = Buffer((size_t)4 * pool_.size() * blocks * kTileRows * (shape_.padded_dim + 2) * sizeof(float), "partial results of attention");
+  cosine_.resize((size_t)max_rows * rotary_.dim / 2), sine_.resize(cosine_.size());
+  slots_.assign(max_slots, {});
+  rows_.reserve(max_rows), logit_rows_.reserve(max_slots);
+  blobs_.resize(max_slots);
+  allocated_ = true;
+}
+
+// Brings the slots up to date and lists the step's rows.
+void Executor::begin_step(const Plan& plan) {
+  auto slot_of = [&](int i) -> Slot& {
+    if (i < 0 || i >= max_slots_) throw std::invalid_argument("step plan: slot " + std::to_string(i) + " is not in 0..." + std::to_string(max_slots_ - 1));
+    return slots_[i];
+  };
+  for (int i : plan.free) slot_of(i).live = false;
+  for (const NewSequence& s : plan.fresh) {
+    Slot& slot = slot_of(s.slot);
+    if (slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " is in use");
+    slot.live = true;
+    slot.sampling = s.sampling, slot.history = s.history;
+    slot.spans.clear();
+    slot.cached = 0;
+  }
+  rows_.clear(), logit_rows_.clear();
+  for (const Work& w : plan.work) {
+    Slot& slot = slot_of(w.slot);
+    if (!slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(w.slot) + " has no sequence");
+    slot.history.insert(slot.history.end(), w.append.begin(), w.append.end());
+    for (int32_t s : w.spans) {
+      if (s < 0 || s >= num_spans_) throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." + std::to_string(num_spans_ - 1));
+      slot.spans.push_back(s);
+    }
+    const int end = w.start + w.count;
+    if (w.start < 0 || w.count < 1 || end > (int)slot.history.size() || end > max_length_ || (long)slot.spans.size() * span_size_ < end ||
+        (slot.cached > 0 && w.start != slot.cached) || (slot.cached == 0 && w.start % span_size_ != 0))
+      throw std::invalid_argument("step plan: positions " + std::to_string(w.start) + "..." + std::to_string(end) + " of slot " + std::to_string(w.slot) +
+                                  " do not follow its " + std::to_string(slot.cached) + " cached positions, or history (" +
+                                  std::to_string(slot.history.size()) + ") or spans (" + std::to_string(slot.spans.size()) + ") do not cover them");
+    for (int p = w.start; p < end; p++) rows_.push_back({w.slot, p, slot.history[p]});
+    slot.cached = end;
+    if (w.sample) {
+      if (end != (int)slot.history.size()) throw std::invalid_argument("step plan: only a sequence's last row can sample");
+      logit_rows_.push_back((int)rows_.size() - 1);
+    }
+  }
+  if ((int)rows_.size() > max_rows_ || (int)logit_rows_.size() > max_slots_)
+    throw std::invalid_argument("step plan: " + std::to_string(rows_.size()) + " rows, " + std::to_string(logit_rows_.size()) + " that sample; at most " +
+                                std::to_string(max_rows_) + " and " + std::to_string(max_slots_) + " fit");
+}
+
+StepOutput Executor::step(const std::string& bytes, bool want_logits) {
+  if (!allocated_) throw std::invalid_argument("allocate() before step()");
+  const Plan plan = Plan::parse(bytes);
+  begin_step(plan);
+  output_ = {};
+  want_logits_ = want_logits;
+  if (rows_.empty()) return {};
+  make_tiles(plan);
+  using Clock = std::chrono::steady_clock;
+  const std::function<void(int)> task = [&](int thread) {
+    auto last = Clock::now();
+    for (Op& op : ops_) {
+      pool_.guard([&] { run_op(op, thread); });
+      if (!pool_.barrier()) return;
+      if (profiling_ && thread == 0) {
+        const auto now = Clock::now();
+        const double seconds = std::chrono::duration<double>(now - last).count();
+        last = now;
+        op.least = op.count ? std::min(op.least, seconds) : seconds;
+        op.most = std::max(op.most, seconds);
+        op.total += seconds;
+        op.count++;
+      }
+    }
+  };
+  try {
+    pool_.run(task);
+  } catch (const std::exception& e) {
+    if (window_) window_->abort(std::string("rank ") + std::to_string(rank_) + ": " + e.what());
+    throw;
+  }
+  return std::move(output_);
+}
+
+void Executor::run_op(Op& op, int thread) {
+  switch (op.type) {
+    case OpType::rotary_table: return rotary_table(op, thread);
+    case OpType::embedding: return embedding(op, thread);
+    case OpType::all_reduce:
+      if (world_ > 1) window_->all_reduce(in(op).data, (size_t)rows_of(in(op)) * in(op).width, thread, pool_.size());
+      return;
+    case OpType::rms_norm: return rms_norm(op, thread);
+    case OpType::linear: return linear(op, thread);
+    case OpType::head_norm: return head_norm(op, thread);
+    case OpType::rope: return rope(op, thread);
+    case OpType::span_attention: return span_attention(op, thread);
+    case OpType::silu_mul: return silu_mul(op, thread);
+    case OpType::add: return add(op, thread);
+    case OpType::select_rows: return select_rows(op, thread);
+    case OpType::sample: return sample(op, thread);
+  }
+}
+
+void Executor::set_profiling(bool on) {
+  profiling_ = on;
+  for (Op& op : ops_) op.count = 0, op.total = op.least = op.most = 0;
+}
+
+size_t Executor::weight_bytes() const {
+  size_t total = 0;
+  for (const Matrix& m : matrices_) total += m.buffer.size();
+  for (const auto& v : vectors_) total += v.size() * sizeof(float);
+  return total;
+}
+
+std::vector<std::pair<const void*, size_t>> Executor::memory() const {
+  std::vector<std::pair<const void*, size_t>> all;
+  for (const Matrix& m : matrices_) all.emplace_back(m.buffer.as(), m.buffer.size());
+  if (cache_.size()) all.emplace_back(cache_.as(), cache_.size());
+  return all;
+}
+
+}  // namespace as

@@ -1,0 +1,167 @@
+// Runs the op list of a model for one rank: all prompt chunks and single tokens of a step in one call.
+#pragma once
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "memory.h"
+#include "plan.h"
+#include "pool.h"
+#include "window.h"
+
+namespace as {
+
+enum class SourceType { f32, f16, bf16 };
+
+enum class OpType {
+  rotary_table, embedding, all_reduce, rms_norm, linear, head_norm, rope, span_attention, silu_mul, add, select_rows, sample
+};
+
+// Attributes of an op by name, as the graph gives them; read once, at add_op.
+using Attributes = std::map<std::string, double>;
+
+struct Op {
+  OpType type;
+  std::string name;
+  std::vector<int> inputs, outputs, weights;
+  Attributes attributes;
+  int vocab_begin = 0, vocab_size = 0, layer = 0, offset = 0, heads = 0, head_dim = 0, rotary_dim = 0;
+  float eps = 0;
+  // profile
+  long count = 0;
+  double total = 0, least = 0, most = 0;
+};
+
+// Geometry of attention, the same in every layer.
+struct AttentionShape {
+  int q_heads = 0, kv_heads = 0, head_dim = 0, padded_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
+  float scale = 1;
+  bool operator==(const AttentionShape& o) const {
+    return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
+           group == o.group && kv_begin == o.kv_begin && scale == o.scale;
+  }
+};
+
+struct Rotary {
+  std::vector<float> inverse_frequencies;
+  float attention_factor = 1;
+  bool dynamic = false;
+  double base = 0, factor = 1, original_max = 0;
+  int dim = 0;
+};
+
+struct StepOutput {
+  std::vector<SampleOutput> samples;  // rank 0
+  std::vector<float> logits;          // [rows that sample, local vocabulary], if wanted
+  int logit_width = 0;
+};
+
+class Executor {
+ public:
+  Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
+
+  int add_matrix(int out_features, int in_features, DType dtype);
+  // Copies `rows` x `columns` of source (row stride in elements) into rows row_offset... Returns how many NaN or Inf it has.
+  long fill_matrix(int id, const void* source, SourceType type, long rows, long columns, long stride, long row_offset);
+  int add_vector(std::vector<float> values);
+  int add_tensor(int width, bool logit_rows);
+  void add_op(const std::string& type, std::vector<int> inputs, std::vector<int> outputs, std::vector<int> weights, Attributes attributes);
+  void allocate(int max_rows, int max_slots, int max_length, int layers, int kv_heads, int head_dim, int span_size, int num_spans,
+                DType cache_dtype);
+  StepOutput step(const std::string& plan, bool want_logits);
+  // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
+  void multiply(int id, const float* x, const float* bias, float* y, int rows);
+
+  const std::vector<Op>& ops() const { return ops_; }
+  void set_profiling(bool on);
+  size_t weight_bytes() const;
+  size_t cache_bytes() const { return cache_.size(); }
+  std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
+
+ private:
+  struct Matrix {
+    Packed packed;
+    Buffer buffer;
+  };
+  struct Tensor {
+    int width;
+    bool logit_rows;
+    float* data = nullptr;
+  };
+  struct Slot {
+    bool live = false;
+    SamplingParams sampling;
+    std::vector<int32_t> history, spans;
+    int cached = 0;  // positions whose keys and values are in the cache
+  };
+  struct Row {
+    int slot, position, token;
+  };
+  // Query rows of one sequence that share a KV head: positions [position, position + positions), local q heads [head0, head1).
+  struct Tile {
+    int slot, row, position, positions, kv_head, head0, head1, blocks, partial;
+  };
+
+  void plan_buffers();
+  void begin_step(const Plan& plan);
+  void make_tiles(const Plan& plan);
+  void run_op(Op& op, int thread);
+
+  // ops.cpp
+  void rotary_table(const Op& op, int thread);
+  void embedding(const Op& op, int thread);
+  void rms_norm(const Op& op, int thread);
+  void linear(const Op& op, int thread);
+  void head_norm(const Op& op, int thread);
+  void rope(const Op& op, int thread);
+  void silu_mul(const Op& op, int thread);
+  void add(const Op& op, int thread);
+  void select_rows(const Op& op, int thread);
+  // attention.cpp
+  void span_attention(const Op& op, int thread);
+  void write_cache(const Op& op, int thread);
+  void attend_block(const Op& op, const Tile& tile, int block, float* maximum, float* sum, float* out) const;
+  void finish_tile(const Op& op, const Tile& tile, const float* sum, const float* out) const;
+  char* span_address(int layer, int span, int kv_head) const;
+  // sampling.cpp
+  void sample(const Op& op, int thread);
+  void exchange_samples(const Op& op);
+
+  int rows_of(const Tensor& t) const { return t.logit_rows ? (int)logit_rows_.size() : (int)rows_.size(); }
+  std::pair<int, int> my_rows(const Tensor& t, int thread) const { return part(rows_of(t), thread, pool_.size()); }
+  const Tensor& in(const Op& op, int i = 0) const { return tensors_[op.inputs[i]]; }
+  const Tensor& out(const Op& op) const { return tensors_[op.outputs[0]]; }
+
+  int rank_, world_;
+  std::shared_ptr<Window> window_;
+  Pool pool_;
+  const Kernels& k_;
+  std::vector<Matrix> matrices_;
+  std::vector<std::vector<float>> vectors_;
+  std::vector<Tensor> tensors_;
+  std::vector<Op> ops_;
+  AttentionShape shape_;
+  Rotary rotary_;
+  bool profiling_ = false, allocated_ = false;
+
+  int max_rows_ = 0, max_slots_ = 0, max_length_ = 0, layers_ = 0, span_size_ = 0, num_spans_ = 0;
+  DType cache_dtype_ = DType::f32;
+  size_t head_span_bytes_ = 0;  // K and V of one span, layer and KV head
+  Buffer activations_, cache_, partials_;
+  std::vector<float> cosine_, sine_;
+
+  // of the current step
+  std::vector<Slot> slots_;
+  std::vector<Row> rows_;
+  std::vector<int> logit_rows_;        // rows that sample
+  std::vector<Tile> tiles_;
+  bool split_blocks_ = false;          // few tiles: threads share out (tile, block) pairs
+  std::vector<std::pair<int, int>> pairs_;
+  std::vector<std::vector<uint8_t>> blobs_;
+  StepOutput output_;
+  bool want_logits_ = false;
+};
+
+}  // namespace as

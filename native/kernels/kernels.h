@@ -1,0 +1,74 @@
+// The kernels that exist once per instruction set, as a table of functions: chosen at import (isa.cpp).
+//
+// Invariance (DESIGN: "same request, same bytes"): every value a kernel writes is a fixed recipe of its inputs that
+// does not depend on how many rows, threads or tiles there are.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace as {
+
+enum class DType : int { f32 = 0, bf16 = 1 };
+inline size_t dtype_size(DType t) { return t == DType::f32 ? 4 : 2; }
+
+// A matrix [n, k] packed for matmul: panels of `panel` rows, each [k][panel], the last one padded with zero rows.
+// Reading a panel from front to back is reading memory in order; a lane of a vector is an output feature.
+struct Packed {
+  const void* data;
+  int n, k, panel;
+  DType dtype;
+};
+
+// Attention of a tile of rows (query heads that share one KV head) over one block of context.
+struct AttentionTile {
+  int rows;                // <= kTileRows
+  int head_dim, padded_dim;
+  const float* q[16];      // each [head_dim]
+  int limit[16];           // row sees tokens [0, limit) of this block; <= 0: none
+  float scale;
+  int span_size, tokens;   // tokens of the block that any row sees
+  const void* const* spans;  // the block's spans: K at [0], V at [v_offset], of this layer and KV head
+  size_t v_offset;         // elements
+  DType dtype;
+  float* maximum;          // [rows]
+  float* sum;              // [rows]
+  float* out;              // [rows][padded_dim], not normalized
+};
+constexpr int kTileRows = 16;
+constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
+constexpr int kKeyGroup = 16;      // keys are stored [head_dim][16 tokens], so that a lane is a token
+
+struct LogitKernels;
+
+struct Kernels {
+  const char* name;
+  int panel;  // rows of a packed panel
+  // y[m, n] for panels [p0, p1): y = x w^T (+ bias). x [m, k] with row stride ldx, y with row stride ldy, in floats.
+  void (*matmul)(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1);
+  void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
+  void (*silu_mul)(const float* gate, const float* up, float* y, int n);
+  void (*add)(float* x, const float* y, int n);
+  // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
+  void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
+  void (*attend)(const AttentionTile& tile);
+  // Merges the next block's partial result into the running one (both [padded_dim]).
+  void (*merge)(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim);
+  // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
+  void (*rope)(float* x, const float* cosine, const float* sine, int half);
+  const LogitKernels& (*logits)();  // passes over logits, for the sampler
+};
+
+#if defined(AS_HAVE_AVX2)
+namespace avx2 { const Kernels& kernels(); }
+#endif
+#if defined(AS_HAVE_AVX512)
+namespace avx512 { const Kernels& kernels(); }
+#endif
+#if defined(AS_HAVE_NEON)
+namespace neon { const Kernels& kernels(); }
+#endif
+
+// The kernels in use.
+const Kernels& kernels();
+
+}  // namespace as

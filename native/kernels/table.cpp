@@ -1,0 +1,16 @@
+#include "tables.h"
+
+#define AS_NAME_(x) #x
+#define AS_NAME(x) AS_NAME_(x)
+
+namespace as {
+namespace AS_ISA {
+
+const Kernels& kernels() {
+  static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, matmul, rms_norm, silu_mul, add, sum_partials,
+                                attend, merge, rope, logit_kernels};
+  return table;
+}
+
+}  // namespace AS_ISA
+}  // namespace as

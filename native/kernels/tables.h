@@ -1,0 +1,20 @@
+// What table.cpp gathers into this ISA's table of kernels.
+#pragma once
+#include "kernels.h"
+
+namespace as {
+namespace AS_ISA {
+
+extern const int panel_rows_count;
+void matmul(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void rms_norm(const float* x, const float* w, float* y, int n, float eps);
+void silu_mul(const float* gate, const float* up, float* y, int n);
+void add(float* x, const float* y, int n);
+void sum_partials(const float* const* partials, int count, float* out, size_t n);
+void rope(float* x, const float* cosine, const float* sine, int half);
+void attend(const AttentionTile& tile);
+void merge(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim);
+const LogitKernels& logit_kernels();
+
+}  // namespace AS_ISA
+}  // namespace as

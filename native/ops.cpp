@@ -1,0 +1,120 @@
+// Ops that work row by row, and linear. Threads take contiguous rows (linear: panels of output features).
+#include <algorithm>
+#include <cmath>
+
+#include "bf16.h"
+#include "executor.h"
+
+namespace as {
+
+// Cosines and sines of every row's position, in single precision as transformers has them: angle = position * inverse
+// frequency rounded to float, the functions themselves exact. Dynamic NTK (modeling_rope_utils): the base grows with the
+// length, which for a row is that of its prompt, or its own position's once that is larger; so it does not depend on chunks.
+void Executor::rotary_table(const Op&, int thread) {
+  const int half = rotary_.dim / 2;
+  const auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
+  std::vector<float> grown(rotary_.dynamic ? half : 0);
+  int grown_length = -1;
+  for (int r = r0; r < r1; r++) {
+    const float* inverse = rotary_.inverse_frequencies.data();
+    if (rotary_.dynamic) {
+      const int length = std::max(slots_[rows_[r].slot].sampling.prompt_len, rows_[r].position + 1);
+      if (length > rotary_.original_max) {
+        if (length != grown_length) {
+          const double base = rotary_.base * std::pow(rotary_.factor * length / rotary_.original_max - (rotary_.factor - 1),
+                                                      (double)rotary_.dim / (rotary_.dim - 2));
+          for (int i = 0; i < half; i++) grown[i] = 1.0f / (float)std::pow(base, (double)((float)(2 * i) / (float)rotary_.dim));
+          grown_length = length;
+        }
+        inverse = grown.data();
+      }
+    }
+    for (int i = 0; i < half; i++) {
+      const double angle = (float)rows_[r].position * inverse[i];
+      cosine_[(size_t)r * half + i] = (float)std::cos(angle) * rotary_.attention_factor;
+      sine_[(size_t)r * half + i] = (float)std::sin(angle) * rotary_.attention_factor;
+    }
+  }
+}
+
+void Executor::embedding(const Op& op, int thread) {
+  const Packed& m = matrices_[op.weights[0]].packed;
+  const auto [r0, r1] = my_rows(out(op), thread);
+  for (int r = r0; r < r1; r++) {
+    float* y = out(op).data + (size_t)r * m.k;
+    const long id = (long)rows_[r].token - op.vocab_begin;
+    if (id < 0 || id >= m.n) {  // another rank's
+      std::fill_n(y, m.k, 0.0f);
+      continue;
+    }
+    const size_t base = (size_t)(id / m.panel) * m.panel * m.k + id % m.panel;
+    for (int i = 0; i < m.k; i++) {
+      const size_t at = base + (size_t)i * m.panel;
+      y[i] = m.dtype == DType::f32 ? static_cast<const float*>(m.data)[at] : bf16_to_float(static_cast<const uint16_t*>(m.data)[at]);
+    }
+  }
+}
+
+void Executor::rms_norm(const Op& op, int thread) {
+  const int n = in(op).width;
+  const auto [r0, r1] = my_rows(in(op), thread);
+  for (int r = r0; r < r1; r++)
+    k_.rms_norm(in(op).data + (size_t)r * n, vectors_[op.weights[0]].data(), out(op).data + (size_t)r * n, n, op.eps);
+}
+
+void Executor::linear(const Op& op, int thread) {
+  const Packed& m = matrices_[op.weights[0]].packed;
+  const float* bias = op.weights.size() > 1 ? vectors_[op.weights[1]].data() : nullptr;
+  const auto [p0, p1] = part((m.n + m.panel - 1) / m.panel, thread, pool_.size());
+  k_.matmul(m, in(op).data, m.k, bias, out(op).data, m.n, rows_of(in(op)), p0, p1);
+}
+
+void Executor::multiply(int id, const float* x, const float* bias, float* y, int rows) {
+  const Packed& m = matrices_.at(id).packed;
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part((m.n + m.panel - 1) / m.panel, thread, pool_.size());
+    k_.matmul(m, x, m.k, bias, y, m.n, rows, p0, p1);
+  });
+}
+
+void Executor::head_norm(const Op& op, int thread) {
+  const auto [r0, r1] = my_rows(in(op), thread);
+  for (int r = r0; r < r1; r++)
+    for (int h = 0; h < op.heads; h++) {
+      float* x = in(op).data + (size_t)r * in(op).width + op.offset + (size_t)h * op.head_dim;
+      k_.rms_norm(x, vectors_[op.weights[0]].data(), x, op.head_dim, op.eps);
+    }
+}
+
+void Executor::rope(const Op& op, int thread) {
+  const int half = op.rotary_dim / 2;
+  const auto [r0, r1] = my_rows(in(op), thread);
+  for (int r = r0; r < r1; r++)
+    for (int h = 0; h < op.heads; h++)
+      k_.rope(in(op).data + (size_t)r * in(op).width + op.offset + (size_t)h * op.head_dim, cosine_.data() + (size_t)r * half,
+              sine_.data() + (size_t)r * half, half);
+}
+
+void Executor::silu_mul(const Op& op, int thread) {
+  const int n = out(op).width, rows = rows_of(out(op));
+  const auto [c0, c1] = rows == 1 ? part(n, thread, pool_.size()) : std::pair<int, int>(0, n);
+  const auto [r0, r1] = rows == 1 ? std::pair<int, int>(0, 1) : my_rows(out(op), thread);
+  for (int r = r0; r < r1; r++) {
+    const float* gate = in(op).data + (size_t)r * 2 * n;
+    k_.silu_mul(gate + c0, gate + n + c0, out(op).data + (size_t)r * n + c0, c1 - c0);
+  }
+}
+
+void Executor::add(const Op& op, int thread) {
+  const int n = in(op).width;
+  const auto [r0, r1] = my_rows(in(op), thread);
+  if (r1 > r0) k_.add(in(op).data + (size_t)r0 * n, in(op, 1).data + (size_t)r0 * n, (r1 - r0) * n);
+}
+
+void Executor::select_rows(const Op& op, int thread) {
+  const int n = in(op).width;
+  const auto [r0, r1] = my_rows(out(op), thread);
+  for (int r = r0; r < r1; r++) std::copy_n(in(op).data + (size_t)logit_rows_[r] * n, n, out(op).data + (size_t)r * n);
+}
+
+}  // namespace as

@@ -1,0 +1,167 @@
+"""Kernels of every instruction set this machine has, against float64, at awkward sizes; bitwise invariance."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+
+SIZES = [1, 3, 17, 63, 64, 65, 896]
+
+
+def to_bf16(x):
+    """float32 -> uint16 bfloat16 bits, to nearest even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def matrix(executor, weights, dtype, source="F32"):
+    n, k = weights.shape
+    handle = executor.add_matrix(n, k, dtype)
+    assert executor.fill_matrix(handle, weights, source) == 0
+    return handle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n", [1, 17, 65, 151])
+@pytest.mark.parametrize("k", SIZES)
+def test_matmul_against_float64(dtype, n, k):
+    rng = np.random.default_rng(n * 1000 + k)
+    executor = _native.Executor(num_threads=2)
+    weights, bias = rng.normal(size=(n, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    handle = matrix(executor, weights, dtype)
+    used = weights if dtype == "float32" else from_bf16(to_bf16(weights))
+    for m in [1, 2, 5, 12, 13, 31, 300]:
+        x = rng.normal(size=(m, k)).astype(np.float32)
+        expected = x.astype(np.float64) @ used.astype(np.float64).T + bias
+        bound = np.abs(x).astype(np.float64) @ np.abs(used).astype(np.float64).T + np.abs(bias)
+        got = executor.multiply(handle, x, n, bias)
+        assert np.all(np.abs(got - expected) <= (k + 2) * 2.0**-24 * bound + 1e-30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matmul_bits_do_not_depend_on_rows_threads_or_place(dtype):
+    rng = np.random.default_rng(0)
+    n, k = 173, 1031
+    weights, x = rng.normal(size=(n, k)).astype(np.float32), rng.normal(size=(301, k)).astype(np.float32)
+    one, two = (_native.Executor(num_threads=t) for t in (1, 2))
+    a, b = matrix(one, weights, dtype), matrix(two, weights, dtype)
+    whole = one.multiply(a, x, n)
+    assert np.array_equal(whole.view(np.uint32), two.multiply(b, x, n).view(np.uint32))
+    for rows in [1, 2, 3, 7, 12, 13, 24, 25, 64]:
+        for start in rng.integers(0, 301 - rows, 3):
+            part = two.multiply(b, x[start:start + rows], n)
+            assert np.array_equal(part.view(np.uint32), whole[start:start + rows].view(np.uint32))
+
+
+def test_packing_from_every_source_type_and_strided_views():
+    rng = np.random.default_rng(1)
+    executor = _native.Executor(num_threads=2)
+    wide = rng.normal(size=(70, 200)).astype(np.float32)
+    view = wide[3:68, 11:140]
+    x = rng.normal(size=(4, view.shape[1])).astype(np.float32)
+    half = wide.astype(np.float16)
+    for source, array, values in [("F32", view, view), ("F16", half[3:68, 11:140], half[3:68, 11:140].astype(np.float32)),
+                                  ("BF16", to_bf16(wide)[3:68, 11:140], from_bf16(to_bf16(wide))[3:68, 11:140])]:
+        handle = executor.add_matrix(65, 129, "float32")
+        # In two pieces whose seam is inside a panel.
+        executor.fill_matrix(handle, array[:29], source)
+        executor.fill_matrix(handle, array[29:], source, 29)
+        assert np.allclose(executor.multiply(handle, x, 65), x @ values.T, atol=1e-4)
+
+
+def test_half_precision_special_values_are_read_exactly():
+    executor = _native.Executor()
+    halves = np.array([[0.0, -0.0, 6e-8, 6.1e-5, 65504, -1.5]], np.float16)
+    handle = executor.add_matrix(1, 6, "float32")
+    executor.fill_matrix(handle, halves, "F16")
+    for i in range(6):
+        assert executor.multiply(handle, np.eye(6, dtype=np.float32)[i:i + 1], 1)[0, 0] == np.float32(halves[0, i])
+
+
+def test_non_finite_weights_are_counted():
+    executor = _native.Executor()
+    weights = np.zeros((5, 40), np.float32)
+    weights[2, 3], weights[4, 39] = np.nan, np.inf
+    assert executor.fill_matrix(executor.add_matrix(5, 40, "bfloat16"), weights, "F32") == 2
+    assert executor.fill_matrix(executor.add_matrix(5, 40, "float32"), to_bf16(weights), "BF16") == 2
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_rms_norm(n):
+    rng = np.random.default_rng(n)
+    for scale in (1e-20, 1.0, 1e15):
+        x, w = (rng.normal(size=n) * scale).astype(np.float32), rng.normal(size=n).astype(np.float32)
+        wide = x.astype(np.float64)
+        expected = wide / np.sqrt(np.mean(wide**2) + 1e-6) * w
+        assert np.allclose(_native.kernels.rms_norm(x, w, 1e-6), expected, rtol=3e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_silu_mul(n):
+    rng = np.random.default_rng(n)
+    gate, up = (rng.normal(size=n) * 30).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    gate[:1] = -200.0
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(np.minimum(-wide, 700))) * up
+    got = _native.kernels.silu_mul(gate, up)
+    assert np.all(np.isfinite(got)) and np.allclose(got, expected, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("half", [1, 3, 16, 17, 64])
+def test_rope(half):
+    rng = np.random.default_rng(half)
+    x, angle = rng.normal(size=2 * half).astype(np.float32), rng.uniform(0, 6, half)
+    c, s = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    expected = np.concatenate([x[:half] * c - x[half:] * s, x[half:] * c + x[:half] * s])
+    assert np.allclose(_native.kernels.rope(x, c, s), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("dim", [1, 18, 64, 80, 128])
+@pytest.mark.parametrize("tokens,span_size", [(1, 16), (17, 16), (63, 32), (128, 128), (127, 64)])
+def test_attention_block(bf16, dim, tokens, span_size):
+    rng = np.random.default_rng(dim + tokens)
+    q = rng.normal(size=(13, dim)).astype(np.float32)
+    keys, values = rng.normal(size=(tokens, dim)).astype(np.float32), rng.normal(size=(tokens, dim)).astype(np.float32)
+    limits = [int(x) for x in rng.integers(1, tokens + 1, 13)]
+    limits[0], limits[1] = tokens, 1
+    scale = dim**-0.5
+    maximum, total, out = _native.kernels.attend(q, keys, values, limits, scale, span_size, bf16)
+    if bf16:
+        keys, values = from_bf16(to_bf16(keys)), from_bf16(to_bf16(values))
+    for r, limit in enumerate(limits):
+        scores = keys[:limit].astype(np.float64) @ q[r] * scale
+        p = np.exp(scores - scores.max())
+        assert np.isclose(maximum[r], scores.max(), atol=1e-5) and np.isclose(total[r], p.sum(), rtol=1e-5)
+        assert np.allclose(out[r, :dim], p @ values[:limit], rtol=1e-4, atol=1e-5)
+        # Alone the row gives the same bits as among the others.
+        alone = _native.kernels.attend(q[r:r + 1], keys[:limit], values[:limit], [limit], scale, span_size, bf16)
+        assert np.array_equal(np.asarray(alone[2]).view(np.uint32)[0], np.asarray(out).view(np.uint32)[r])
+        assert alone[0][0] == maximum[r] and alone[1][0] == total[r]
+
+
+def run_with_isa(isa, code):
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+
+
+def test_isa_switch_is_honoured_and_unknown_names_are_refused():
+    show = "from allspark_server import _native; print(_native.isa())"
+    for isa in _native.isas():
+        assert run_with_isa(isa, show).stdout.strip() == isa
+    failed = run_with_isa("sse9", show)
+    assert failed.returncode != 0 and "sse9" in failed.stderr and _native.isas()[-1] in failed.stderr
+
+
+@pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
+@pytest.mark.parametrize("isa", _native.isas()[1:])
+def test_lower_instruction_sets_pass_the_same_tests(isa):
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
