@@ -72,6 +72,7 @@ class Engine(AbstractEngine):
         an engine that takes this one's place can `restore` them."""
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
+        self._restoring = False
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
@@ -128,6 +129,7 @@ class Engine(AbstractEngine):
             logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
             return []
         restored = []
+        self._restoring = True  # the file stays whole until all are back, lest a second crash lose some
         for entry in entries:
             try:
                 config = AsModelConfig.from_dict(entry["config"])
@@ -137,6 +139,8 @@ class Engine(AbstractEngine):
                 restored.append(config.model_name)
             except (AllSparkError, ValueError, TypeError, KeyError) as error:
                 logger.error("a model recorded in %s cannot be restored: %s", self._state_file, error)
+        self._restoring = False
+        self._call(self._save)
         return restored
 
     # --- requests ---
@@ -319,7 +323,7 @@ class Engine(AbstractEngine):
 
     def _run(self) -> None:
         while True:
-            stepping = [m for m in self._models.values() if m.running and m.failure is None and m.scheduler.has_work]
+            stepping = [model for model in self._models.values() if model.has_work]
             if not stepping or not self._commands.empty():
                 command = self._commands.get()
                 if command is None:
@@ -327,7 +331,7 @@ class Engine(AbstractEngine):
                 self._execute(command)
                 if not self._commands.empty():
                     continue  # all that is known goes into the next step
-                stepping = [m for m in self._models.values() if m.running and m.failure is None and m.scheduler.has_work]
+                stepping = [model for model in self._models.values() if model.has_work]
             for model in stepping:
                 self._step(model)
             self._flush()
@@ -416,7 +420,7 @@ class Engine(AbstractEngine):
 
     def _save(self) -> None:
         """Records the installed models; a reader sees the old file or the new one, never half of one."""
-        if self._state_file is None:
+        if self._state_file is None or self._restoring:
             return
         entries = [{"config": m.config.to_dict(), "started": m.running} for m in self._models.values()]
         temporary = f"{self._state_file}.new"

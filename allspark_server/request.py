@@ -62,7 +62,9 @@ class Request:
     first_token: float = 0.0
     last_token: float = 0.0
 
-    def deliver(self, sequence: Sequence, token: int, logprob: float, top: list[tuple[int, float]], ended: bool) -> None:
+    def deliver(
+        self, sequence: Sequence, token: int, logprob: float, top: list[tuple[int, float]], ended: bool
+    ) -> None:
         """Hands one token to the sink, and the statuses that it brings."""
         sample: Sample = sequence.owner
         now = time.monotonic()
@@ -231,7 +233,14 @@ def build_request(
         leader = request.sequences[0] if request.sequences else None
         request.sequences.append(
             Sequence(
-                prompt + generated, len(prompt), sampling.encode(), stop, config.priority, config.cache_salt, leader, sample
+                tokens=prompt + generated,
+                prompt_len=len(prompt),
+                sampling=sampling.encode(),
+                stop=stop,
+                priority=config.priority,
+                salt=config.cache_salt,
+                leader=leader,
+                owner=sample,
             )
         )
     request.unfinished = config.n

@@ -146,6 +146,10 @@ class ServedModel:
 
     # The engine's thread.
 
+    @property
+    def has_work(self) -> bool:
+        return self.running and self.failure is None and self.scheduler.has_work
+
     def enqueue(self, request: Request) -> None:
         self.unreserve(len(request.sequences))
         if request.done.is_set():  # cancelled before it came here
@@ -184,11 +188,12 @@ class ServedModel:
         step = scheduler.plan(self.budget.rows)
         for sequence in scheduler.take_unfit():
             request = sequence.owner.request
-            message = (
-                f"the cache of model {self.name!r} ({self.info.num_spans} spans of {self.info.span_size} tokens) cannot "
-                f"hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory"
+            error = AllSparkError(
+                AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
+                f"the cache of model {self.name!r}, {self.info.num_spans} spans of {self.info.span_size} tokens, cannot "
+                f"hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
             )
-            self.end(request, GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_CACHE_MEMORY_OUT, message))
+            self.end(request, GenerateRequestStatus.InternalError, error)
         if step is None:
             return
         begin = time.monotonic()

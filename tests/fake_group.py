@@ -101,12 +101,13 @@ class FakeExecutor:
 
 
 class FakeGroup:
-    """A group of one process whose models are FakeExecutors. `fail_at`: the step (counted from 0) that a rank is lost in."""
+    """A group of one process whose models are FakeExecutors. `fail_at`: in which step, counted from 0, a rank is lost;
+    `delay`: seconds a step takes."""
 
     size = 1
 
-    def __init__(self, *, num_spans=256, token: Callable[[list[int]], int] = next_token, fail_at: int = -1, delay: float = 0):
-        self.num_spans, self.token, self.fail_at, self.delay = num_spans, token, fail_at, delay
+    def __init__(self, *, num_spans: int = 256, fail_at: int = -1, delay: float = 0):
+        self.num_spans, self.fail_at, self.delay = num_spans, fail_at, delay
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
         self.closed = False
@@ -114,7 +115,7 @@ class FakeGroup:
     def load(self, config: AsModelConfig) -> ModelInfo:
         rows = config.max_step_tokens or 256
         size = config.cache_span_size
-        self.executors[config.model_name] = FakeExecutor(self.num_spans, size, config.engine_max_batch, rows, self.token)
+        self.executors[config.model_name] = FakeExecutor(self.num_spans, size, config.engine_max_batch, rows)
         return ModelInfo(
             name=config.model_name,
             architecture="fake",

@@ -173,7 +173,8 @@ def test_two_models_run_side_by_side(make_engine):
     engine.install_model(config("other", cache_span_size=16))
     refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.install_model, config("other"))
     engine.start_model("other")
-    queues = [engine.start_request(n, {"input_ids": [7]}, {"max_new_tokens": 20, "eos_token_id": -1})[2] for n in ("m", "other")]
+    generate = {"max_new_tokens": 20, "eos_token_id": -1}
+    queues = [engine.start_request(name, {"input_ids": [7]}, generate)[2] for name in ("m", "other")]
     assert [collect(q) for q in queues] == [expected_output([7], 20)] * 2
     states = {state.name: state for state in engine.list_models()}
     assert states["m"].running and states["m"].fingerprint != states["other"].fingerprint
@@ -200,10 +201,12 @@ def test_queue_limit(make_engine):
     engine = make_engine(config(engine_max_batch=2, max_queue=3), delay=0.01)
     generate = {"eos_token_id": -1, "max_new_tokens": 30}
     queues = [engine.start_request("m", {"input_ids": [i]}, generate)[2] for i in range(5)]  # a burst: 2 run, 3 wait
-    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", {"input_ids": [9]}, generate, match="max_queue=3")
+    one_more = ("m", {"input_ids": [9]}, generate)
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *one_more, match="max_queue=3")
     first = queues[0].Get().ids_from_generate
-    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", {"input_ids": [9]}, generate)
-    assert [first + collect(queues[0])] + [collect(q) for q in queues[1:]] == [expected_output([i], 30) for i in range(5)]
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *one_more)
+    outputs = [first + collect(queues[0])] + [collect(q) for q in queues[1:]]
+    assert outputs == [expected_output([i], 30) for i in range(5)]
     assert run(engine, [9], max_new_tokens=1) == expected_output([9], 1)
 
 
@@ -222,7 +225,9 @@ def test_refused_requests(make_engine, length, generate, status, match):
     assert len(run(engine, [1], max_new_tokens=3)) == 3
 
 
-@pytest.mark.parametrize("ids, match", [([], "empty"), ([1, 1000], r"input_ids\[1\]=1000 .* 0 to 999"), ([3, -1], "-1")])
+@pytest.mark.parametrize("ids, match", [
+    ([], "empty"), ([1, 1000], r"input_ids\[1\]=1000 .* 0 to 999"), ([3, -1], "-1"),
+])  # fmt: skip
 def test_bad_ids(make_engine, ids, match):
     engine = make_engine()
     with pytest.raises(ValueError, match=match):
@@ -270,8 +275,10 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    for fields in ({"weight_dtype": "int8"}, {"cache_mode": 1}, {"compute_unit": "CUDA:0"}, {"speculation": "prompt_lookup"}):
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config("x", **fields), match="not available yet")
+    later = {"weight_dtype": "int8", "cache_mode": 1, "compute_unit": "CUDA:0", "speculation": "prompt_lookup"}
+    for name, value in later.items():
+        wanted = config("x", **{name: value})
+        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
 
 
 def test_state_file_restores_models(make_engine, tmp_path):
@@ -281,7 +288,8 @@ def test_state_file_restores_models(make_engine, tmp_path):
     first.install_model(config("released"))
     first.release_model("released")
     with open(path, encoding="utf-8") as file:
-        assert [(entry["config"]["model_name"], entry["started"]) for entry in json.load(file)] == [("m", True), ("installed", False)]
+        entries = [(entry["config"]["model_name"], entry["started"]) for entry in json.load(file)]
+    assert entries == [("m", True), ("installed", False)]
     first.close()
     second = make_engine(None, state_file=path)
     assert second.restore() == ["m", "installed"]

@@ -94,7 +94,7 @@ def test_plan_layout_is_the_documented_one():
     )
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[:-2], lambda d: d + b"\0\0\0\0", lambda d: b"\1" + d[1:], lambda d: b""])
+@pytest.mark.parametrize("damage", [lambda d: d[:-2], lambda d: d + bytes(4), lambda d: b"\1" + d[1:], lambda d: b""])
 def test_damaged_plan_is_refused(damage):
     data = StepPlan([1], [], [WorkItem(0, 0, 1, True, [1], [2])]).encode()
     with pytest.raises(ValueError):

@@ -28,7 +28,8 @@ class PrefixCache:
         dynamic_rope_original: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`ttl`: seconds an unreferenced span is kept; `dynamic_rope_original`: 0 unless the rotary scaling is dynamic."""
+        """`ttl`: seconds an unreferenced span is kept. `dynamic_rope_original`: the length that the model was trained
+        for, if its rotary scaling is dynamic, otherwise 0."""
         self.span_size = span_size
         self.ttl = ttl
         self._pool = pool
