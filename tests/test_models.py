@@ -1,6 +1,12 @@
-"""The models against transformers: the graphs through a NumPy interpreter, and the native executor's numbers."""
+"""The models against transformers: the op lists through a NumPy interpreter, and the native executor on 1 to 4 ranks.
+
+Ranks are threads here; tests/test_ranks.py runs the same checkpoints on real processes.
+"""
 
 from __future__ import annotations
+
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -13,8 +19,13 @@ from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.runtime.lowering import add_ops  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.loader import Loader  # noqa: E402
-from checkpoints import CONFIGS, checkpoint, check_logits, prompt_of, reference_logits, reference_model  # noqa: E402
+from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
+                         reference_greedy, reference_logits, reference_model)
+from driver import Driver  # noqa: E402
 from numpy_executor import NumpyExecutor, forward  # noqa: E402
+
+RANKS = (1, 2, 3, 4)
+GREEDY_PROMPTS = (1, 90)
 
 
 def numpy_logits(directory, prompt, world):
@@ -29,6 +40,7 @@ def numpy_logits(directory, prompt, world):
     return forward(ranks, prompt)
 
 
+# -- the description of the network, without native code ---------------------------------------------------------------
 @pytest.mark.parametrize("name", CONFIGS)
 def test_frequencies_are_those_of_transformers(name):
     rotary = rotary_of(read_config(checkpoint(name)))
@@ -44,8 +56,92 @@ def test_graph_describes_the_model(name):
         check_logits(numpy_logits(checkpoint(name), prompt, 1), reference_logits(checkpoint(name), prompt))
 
 
-@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("world", RANKS[1:])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_add_up_to_the_model(name, world):
     prompt = prompt_of(33)
     check_logits(numpy_logits(checkpoint(name), prompt, world), reference_logits(checkpoint(name), prompt))
+
+
+# -- the native executor -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits(name, world):
+    with Driver(checkpoint(name), world) as driver:
+        for length in PROMPT_LENGTHS:
+            prompt = prompt_of(length)
+            _, logits = driver.generate(prompt, 1)
+            check_logits(logits[0], reference_logits(checkpoint(name), prompt))
+
+
+@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_output(name, world):
+    """256 tokens, by chunks of 48 rows and then one by one."""
+    with Driver(checkpoint(name), world) as driver:
+        for length in GREEDY_PROMPTS:
+            prompt = prompt_of(length, seed=1)
+            tokens, _ = driver.generate(prompt, 256, chunk=48)
+            check_greedy(tokens, reference(name, length))
+
+
+_greedy = {}
+
+
+def reference(name, length):
+    if (name, length) not in _greedy:
+        _greedy[name, length] = reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
+    return _greedy[name, length]
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@pytest.mark.parametrize("name", [name for name, spec in STORED.items() if spec.dtype == "bfloat16"])
+def test_bfloat16_error_is_no_larger_than_that_of_transformers(name, world):
+    with Driver(checkpoint(name), world) as driver:
+        assert driver.info.weight_dtype == driver.info.cache_dtype == "bfloat16"
+        for length in (1, 33, 300):
+            prompt = prompt_of(length)
+            exact = reference_logits(checkpoint(name), prompt)
+            allowed = np.abs(reference_logits(checkpoint(name), prompt, torch.bfloat16) - exact).max()
+            _, logits = driver.generate(prompt, 1)
+            assert np.abs(logits[0] - exact).max() <= allowed
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_any_stored_type_computed_in_float32(name):
+    with Driver(checkpoint(name), weight_dtype="float32") as driver:
+        assert driver.info.weight_dtype == driver.info.cache_dtype == "float32"
+        for length in (7, 129):
+            prompt = prompt_of(length)
+            _, logits = driver.generate(prompt, 1)
+            check_logits(logits[0], reference_logits(checkpoint(name), prompt))
+
+
+def test_float16_becomes_float32_by_itself():
+    with Driver(checkpoint("llama-fp16-sharded")) as driver:
+        assert driver.info.weight_dtype == "float32"
+
+
+def test_float32_rounded_to_bfloat16():
+    name, prompt = "llama3", prompt_of(64)
+    with Driver(checkpoint(name), weight_dtype="bfloat16", cache_dtype="float32") as driver:
+        assert (driver.info.weight_dtype, driver.info.cache_dtype) == ("bfloat16", "float32")
+        _, logits = driver.generate(prompt, 1)
+    exact = reference_logits(checkpoint(name), prompt)
+    assert 0.001 < np.abs(logits[0] - exact).max() / exact.std() < 0.3
+
+
+# -- spellings of config.json ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CONFIGS)
+def test_spelling_of_transformers_4(name, tmp_path):
+    """rope_theta and rope_scaling (with the older "type"), torch_dtype: the same model."""
+    directory = checkpoint(name)
+    values = json.loads((directory / "config.json").read_text())
+    rope = values.pop("rope_parameters")
+    values["torch_dtype"] = values.pop("dtype")
+    values["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    values["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    shutil.copy(directory / "generation_config.json", tmp_path)
+    assert read_config(tmp_path) == read_config(directory)

@@ -1,0 +1,78 @@
+"""Runs a model's ranks without an engine: threads of this process, their shared window over one NumPy array."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from allspark_client.config import AsModelConfig
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.runner import ModelRunner
+
+PAGE = 4096
+
+
+class Driver:
+    """One sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
+
+    def __init__(self, directory, world: int = 1, **fields):
+        self.config = AsModelConfig(model_name="test", model_path=str(directory), **{
+            "engine_max_length": 1024, "engine_max_batch": 2, "num_threads": 2 if world == 1 else 1, **fields})
+        self.pool = ThreadPoolExecutor(world)
+        self.runners = [ModelRunner(self.config, rank=rank, world=world, window=window)
+                        for rank, window in enumerate(self._windows(world))]
+        spans = min(self._each(lambda runner: runner.load()))
+        self.infos = self._each(lambda runner: runner.allocate_cache(spans))
+        self.info = self.infos[0]
+
+    def _windows(self, world: int) -> list:
+        if world == 1:
+            return [None]
+        from allspark_server import _native
+        size = -(-_native.Window.bytes_needed(world) // PAGE) * PAGE
+        self.memory = np.zeros(size * world + PAGE, np.uint8)
+        first = -(-self.memory.ctypes.data // PAGE) * PAGE
+        addresses = [first + rank * size for rank in range(world)]
+        return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
+
+    def _each(self, work):
+        return list(self.pool.map(work, self.runners))
+
+    def step(self, plan: StepPlan):
+        """(token or None, logits [vocab] or None) of a plan in which at most one row samples."""
+        data = plan.encode()
+        results = self._each(lambda runner: runner.step(data, True))
+        logits = np.concatenate([result.logits for result in results], axis=1)
+        return (int(results[0].tokens[0]), logits[0]) if len(logits) else (None, None)
+
+    def generate(self, prompt: list[int], n: int, chunk: int | None = None) -> tuple[list[int], list[np.ndarray]]:
+        """n greedy tokens, and the logits that each was chosen from."""
+        size = self.info.span_size
+        chunk = min(chunk or self.info.max_step_tokens, self.info.max_step_tokens)
+        new = [NewSlot(0, list(prompt), SamplingParams(do_sample=False, prompt_len=len(prompt)).encode())]
+        tokens, logits, computed, spans, length = [], [], 0, 0, len(prompt)
+        while len(tokens) < n:
+            count = min(chunk, length - computed)
+            needed = -(-(computed + count) // size)
+            last = computed + count == length
+            append = tokens[-1:] if computed >= len(prompt) else []
+            token, row = self.step(StepPlan(new=new, work=[
+                WorkItem(0, computed, count, last, append, list(range(spans, needed)))]))
+            new, spans, computed = [], needed, computed + count
+            if last:
+                tokens.append(token)
+                logits.append(row)
+                length += 1
+        self.step(StepPlan(free=[0]))
+        return tokens, logits
+
+    def close(self) -> None:
+        self._each(lambda runner: runner.close())
+        self.pool.shutdown()
+
+    def __enter__(self) -> "Driver":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
