@@ -119,13 +119,12 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
-        restoring = bool(a.state_file) and os.path.exists(a.state_file)
         engine = Engine(group=group, state_file=a.state_file)
-        if restoring:
-            engine.restore()            # also what clients have installed since the group was first started
-        else:
-            for text in a.model:
-                config = model_config(text)
+        restored = engine.restore() if a.state_file else []
+        # After a restart the state file has the last word: a client may have released a model of the command line.
+        wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else a.model
+        for config in map(model_config, wanted):
+            if config.model_name not in restored:
                 logger.info("loading %s from %s", config.model_name, config.model_path)
                 engine.install_model(config)
                 engine.start_model(config.model_name)
@@ -142,13 +141,15 @@ class Rank:
         engine.close()
         group.close()
 
-    def tls(self) -> dict | None:
+    def tls(self):
+        """The TlsConfig of the arguments, None without TLS."""
+        from allspark_client.types import TlsConfig
         a = self.arguments
         if not (a.tls_cert or a.tls_key or a.tls_ca):
             return None
         if not (a.tls_cert and a.tls_key):
             raise ValueError("--tls-cert and --tls-key are needed together")
-        return {"cert": a.tls_cert, "key": a.tls_key, "ca": a.tls_ca}
+        return TlsConfig(ca=a.tls_ca, cert=a.tls_cert, key=a.tls_key)
 
     def fail(self, message: str, fatal: bool = False) -> None:
         """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait

