@@ -190,8 +190,8 @@ class ServedModel:
             request = sequence.owner.request
             error = AllSparkError(
                 AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
-                f"the cache of model {self.name!r}, {self.info.num_spans} spans of {self.info.span_size} tokens, cannot "
-                f"hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
+                f"the cache of model {self.name!r}, {self.info.num_spans} spans of {self.info.span_size} tokens, "
+                f"cannot hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
             )
             self.end(request, GenerateRequestStatus.InternalError, error)
         if step is None:

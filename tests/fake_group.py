@@ -143,8 +143,10 @@ class FakeGroup:
 
     def profile(self, name: str) -> list[dict]:
         return [
-            {"op": "linear", "count": 4, "min": 0.1, "max": 0.4, "mean": 0.25, "sum": 1.0},
-            {"op": "span_attention", "count": 2, "min": 1.0, "max": 2.0, "mean": 1.5, "sum": 3.0},
+            {"op": "linear", "count": 4, "min": 0.1, "max": 0.4, "sum": 1.0},
+            {"op": "span_attention", "count": 1, "min": 1.0, "max": 1.0, "sum": 1.0},
+            {"op": "span_attention", "count": 1, "min": 2.0, "max": 2.0, "sum": 2.0},
+            {"op": "add", "count": 0, "min": 0.0, "max": 0.0, "sum": 0.0},
         ]
 
     def close(self) -> None:

@@ -323,7 +323,8 @@ def test_an_idle_engine_uses_no_cpu(make_engine):
 def test_profile_table(make_engine):
     lines = make_engine().get_op_profiling_info("m").splitlines()
     assert lines[0].split() == ["op", "count", "min", "max", "mean", "sum", "%"]
-    assert lines[1].split() == ["span_attention", "2", "1.0000", "2.0000", "1.5000", "3.000", "75.00"]
+    assert lines[1].split() == ["span_attention", "2", "1000.0000", "2000.0000", "1500.0000", "3000.000", "75.00"]
+    assert len(lines) == 3
 
 
 def test_step_budget_holds_a_latency():

@@ -95,6 +95,7 @@ class ModelRunner:
             self._executor.allocate(self.max_step_tokens, config.engine_max_batch, config.engine_max_length,
                                     model.graph.config.num_layers, self._kv_heads(model.graph),
                                     model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
+        self._executor.set_profiling(True)  # two clock readings an op
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
