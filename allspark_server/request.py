@@ -138,7 +138,7 @@ def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[int]:
             f"model {spec.model!r} has no tokenizer.json beside its checkpoint: start requests with input_ids",
         )
     if spec.messages is not None:
-        return tokenizer.encode(tokenizer.apply_chat_template(spec.messages))
+        return tokenizer.encode_chat(spec.messages)
     return tokenizer.encode(spec.text)
 
 
