@@ -1,0 +1,204 @@
+"""HuggingFaceModel: opens a Hugging Face checkpoint, serializes it, and prepares configs that fit it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder, AsModelRuntimeConfigBuilder
+from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.types import TargetDevice
+from allspark_server.models import ModelConfig, read_config
+from allspark_server.models.config import read_json
+from allspark_server.weights.asgraph import STORED_TYPES, write_graph, write_params
+from allspark_server.weights.checkpoint import OpenedModel, open_model
+from allspark_server.weights.loader import stored_types
+from allspark_server.weights.safetensors import ITEM_BYTES
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                   "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+class HuggingFaceModel:
+    """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object, so
+    that calls can be chained. Code in a checkpoint is never run."""
+
+    def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str = "auto",
+                 in_memory_serialize: bool = False, trust_remote_code: bool = False):
+        """user_set_data_type: of serialized weights: "auto" (as stored), "float32", "bfloat16" or "float16".
+        in_memory_serialize: serialize_to_path writes to memory, too."""
+        if user_set_data_type not in ("auto", *STORED_TYPES):
+            raise ValueError(f"user_set_data_type={user_set_data_type!r} is not known; allowed: "
+                             f"{', '.join(('auto', *STORED_TYPES))}")
+        if not name or Path(name).name != name:
+            raise ValueError(f"name={name!r} is not a plain name; it becomes a file name")
+        if trust_remote_code:
+            logger.warning("trust_remote_code is ignored: code in a checkpoint is never run")
+        self.path, self.name = Path(path), name
+        self.data_type, self.in_memory = user_set_data_type, in_memory_serialize
+        self.model_config: ModelConfig | None = None
+        self._model: OpenedModel | None = None
+        self._tokenizer: Any = None
+        self._files: tuple[Path, Path] | None = None
+        self._memory: weakref.finalize | None = None
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+    def load_model(self) -> "HuggingFaceModel":
+        """Maps the weight files and checks every tensor's presence, type and shape; AllSparkError naming what is wrong."""
+        self._model = open_model(str(self._directory()))
+        stored_types(self._model.graph, self._model.source)
+        self.model_config = self._model.graph.config
+        return self
+
+    def read_model_config(self) -> "HuggingFaceModel":
+        """Reads config.json into `model_config`."""
+        self.model_config = read_config(self._directory())
+        return self
+
+    def free_model(self) -> "HuggingFaceModel":
+        """Lets go of the mapped weight files."""
+        self._model = None
+        return self
+
+    def init_tokenizer(self) -> "HuggingFaceModel":
+        """Loads the tokenizer: transformers' where that is installed, otherwise this package's own."""
+        self._directory()
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            from allspark_server.text import Tokenizer
+            self._tokenizer = Tokenizer(str(self.path))
+        else:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False, local_files_only=True)
+        return self
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer: `encode(text)` to ids and `decode(ids)` to text."""
+        if self._tokenizer is None:
+            self.init_tokenizer()
+        return self._tokenizer
+
+    # -- serializing ---------------------------------------------------------------------------------------------------
+    def serialize_to_path(self, engine: Any, directory: str | os.PathLike, enable_quant: bool = False,
+                          weight_only_quant: bool = False, customized_quant_config: dict | None = None,
+                          skip_if_exists: bool = False, text_graph: bool = False) -> "HuggingFaceModel":
+        """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `directory`.
+
+        engine: of DashInfer's signature; not needed. text_graph: write the op list as text.
+        """
+        if enable_quant or weight_only_quant or customized_quant_config:
+            raise not_available("Serializing quantized weights")
+        if self.in_memory:
+            return self.serialize_to_memory(engine, text_graph=text_graph)
+        return self._serialize(Path(directory), skip_if_exists, text_graph)
+
+    def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
+                            customized_quant_config: dict | None = None, text_graph: bool = False) -> "HuggingFaceModel":
+        """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
+        if enable_quant or weight_only_quant or customized_quant_config:
+            raise not_available("Serializing quantized weights")
+        self.free_memory_serialize_file()
+        needed, free = self._serialized_bytes(), shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
+        if needed > free:
+            raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
+                                f"serializing model {self.name!r} to memory needs {needed} bytes, {MEMORY_FOLDER} has {free} "
+                                "free: use serialize_to_path")
+        folder = tempfile.mkdtemp(prefix="allspark-", dir=MEMORY_FOLDER)
+        self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
+        return self._serialize(Path(folder), False, text_graph)
+
+    def free_memory_serialize_file(self) -> "HuggingFaceModel":
+        """Removes what serialize_to_memory made; a model that is installed from it is not affected."""
+        if self._memory is not None:
+            self._memory()
+            self._memory = self._files = None
+        return self
+
+    def _serialize(self, directory: Path, skip_if_exists: bool, text_graph: bool) -> "HuggingFaceModel":
+        graph_path, param_path = directory / f"{self.name}.asgraph", directory / f"{self.name}.asparam"
+        if not (skip_if_exists and graph_path.exists() and param_path.exists()):
+            model = self._opened()
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._copy_tokenizer(directory / f"{self.name}.tokenizer")
+            except OSError as error:
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
+            write_params(model.graph, model.source, param_path, self.data_type)
+            write_graph(model.graph, graph_path, text=text_graph)
+        self._files = graph_path, param_path
+        return self
+
+    def _copy_tokenizer(self, folder: Path) -> None:
+        found = [self.path / name for name in TOKENIZER_FILES if (self.path / name).exists()]
+        if (self.path / "tokenizer.json") in found:
+            folder.mkdir(exist_ok=True)
+            for file in found:
+                shutil.copyfile(file, folder / file.name)
+
+    def _serialized_bytes(self) -> int:
+        source, total = self._opened().source, 0
+        for name in {part.tensor for weight in self._opened().graph.weights.values() for part in weight.parts}:
+            tensor = source.get(name)
+            kind = tensor.dtype if self.data_type == "auto" else STORED_TYPES[self.data_type]
+            total += ITEM_BYTES[kind] * tensor.data.size
+        return total
+
+    # -- configs -------------------------------------------------------------------------------------------------------
+    def create_reference_runtime_config_builder(self, name: str, target_device: TargetDevice | str = TargetDevice.CPU,
+                                                device_ids: list[int] | None = None,
+                                                max_batch: int = 1) -> AsModelRuntimeConfigBuilder:
+        """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself."""
+        builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids).max_batch(max_batch)
+        builder = builder.model_file_path(*map(str, self._files)) if self._files else builder.model_dir(str(self._directory()))
+        config = self._config()
+        if config.rope.type != "dynamic" and config.max_position_embeddings < AsModelConfig().engine_max_length:
+            builder.max_length(config.max_position_embeddings)
+        return builder
+
+    def create_reference_generation_config_builder(self, runtime_config: AsModelConfig) -> ASGenerationConfigBuilder:
+        """A builder with the sampling settings of the checkpoint's generation_config.json, its end-of-sequence ids, and
+        the engine's maximum length."""
+        path = self.path / "generation_config.json"
+        builder = ASGenerationConfigBuilder(read_json(path) if path.exists() else None)
+        values: dict[str, Any] = {"max_length": runtime_config.engine_max_length}
+        if self._config().eos_token_ids:
+            values["eos_token_id"] = list(self._config().eos_token_ids)
+        return builder.update(values)
+
+    def export_model_diconfig(self, path: str | os.PathLike) -> "HuggingFaceModel":
+        """Writes an AsModelConfig for this model as JSON, which AsModelConfig.from_dict and `allspark serve --config`
+        read; into NAME.json when `path` is a directory."""
+        target = Path(path)
+        target = target / f"{self.name}.json" if target.is_dir() else target
+        config = self.create_reference_runtime_config_builder(self.name, max_batch=AsModelConfig().engine_max_batch).build()
+        try:
+            target.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {target}: {error}") from error
+        return self
+
+    # ------------------------------------------------------------------------------------------------------------------
+    def _directory(self) -> Path:
+        if not self.path.is_dir():
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{self.path} is not a directory: expected a Hugging Face "
+                                                            "checkpoint")
+        return self.path
+
+    def _opened(self) -> OpenedModel:
+        if self._model is None:
+            self.load_model()
+        return self._model
+
+    def _config(self) -> ModelConfig:
+        if self.model_config is None:
+            self.read_model_config()
+        return self.model_config
