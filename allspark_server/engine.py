@@ -109,7 +109,7 @@ class Engine(AbstractEngine):
             ModelState(
                 model.name,
                 model.running and model.failure is None,
-                self.fingerprint(model.name),
+                model.fingerprint,
                 model.scheduler.waiting + model.scheduler.running,
             )
             for model in list(self._models.values())
@@ -209,17 +209,7 @@ class Engine(AbstractEngine):
 
     def fingerprint(self, name: str) -> str:
         """Equal for two engines only if a request gives the same bytes on both."""
-        info = self._model(name).info
-        facts = (
-            _build_id(),
-            info.isa,
-            info.ranks,
-            info.weight_dtype,
-            info.cache_dtype,
-            info.span_size,
-            info.model_hash,
-        )
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        return self._model(name).fingerprint
 
     def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
         return self._model(model_name).stat()
@@ -389,7 +379,7 @@ class Engine(AbstractEngine):
                 from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                 tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-            self._models[name] = ServedModel(config, info, tokenizer)
+            self._models[name] = ServedModel(config, info, tokenizer, _fingerprint(info))
         except Exception:
             self._group.unload(name)
             raise
@@ -432,6 +422,11 @@ class Engine(AbstractEngine):
             os.replace(temporary, self._state_file)
         except OSError as error:
             logger.error("the state file %s cannot be written: %s", self._state_file, error)
+
+
+def _fingerprint(info: ModelInfo) -> str:
+    facts = (_build_id(), info.isa, info.ranks, info.weight_dtype, info.cache_dtype, info.span_size, info.model_hash)
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 @functools.lru_cache(maxsize=1)

@@ -68,8 +68,8 @@ class StepBudget:
 class ServedModel:
     """`running` says whether requests are taken; `failure` why they never will be again."""
 
-    def __init__(self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer]):
-        self.config, self.info, self.tokenizer = config, info, tokenizer
+    def __init__(self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str):
+        self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
         self.name = info.name
         self.running = False
         self.failure: Optional[str] = None

@@ -1,0 +1,90 @@
+"""Fixtures that several test files share: a checkpoint with a tokenizer, and the engines that one suite runs against.
+
+Everything here is made on first use and lives for the whole session: a server group takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Callable, Iterator
+
+import pytest
+
+from allspark_client import AbstractEngine
+
+ENGINES = ("engine", "client-1", "client-2")
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRAINING_TEXT = [
+    "the quick brown fox jumps over the lazy dog and the dog sleeps on",
+    "one two three four five six seven eight nine ten 0123456789",
+    "naïve café, größer als übermut; 你好,世界。 こんにちは 🙂🙃",
+] * 4
+
+
+def add_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Writes a byte-level BPE tokenizer with a chat template beside a checkpoint; its ids are all below `vocab_size`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen2 checkpoint with awkward sizes and a tokenizer."""
+    from checkpoints import VOCAB, checkpoint
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    shutil.copytree(checkpoint("qwen2-gqa-tied"), directory)
+    add_tokenizer(directory, VOCAB)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
+    """`engine_of(name)`: the session's engine of one kind of ENGINES, without models.
+
+    "client-2" is a ClientEngine connected to a group of two ranks that the launcher started.
+    """
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, AbstractEngine] = {}
+
+        def get(name: str) -> AbstractEngine:
+            if name not in engines:
+                engines[name] = stack.enter_context(_start(name, stack))
+            return engines[name]
+
+        yield get
+
+
+def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
+    if name == "engine":
+        from allspark_server import Engine
+
+        return Engine()
+    from allspark_client import ClientEngine
+    from allspark_launch.serving import background_group
+
+    group = stack.enter_context(background_group(["--ranks", name.removeprefix("client-")], timeout=60.0))
+    return ClientEngine(group.addresses[0])
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], AbstractEngine]) -> AbstractEngine:
+    """Each kind of engine in turn: what is tested with it holds for all."""
+    return engine_of(request.param)

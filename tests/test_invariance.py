@@ -1,0 +1,164 @@
+"""Same request, same bytes: a request's ids and the bits of its logprobs do not depend on anything but the request.
+
+Runs against one process and against a group of two ranks, each compared with itself; and an Engine against a group of
+one rank. Every probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import struct
+from typing import Any, Iterator
+
+import pytest
+
+from allspark_client import AbstractEngine, AsModelConfig
+from checkpoints import checkpoint, prompt_of
+
+MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
+NEW_TOKENS = 20
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
+PROBES: list[tuple[list[int], dict[str, Any]]] = [
+    (prompt_of(1), {"seed": 1}),
+    (prompt_of(33), {"do_sample": False}),
+    (prompt_of(64), {"seed": 2**63 + 7, "temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+    (prompt_of(101), {"seed": 3, **PENALTIES, "bad_words_ids": [[5], [7, 9]], "min_length": 110}),
+    (prompt_of(230), {"seed": 4, "temperature": 1.5, "n": 2}),
+]
+OTHERS = [(prompt_of(3 + 19 * i, seed=i), {"seed": 100 + i}) for i in range(17)]
+ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
+PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 512, "engine_max_batch": 24}
+
+_names = (f"invariance-{i}" for i in itertools.count())
+
+
+def bits(values: list[float]) -> list[str]:
+    """The floats as they are in float32; equal only if equal to the last bit."""
+    return [struct.pack("<f", value).hex() for value in values]
+
+
+def start(engine: AbstractEngine, name: str, probe: tuple[list[int], dict[str, Any]]):
+    prompt, generate = probe
+    return engine.start_request(name, {"input_ids": prompt}, {**ALWAYS, **generate})
+
+
+def collect(results) -> dict[int, tuple]:
+    """Ids, bits of their logprobs, and the best alternatives with bits, of each sample."""
+    samples: dict[int, tuple[list, list, list]] = {}
+    for elements in results:
+        ids, logprobs, top = samples.setdefault(elements.sample_index, ([], [], []))
+        ids += elements.ids_from_generate
+        logprobs += bits(elements.token_logprobs_list)
+        top += [[(i, *bits([value])) for i, value in pairs] for pairs in elements.log_probs_list]
+    assert all(len(ids) == len(logprobs) == len(top) == NEW_TOKENS for ids, logprobs, top in samples.values())
+    return samples
+
+
+@contextlib.contextmanager
+def installed(engine: AbstractEngine, model: str, **fields: Any) -> Iterator[str]:
+    name = next(_names)
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(checkpoint(model)), **{**PLAIN, **fields}))
+    try:
+        engine.start_model(name)
+        yield name
+    finally:
+        engine.release_model(name)
+
+
+def run_alone(engine: AbstractEngine, name: str) -> list[dict]:
+    return [collect(start(engine, name, probe)[2]) for probe in PROBES]
+
+
+def run_together(engine: AbstractEngine, name: str, others=()) -> list[dict]:
+    """The probes between `others`, all at once."""
+    half = len(others) // 2
+    before = [start(engine, name, other) for other in others[:half]]
+    probes = [start(engine, name, probe)[2] for probe in PROBES]
+    after = [start(engine, name, other) for other in others[half:]]
+    outputs = [collect(results) for results in probes]
+    for _, handle, results in before + after:
+        collect(results)
+        engine.release_request(name, handle)
+    return outputs
+
+
+_first_runs: dict[tuple[int, str], list[dict]] = {}
+
+
+def first_run(engine: AbstractEngine, model: str) -> list[dict]:
+    key = (id(engine), model)
+    if key not in _first_runs:
+        with installed(engine, model) as name:
+            _first_runs[key] = run_alone(engine, name)
+    return _first_runs[key]
+
+
+@pytest.fixture(scope="module", params=["engine", "client-2"])
+def engine(request, engine_of):
+    return engine_of(request.param)
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return request.param
+
+
+def test_probes_are_worth_comparing(engine, model):
+    runs = first_run(engine, model)
+    ids = [tuple(sample[0]) for run in runs for sample in run.values()]
+    assert len(set(ids)) == len(ids) == 6
+    assert all(len(set(sample)) > 2 for sample in ids)
+
+
+def test_in_a_batch_of_17_others(engine, model):
+    with installed(engine, model) as name:
+        assert run_together(engine, name, OTHERS) == first_run(engine, model)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_prompt_in_chunks(engine, model, chunk):
+    with installed(engine, model, engine_max_prefill_length=chunk) as name:
+        assert run_alone(engine, name) == first_run(engine, model)
+
+
+def test_small_steps_shared_by_many(engine, model):
+    """The step's budget cuts prompts at positions that depend on the others."""
+    with installed(engine, model, max_step_tokens=29) as name:
+        assert run_together(engine, name, OTHERS) == first_run(engine, model)
+
+
+def test_threads(engine_of, model):
+    engine = engine_of("engine")
+    with installed(engine, model, num_threads=2) as name:
+        assert run_alone(engine, name) == first_run(engine, model)
+
+
+def test_prefix_cache(engine, model):
+    with installed(engine, model, enable_prefix_cache=True) as name:
+        assert run_together(engine, name, OTHERS) == first_run(engine, model)
+        assert engine.get_as_engine_stat(name).prefix_cache_hit_token < 300
+        assert run_together(engine, name, OTHERS) == first_run(engine, model)
+        assert engine.get_as_engine_stat(name).prefix_cache_hit_token > 1500
+
+
+def test_preemption(engine, model):
+    with installed(engine, model) as name:
+        info = engine.get_model_info(name)
+    span_bytes = info.cache_bytes // info.num_spans
+    with installed(engine, model, cache_memory=10 * span_bytes, engine_max_length=320) as name:
+        long = {**ALWAYS, "max_new_tokens": 180}
+        urgent = [(prompt_of(20 + i, seed=i), {"priority": 1}) for i in range(2)]
+        started = [engine.start_request(name, {"input_ids": p}, {**long, **g}) for p, g in urgent]
+        outputs = [collect(start(engine, name, probe)[2]) for probe in PROBES]
+        engine.sync_request(name)
+        assert engine.get_as_engine_stat(name).preempted_request > 0
+        assert all(results.GeneratedLength() == 180 for _, _, results in started)
+        assert outputs == first_run(engine, model)
+
+
+def test_engine_and_group_of_one_rank(engine_of, model):
+    client = engine_of("client-1")
+    assert first_run(client, model) == first_run(engine_of("engine"), model)
+    with installed(client, model) as name:
+        assert run_together(client, name, OTHERS) == first_run(engine_of("engine"), model)
