@@ -192,11 +192,11 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from allspark_client import ClientEngine
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt.strip():
         raise ValueError("the prompt is empty")
     if options.address:
+        from allspark_client import ClientEngine
         with ClientEngine(options.address) as engine:
             models = [m.name for m in engine.list_models() if m.running]
             name = options.model_name or (models[0] if models else "")
@@ -216,6 +216,7 @@ def run(options: argparse.Namespace) -> int:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
     if options.use_siblings:
         arguments.append("--use-siblings")
+    from allspark_client import ClientEngine
     with Waiting("starting the group", enabled=sys.stderr.isatty() and not options.verbose) as waiting:
         with background_group(arguments, verbose=options.verbose) as group:
             with ClientEngine(group.addresses[0]) as engine:
