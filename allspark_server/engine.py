@@ -365,7 +365,7 @@ class Engine(AbstractEngine):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"a model named {name!r} is installed already; release it first"
             )
-        if config.device_ids != list(range(self._group.size)):
+        if config.device_ids not in ([0], list(range(self._group.size))):  # [0] is what nobody chose
             logger.warning(
                 "compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
                 config.compute_unit,
