@@ -4,6 +4,7 @@
 in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between types
 and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
 """
+from .client import ClientEngine
 from .config import (ASGenerationConfigBuilder, AsModelConfig, AsModelRuntimeConfigBuilder, GenerateConfig)
 from .engine import AbstractEngine, as_token_ids
 from .errors import AllSparkError, AsStatus

@@ -115,17 +115,13 @@ class ResultQueue:
                 return
             self._elements.append(elements)
             self._length += len(elements.ids_from_generate)
-            if self._status < GenerateRequestStatus.Generating:
-                self._status = GenerateRequestStatus.Generating
             self._wake()
 
     def set_status(self, status: GenerateRequestStatus) -> None:
-        """Note progress; a final status goes through finish()."""
+        """Note progress, which never goes back; a final status goes through finish()."""
         with self._changed:
-            if not self._status.final:
+            if self._status < status <= GenerateRequestStatus.Generating:
                 self._status = GenerateRequestStatus(status)
-                if self._status.final:
-                    self._wake()
 
     def update_stat(self, values: dict[str, float]) -> None:
         """Take over fields of RequestStatInfo."""

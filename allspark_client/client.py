@@ -1,0 +1,459 @@
+"""ClientEngine: the engine's API over gRPC, for one server group or a pool of them."""
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Iterable, TypeVar
+
+from . import convert
+from ._proto import allspark_pb2 as pb
+from .config import AsModelConfig, check_available
+from .connection import Member, Request, Session, Unavailable, check_address
+from .engine import AbstractEngine, check_config, check_handle
+from .errors import AllSparkError, AsStatus, closed_engine, illegal_handle, unknown_model
+from .local_group import SelfStartedGroup
+from .queue import ResultQueue
+from .request import RequestSpec
+from .types import AsEngineStat, AsFileInfo, GenerateRequestStatus, ModelInfo, ModelState, TlsConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_SUCCESS = AsStatus.ALLSPARK_SUCCESS
+_RETRY_SECONDS = 0.2
+#: how long a client that is being made waits for a server that does not listen, s
+_FIRST_CONTACT_SECONDS = 5.0
+#: how old the load of a pool's members may be when a request chooses one, s
+_LOAD_AGE_SECONDS = 0.5
+#: refusals that another attempt may not meet again
+_PASSING = (AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, AsStatus.ALLSPARK_MEMORY_ERROR)
+
+
+class ClientEngine(AbstractEngine):
+    """An engine that computes elsewhere. All requests share one stream to their server; threads may share the engine."""
+
+    def __init__(self, addresses: str | Iterable[str] | None = None, *, resume: bool = True,
+                 reconnect_timeout: float = 60.0, tls: TlsConfig | dict[str, str] | str | bool | None = None,
+                 token: str | None = None, start_timeout: float = 120.0):
+        """Connect to a group ("host:port", "unix:/path") or a pool of them (a list, or commas).
+
+        Without addresses: $ALLSPARK_ADDRESS if set, otherwise a group is started on this machine (within
+        `start_timeout` seconds) and stopped with the engine. With `resume`, live requests of a group that dies continue
+        on another one with the same fingerprint, or on the same once it is back, and calls wait for a server, both up
+        to `reconnect_timeout` seconds; without, both fail at once. `tls`: a TlsConfig (or dict of its fields), a CA
+        file, or True for the system's roots; Unix sockets never use it. `token`: the server's bearer token.
+        """
+        if isinstance(reconnect_timeout, bool) or not isinstance(reconnect_timeout, (int, float)) \
+                or not reconnect_timeout >= 0:
+            raise ValueError(f"reconnect_timeout={reconnect_timeout!r} must be a number of seconds, at least 0")
+        self._resume_requests = bool(resume)
+        self._reconnect_timeout = float(reconnect_timeout)
+        self._lock = threading.Lock()
+        self._requests: dict[int, Request] = {}
+        self._handles = itertools.count(1)
+        self._closed = False
+        self._closing = threading.Event()
+        self._members: list[Member] = []
+        self._group: SelfStartedGroup | None = None
+        tls = _tls(tls)
+        given = _addresses(addresses)
+        atexit.register(self.close)
+        try:
+            if not given:
+                self._group = SelfStartedGroup()
+                given = self._group.wait(start_timeout)
+            self._members = [Member(address, tls, token, self._on_lost) for address in given]
+            self._first_contact()
+        except BaseException:
+            self.close()
+            raise
+
+    def _first_contact(self) -> None:
+        deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
+        while True:
+            failures = []
+            for member in self._members:
+                try:
+                    member.session(max(0.5, deadline - time.monotonic()))
+                except Unavailable as error:
+                    failures.append(str(error))
+            if len(failures) < len(self._members):
+                for failure in failures:
+                    logger.warning("%s; the pool goes on without it", failure)
+                return
+            if time.monotonic() >= deadline:
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, "; ".join(failures))
+            time.sleep(_RETRY_SECONDS)
+
+    # --- models --------------------------------------------------------------------------------------------------
+
+    def install_model(self, config: AsModelConfig) -> AsStatus:
+        """On a pool: on every member."""
+        request = pb.InstallModelRequest(config=convert.model_config_to_pb(check_config(config)))
+        return self._everywhere("InstallModel", request)
+
+    def start_model(self, model_name: str) -> AsStatus:
+        return self._everywhere("StartModel", pb.ModelRequest(model=_name(model_name)))
+
+    def stop_model(self, model_name: str) -> AsStatus:
+        return self._everywhere("StopModel", pb.ModelRequest(model=_name(model_name)))
+
+    def release_model(self, model_name: str) -> AsStatus:
+        self._everywhere("ReleaseModel", pb.ModelRequest(model=_name(model_name)))
+        with self._lock:
+            self._requests = {h: r for h, r in self._requests.items() if r.spec.model != model_name}
+        return _SUCCESS
+
+    def list_models(self) -> list[ModelState]:
+        """On a pool: each member's, one after the other."""
+        if len(self._members) == 1:
+            return self._retry(lambda member: member.models())
+        self._check_open()
+        models: list[ModelState] = []
+        for member in self._members:
+            try:
+                models += member.models()
+            except Unavailable as error:
+                logger.warning("%s", error)
+        return models
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
+        self._check_open()
+        if spec.config.mm_info is not None:     # has no form on the wire yet
+            check_available(spec.config)
+        spec.config = spec.config.with_seed()   # so that another server can continue with the same draws
+        request = Request(next(self._handles), spec)
+        with self._lock:
+            self._requests[request.handle] = request
+        try:
+            self._retry(lambda member: member.session().start(request), lambda: self._by_load(spec.model))
+        except BaseException:
+            with self._lock:
+                self._requests.pop(request.handle, None)
+            raise
+        return _SUCCESS, request.handle, request.queue
+
+    def stop_request(self, model_name: str, request_handle: int) -> AsStatus:
+        request = self._request(model_name, request_handle)
+        if not request.queue.GenerateStatus().final:
+            request.stopped = True
+            session = request.session
+            if session is None or session.broken is not None:
+                request.finish(GenerateRequestStatus.GenerateInterrupted)
+            else:
+                session.stop(request)
+                request.queue.wait_final()  # ends at the latest when the connection does
+        return _SUCCESS
+
+    def release_request(self, model_name: str, request_handle: int) -> AsStatus:
+        self.stop_request(model_name, request_handle)
+        with self._lock:
+            request = self._requests.pop(request_handle, None)
+        if request is not None and request.session is not None and request.session.broken is None:
+            request.session.release(request)
+        return _SUCCESS
+
+    def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
+        if request_handle is not None:
+            self._request(model_name, request_handle).queue.wait_final()
+            return _SUCCESS
+        self._check_model(model_name)
+        with self._lock:
+            requests = [r for r in self._requests.values() if r.spec.model == model_name]
+        for request in requests:
+            request.queue.wait_final()
+        return _SUCCESS
+
+    # --- information ---------------------------------------------------------------------------------------------
+
+    def get_as_engine_stat(self, model_name: str) -> AsEngineStat:
+        """On a pool: the sum over the members that can be reached."""
+        request = pb.ModelRequest(model=_name(model_name))
+        if len(self._members) == 1:
+            return convert.engine_stat_from_pb(self._call("GetStat", request, pb.EngineStat))
+        self._check_open()
+        stats = []
+        for member in self._members:
+            try:
+                stats.append(convert.engine_stat_from_pb(member.call("GetStat", request, pb.EngineStat)))
+            except Unavailable as error:
+                logger.warning("%s", error)
+        if not stats:
+            return convert.engine_stat_from_pb(self._call("GetStat", request, pb.EngineStat))
+        return AsEngineStat.merged(stats)
+
+    def get_model_info(self, model_name: str) -> ModelInfo:
+        return convert.model_info_from_pb(
+            self._call("GetModelInfo", pb.ModelRequest(model=_name(model_name)), pb.ModelInfo))
+
+    def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
+        answer = self._call("GetFileInformation", pb.FileInformationRequest(
+            graph_path=os.fspath(as_graph_path), param_path=os.fspath(as_param_path)), pb.FileInformation)
+        return AsFileInfo(answer.create_version_graph, answer.create_version_param, answer.current_version_engine)
+
+    def get_op_profiling_info(self, model_name: str) -> str:
+        return self._call("GetOpProfiling", pb.ModelRequest(model=_name(model_name)), pb.OpProfiling).table
+
+    def get_rank_id(self) -> int:
+        return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo).rank_id
+
+    def get_rank_nums(self) -> int:
+        return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo).rank_nums
+
+    def is_allspark_work_as_service(self) -> bool:
+        return True
+
+    def get_version_full(self) -> str:
+        return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo).version
+
+    # --- what is not built yet (the server says so) --------------------------------------------------------------
+
+    def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
+        return self._everywhere("LoadLora", pb.LoraRequest(model=_name(model_name), lora=lora_name))
+
+    def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
+        return self._everywhere("UnloadLora", pb.LoraRequest(model=_name(model_name), lora=lora_name))
+
+    def unload_device_mem(self, model_name: str) -> AsStatus:
+        return self._everywhere("UnloadDeviceMem", pb.ModelRequest(model=_name(model_name)))
+
+    def load_device_mem(self, model_name: str) -> AsStatus:
+        return self._everywhere("LoadDeviceMem", pb.ModelRequest(model=_name(model_name)))
+
+    # --- end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the connections (the server cancels what is live), and stop the group that this engine started."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            requests, self._requests = list(self._requests.values()), {}
+        self._closing.set()
+        for request in requests:
+            request.finish(GenerateRequestStatus.GenerateInterrupted)
+        for member in self._members:
+            member.close()
+        if self._group is not None:
+            self._group.stop()
+        atexit.unregister(self.close)
+
+    # --- calling servers -----------------------------------------------------------------------------------------
+
+    def _retry(self, attempt: Callable[[Member], T], candidates: Callable[[], list[Member]] | None = None) -> T:
+        """`attempt` with the first member that can be reached, again and again up to reconnect_timeout."""
+        deadline = time.monotonic() + self._reconnect_timeout
+        while True:
+            self._check_open()
+            unavailable: list[Unavailable] = []
+            for member in candidates() if candidates else self._healthy_first():
+                try:
+                    return attempt(member)
+                except Unavailable as error:
+                    unavailable.append(error)
+            self._check_open()
+            details = "; ".join(map(str, unavailable))
+            failure = self._group.failure() if self._group is not None else None
+            if failure is not None:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"{details}: {failure}")
+            if not self._resume_requests:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, details)
+            if time.monotonic() >= deadline:
+                raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                    f"{details}; gave up after {self._reconnect_timeout:g} s")
+            self._closing.wait(_RETRY_SECONDS)
+
+    def _call(self, method: str, request: Any, response_type: Any) -> Any:
+        return self._retry(lambda member: member.call(method, request, response_type))
+
+    def _everywhere(self, method: str, request: Any) -> AsStatus:
+        """A call that every member must obey; the first refusal is raised once all have answered."""
+        self._check_open()
+        if len(self._members) == 1:
+            self._call(method, request, pb.Done)
+            return _SUCCESS
+        with ThreadPoolExecutor(len(self._members), thread_name_prefix="allspark-pool") as pool:
+            futures = [pool.submit(self._retry, lambda m: m.call(method, request, pb.Done), lambda m=member: [m])
+                       for member in self._members]
+        for member, future in zip(self._members, futures):
+            error = future.exception()
+            if isinstance(error, AllSparkError):
+                raise AllSparkError(error.status, f"{error.message} (pool member {member.address})")
+            if error is not None:
+                raise error
+        return _SUCCESS
+
+    def _healthy_first(self) -> list[Member]:
+        return sorted(self._members, key=lambda member: not member.connected)
+
+    def _by_load(self, model: str) -> list[Member]:
+        """Members in the order in which a new request should try them: running the model, least loaded first."""
+        if len(self._members) == 1:
+            return self._members
+        ranked = []
+        for order, member in enumerate(self._members):
+            try:
+                live = member.session().live
+                state = next((m for m in member.models(_LOAD_AGE_SECONDS) if m.name == model), None)
+            except (Unavailable, AllSparkError) as error:
+                logger.debug("not a candidate: %s", error)
+                ranked.append((2, 0, order, member))
+                continue
+            # The member's own count includes this client's requests, but may be older than the latest of them.
+            load = max(live, state.load) if state is not None else live
+            ranked.append((0 if state is not None and state.running else 1, load, order, member))
+        return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise closed_engine()
+
+    def _check_model(self, name: Any) -> None:
+        names = {m.name for m in self.list_models()}
+        if _name(name) not in names:
+            raise unknown_model(name, names)
+
+    def _request(self, name: Any, handle: Any) -> Request:
+        check_handle(handle)
+        _name(name)
+        self._check_open()
+        with self._lock:
+            request = self._requests.get(handle)
+        if request is None or request.spec.model != name:
+            self._check_model(name)
+            raise illegal_handle(name, handle)
+        return request
+
+    # --- when a server is lost -----------------------------------------------------------------------------------
+
+    def _on_lost(self, session: Session, requests: list[Request], error: Unavailable | AllSparkError) -> None:
+        """A session broke (called on its reading thread): end its live requests, or have them resumed."""
+        if self._closed:
+            for request in requests:
+                request.finish(GenerateRequestStatus.GenerateInterrupted)
+            return
+        if requests:
+            logger.warning("%s; %d live requests", error, len(requests))
+        resumable = []
+        for request in requests:
+            if request.stopped:
+                request.finish(GenerateRequestStatus.GenerateInterrupted)
+            elif isinstance(error, AllSparkError):      # the server ended the session on purpose
+                request.finish(GenerateRequestStatus.InternalError, error)
+            elif not self._resume_requests:
+                _fail(request, f"{error}; the engine was made with resume=False")
+            elif request.spec.config.n != 1:
+                _fail(request, f"{error}; a request with n={request.spec.config.n} samples cannot be resumed")
+            else:
+                resumable.append(request)
+        if resumable:
+            threading.Thread(target=self._resume, args=(resumable, session.address, str(error)), daemon=True,
+                             name="allspark-resume").start()
+
+    def _resume(self, requests: list[Request], lost: str, why: str) -> None:
+        """Hand requests, with the tokens they have, to whichever server gives them the same continuation."""
+        deadline = time.monotonic() + self._reconnect_timeout
+        for request in requests:
+            request.resumed = True
+        # Another member is as good at once as the lost one is when it is back.
+        members = sorted(self._members, key=lambda member: member.address == check_address(lost))
+        while requests and not self._closed:
+            different = dict.fromkeys(requests, 0)
+            for member in members:
+                try:
+                    session = member.session()
+                    models = {m.name: m for m in member.models(_LOAD_AGE_SECONDS)}
+                except (Unavailable, AllSparkError) as error:
+                    why = str(error)
+                    continue
+                for request in list(requests):
+                    model = models.get(request.spec.model)
+                    if model is None or not model.running:
+                        why = f"model {request.spec.model!r} does not run on {member.address}"
+                    elif model.fingerprint != request.fingerprint:
+                        why = f"{member.address} would not continue it identically (its fingerprint differs)"
+                        different[request] += 1
+                    elif self._hand_over(request, session):
+                        requests.remove(request)
+            for request, count in different.items():
+                if count == len(members) and request in requests:
+                    requests.remove(request)
+                    _fail(request, f"the connection to {lost} was lost; {why}")
+            failure = self._group.failure() if self._group is not None else None
+            if requests and (failure is not None or time.monotonic() >= deadline):
+                why = failure or f"{why}; gave up after {self._reconnect_timeout:g} s"
+                break
+            if requests:
+                self._closing.wait(_RETRY_SECONDS)
+        for request in requests:
+            _fail(request, f"the connection to {lost} was lost; {why}")
+
+    @staticmethod
+    def _hand_over(request: Request, session: Session) -> bool:
+        """Re-send one request; False: try again later."""
+        if request.stopped:
+            request.finish(GenerateRequestStatus.GenerateInterrupted)
+            return True
+        try:
+            session.start(request)
+        except Unavailable as error:
+            logger.debug("resuming request %d: %s", request.handle, error)
+            return False
+        except AllSparkError as error:
+            if error.status in _PASSING:
+                logger.debug("resuming request %d: %s", request.handle, error)
+                return False
+            request.finish(GenerateRequestStatus.InternalError, error)
+        except (ValueError, TypeError) as error:
+            _fail(request, f"resuming on {session.address} was refused: {error}")
+        else:
+            logger.info("request %d goes on at %s after %d tokens", request.handle, session.address,
+                        len(request.received))
+            if request.stopped:     # stopped while it was on its way
+                session.stop(request)
+        return True
+
+
+def _fail(request: Request, message: str) -> None:
+    request.finish(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"model_name must be a str, not {type(name).__name__}")
+    return name
+
+
+def _addresses(addresses: str | Iterable[str] | None) -> list[str]:
+    if addresses is None:
+        addresses = os.environ.get("ALLSPARK_ADDRESS", "")
+        if not addresses.strip():
+            return []
+    parts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
+    if not parts:
+        raise ValueError("addresses is an empty list; give at least one, or None to start a group")
+    checked = [check_address(part) for part in parts]
+    if len(set(checked)) < len(checked):
+        raise ValueError(f"addresses={checked!r} names a server twice")
+    return checked
+
+
+def _tls(tls: TlsConfig | dict[str, str] | str | bool | None) -> TlsConfig | None:
+    if tls is None or tls is False:
+        return None
+    if tls is True:
+        return TlsConfig()
+    if isinstance(tls, TlsConfig):
+        return tls
+    if isinstance(tls, dict):
+        return TlsConfig(**tls)
+    if isinstance(tls, (str, os.PathLike)):
+        return TlsConfig(ca=os.fspath(tls))
+    raise TypeError(f"tls must be a TlsConfig, a dict of its fields, a CA file or True, not {type(tls).__name__}")

@@ -1,0 +1,331 @@
+"""One connection to rank 0 of a server group: its calls, and the session stream that all requests share."""
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Callable, Iterator
+
+import grpc
+
+from . import convert
+from ._proto import allspark_pb2 as pb
+from .errors import AllSparkError, AsStatus
+from .queue import ResultQueue
+from .request import RequestSpec
+from .types import GenerateRequestStatus, ModelState, TlsConfig
+from .version import __version__
+
+logger = logging.getLogger(__name__)
+
+_SERVICE = "/allspark.Allspark/"
+#: how long a connection attempt may take before it counts as failed, s
+ATTEMPT_SECONDS = 5.0
+_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 15 s
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # each engine has connections of its own: closing one leaves others alone
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_metadata_size", 64 << 10),
+    ("grpc.absolute_max_metadata_size", 128 << 10),
+]
+
+
+class Unavailable(Exception):
+    """A server cannot be reached, or the connection broke: worth another try, here or elsewhere."""
+
+    def __init__(self, address: str, details: str):
+        self.address, self.details = address, details
+        super().__init__(f"the server at {address} cannot be reached: {details}")
+
+
+@dataclass(eq=False)
+class Request:
+    """A request on the client's side. Its queue outlives sessions: after a resumption it is fed by another one."""
+
+    handle: int
+    spec: RequestSpec
+    queue: ResultQueue = field(default_factory=ResultQueue)
+    received: list[int] = field(default_factory=list)       #: tokens so far; kept for n=1 only
+    fingerprint: str = ""
+    session: "Session | None" = None
+    wire_id: int = 0
+    stopped: bool = False                                   #: the caller wants it to end
+    resumed: bool = False
+    arrival: float = field(default_factory=time.time)
+    answered: threading.Event = field(default_factory=threading.Event)
+    refusal: Exception | None = None                        #: the server's answer, or Unavailable
+
+    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
+        """End the request from this side."""
+        self.queue.finish(status, error)
+
+
+class Session:
+    """A live session stream. A thread reads it and feeds the queues of its requests until it breaks."""
+
+    def __init__(self, address: str, call: Any, outbox: "queue.SimpleQueue[pb.SessionRequest | None]",
+                 on_lost: "Callable[[Session, list[Request], Unavailable | AllSparkError], None]"):
+        self.address = address
+        self._call = call
+        self._outbox = outbox
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._live: dict[int, Request] = {}
+        self.info: pb.ServerInfo | None = None
+        self.broken: Unavailable | AllSparkError | None = None
+        self._greeted = threading.Event()
+        self._thread = threading.Thread(target=self._read, name=f"allspark-client {address}", daemon=True)
+        self._thread.start()
+
+    def greet(self, timeout: float) -> None:
+        """Say hello and wait for the answer; raises Unavailable, or AllSparkError if the server refuses this client."""
+        self._outbox.put(pb.SessionRequest(
+            hello=pb.Hello(protocol=convert.PROTOCOL, client=f"allspark_client {__version__} pid {os.getpid()}")))
+        if not self._greeted.wait(timeout):
+            self.close()
+            raise Unavailable(self.address, f"no answer within {timeout:g} s")
+        if self.broken is not None:
+            raise self.broken
+
+    def start(self, request: Request) -> None:
+        """Send a request and wait for the answer; raises what the engine raised, or Unavailable."""
+        message = convert.request_to_pb(request.spec)
+        message.generated.extend(request.received)
+        request.answered.clear()
+        request.refusal = None
+        with self._lock:
+            if self.broken is not None:
+                raise _unavailable(self.broken, self.address)
+            request.session, request.wire_id = self, next(self._ids)
+            self._live[request.wire_id] = request
+            self._outbox.put(pb.SessionRequest(start=pb.StartRequest(id=request.wire_id, request=message)))
+        request.answered.wait()
+        if request.refusal is not None:
+            raise request.refusal
+
+    def stop(self, request: Request) -> None:
+        """Ask for a request's end."""
+        self._outbox.put(pb.SessionRequest(stop=request.wire_id))
+
+    def release(self, request: Request) -> None:
+        """Tell the server to forget a request."""
+        with self._lock:
+            self._live.pop(request.wire_id, None)
+        self._outbox.put(pb.SessionRequest(release=request.wire_id))
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """End the stream; the server cancels what is live."""
+        self._outbox.put(None)
+        self._call.cancel()
+
+    def _read(self) -> None:
+        error: Unavailable | AllSparkError = Unavailable(self.address, "the server closed the session")
+        try:
+            for message in self._call:
+                if message.HasField("info"):
+                    self.info = message.info
+                    self._greeted.set()
+                for event in message.events:
+                    self._apply(event)
+        except grpc.RpcError as rpc_error:
+            error = translate(rpc_error, self.address)
+            if not isinstance(error, (Unavailable, AllSparkError)):     # a ValueError concerns the stream itself here
+                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the session with {self.address} ended: {error}")
+        except Exception as unexpected:     # whatever it is, the requests must not hang
+            logger.exception("reading the session with %s failed", self.address)
+            error = AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"{type(unexpected).__name__}: {unexpected}")
+        with self._lock:
+            self.broken = error
+            lost, self._live = list(self._live.values()), {}
+        self._outbox.put(None)
+        self._greeted.set()
+        started = [r for r in lost if r.answered.is_set()]
+        for request in lost:
+            if not request.answered.is_set():
+                request.refusal = _unavailable(error, self.address)
+                request.answered.set()
+        self._on_lost(self, started, error)
+
+    def _apply(self, event: pb.RequestEvent) -> None:
+        with self._lock:
+            request = self._live.get(event.id)
+        if request is None:     # released meanwhile
+            return
+        outcome = event.WhichOneof("outcome")
+        if outcome == "refused":
+            with self._lock:
+                self._live.pop(event.id, None)
+            request.refusal = convert.error_from_pb(event.refused)
+            request.answered.set()
+            return
+        for message in event.elements:
+            elements = convert.elements_from_pb(message)
+            if request.spec.config.n == 1:
+                request.received.extend(elements.ids_from_generate)
+            request.queue.put(elements)
+        if event.HasField("status"):
+            status = GenerateRequestStatus(event.status)
+            if event.HasField("stat"):
+                request.queue.update_stat(self._stat(request, event.stat))
+            if status.final:
+                with self._lock:
+                    self._live.pop(event.id, None)
+                request.finish(status, convert.as_allspark_error(event.error) if event.HasField("error") else None)
+            else:
+                request.queue.set_status(status)
+        if outcome == "started":
+            request.fingerprint = event.started.fingerprint
+            request.answered.set()
+
+    @staticmethod
+    def _stat(request: Request, message: pb.RequestStat) -> dict[str, float]:
+        stat = convert.stat_from_pb(message)
+        if request.resumed:     # the server knows its own part only
+            stat["generated_token_length"] = request.queue.GeneratedLength()
+            stat["arrival_time"] = request.arrival
+            stat["finish_time"] = 1e3 * (time.time() - request.arrival)
+            stat["time_to_first_token"] = 1e3 * max(0.0, stat["first_token_time"] - request.arrival)
+        return stat
+
+
+class Member:
+    """A server group: a channel, and at most one live session."""
+
+    def __init__(self, address: str, tls: TlsConfig | None, token: str | None,
+                 on_lost: "Callable[[Session, list[Request], Unavailable | AllSparkError], None]"):
+        self.address = check_address(address)
+        self._on_lost = on_lost
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        options = list(_OPTIONS)
+        if self.address.startswith("unix:"):
+            options.append(("grpc.default_authority", "localhost"))
+        if tls is None or self.address.startswith("unix:"):
+            self._channel = grpc.insecure_channel(self.address, options)
+        else:
+            if tls.server_name:
+                options.append(("grpc.ssl_target_name_override", tls.server_name))
+            self._channel = grpc.secure_channel(self.address, _credentials(tls), options)
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._models: tuple[float, list[ModelState]] = (0.0, [])
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a live session."""
+        session = self._session
+        return session is not None and session.broken is None
+
+    def session(self, timeout: float = ATTEMPT_SECONDS) -> Session:
+        """The live session, opened if there is none. Raises Unavailable, or AllSparkError if refused."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable(self.address, "the client is closed")
+            if self._session is None or self._session.broken is not None:
+                outbox: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+                method = self._channel.stream_stream(
+                    _SERVICE + "Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString)
+                call = method(_drain(outbox), metadata=self._metadata)
+                session = Session(self.address, call, outbox, self._on_lost)
+                session.greet(timeout)
+                self._session = session
+            return self._session
+
+    def call(self, method: str, request: Any, response_type: Any, timeout: float | None = None) -> Any:
+        """A unary call. Raises what the engine raised, or Unavailable."""
+        rpc = self._channel.unary_unary(_SERVICE + method, type(request).SerializeToString, response_type.FromString)
+        try:
+            return rpc(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise translate(error, self.address) from None
+        except ValueError as error:     # grpc: the channel was closed by another thread
+            raise Unavailable(self.address, str(error)) from None
+
+    def models(self, max_age: float = 0.0) -> list[ModelState]:
+        """list_models of this member, at most `max_age` seconds old."""
+        when, models = self._models
+        if time.monotonic() - when > max_age:
+            info = self.call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo, ATTEMPT_SECONDS)
+            models = convert.models_from_pb(info.models)
+            self._models = (time.monotonic(), models)
+        return models
+
+    def close(self) -> None:
+        """Close session and channel."""
+        self._closed = True     # not under the lock: an attempt to connect may hold it
+        session = self._session
+        if session is not None:
+            session.close()
+        self._channel.close()
+
+
+def _drain(outbox: "queue.SimpleQueue[pb.SessionRequest | None]") -> Iterator[pb.SessionRequest]:
+    while (message := outbox.get()) is not None:
+        yield message
+
+
+def translate(error: grpc.RpcError, address: str) -> Exception:
+    """The exception that a failed call stands for."""
+    for key, value in error.trailing_metadata() or ():
+        if key == convert.ERROR_KEY:
+            return convert.error_from_pb(pb.Error.FromString(value))
+    code, details = error.code(), error.details() or "no details"
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return Unavailable(address, details)
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED, f"the server at {address} refused this client: {details}")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                             f"the server at {address} does not offer this call: {details}")
+    return AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the server at {address} failed: {code.name}: {details}")
+
+
+def _unavailable(error: Exception, address: str) -> Unavailable:
+    return error if isinstance(error, Unavailable) else Unavailable(address, str(error))
+
+
+def check_address(address: Any) -> str:
+    """"host:port" or "unix:/path", without surrounding blanks."""
+    if not isinstance(address, str):
+        raise TypeError(f"address must be 'host:port' or 'unix:/path', not {type(address).__name__}")
+    address = address.strip()
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") and len(address) > 5:
+        return address
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"address={address!r} is not known; allowed: 'host:port' or 'unix:/path'")
+    return address
+
+
+def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
+    def read(path: str | None) -> bytes | None:
+        if path is None:
+            return None
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"the TLS file {path} cannot be read: {error}") from error
+
+    if (tls.cert is None) != (tls.key is None):
+        raise ValueError("tls: a client certificate needs both cert and key")
+    return grpc.ssl_channel_credentials(read(tls.ca), read(tls.key), read(tls.cert))

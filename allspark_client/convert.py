@@ -1,0 +1,228 @@
+"""Types of the API ⇄ messages of proto/allspark.proto. Used by the client and by the service."""
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, Iterable
+
+from ._proto import allspark_pb2 as pb
+from .config import AsModelConfig, GenerateConfig
+from .errors import AllSparkError, AsStatus
+from .request import RequestSpec
+from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
+
+#: version of allspark.proto; raised when an older peer would misunderstand a message
+PROTOCOL = 1
+#: trailing metadata key of a refused call, holding a serialized Error
+ERROR_KEY = "allspark-error-bin"
+#: longest error text on the wire: metadata is limited to tens of kB
+_MAX_ERROR_TEXT = 4000
+
+# --- errors ------------------------------------------------------------------------------------------------------
+
+
+def error_to_pb(error: BaseException) -> pb.Error:
+    """An exception as a message; anything but the API's own types becomes ALLSPARK_UNKNOWN_ERROR."""
+    if isinstance(error, AllSparkError):
+        kind, status, text = pb.ALLSPARK_ERROR, int(error.status), error.message
+    elif isinstance(error, ValueError):
+        kind, status, text = pb.VALUE_ERROR, 0, str(error)
+    elif isinstance(error, TypeError):
+        kind, status, text = pb.TYPE_ERROR, 0, str(error)
+    else:
+        kind, status, text = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR), f"{type(error).__name__}: {error}"
+    if len(text) > _MAX_ERROR_TEXT:
+        text = text[:_MAX_ERROR_TEXT] + " …"
+    return pb.Error(kind=kind, status=status, message=text)
+
+
+def error_from_pb(error: pb.Error) -> Exception:
+    """The exception that the engine raised, to be raised again."""
+    if error.kind == pb.VALUE_ERROR:
+        return ValueError(error.message)
+    if error.kind == pb.TYPE_ERROR:
+        return TypeError(error.message)
+    return as_allspark_error(error)
+
+
+def as_allspark_error(error: pb.Error) -> AllSparkError:
+    """An Error that ended a running request."""
+    known = error.status in set(AsStatus) and error.status != AsStatus.ALLSPARK_SUCCESS
+    return AllSparkError(AsStatus(error.status) if known else AsStatus.ALLSPARK_UNKNOWN_ERROR, error.message)
+
+
+# --- configs -----------------------------------------------------------------------------------------------------
+
+_SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty",
+         "frequency_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "min_length", "max_length",
+         "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
+         "user_request_id", "priority", "cache_salt", "n")
+
+
+def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
+    """mm_info has no message yet: the caller refuses it before."""
+    message = pb.GenerateConfig(**{name: value for name in _SAME if (value := getattr(config, name)) is not None})
+    if config.eos_token_id is not None:
+        eos = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        message.eos_token_ids.SetInParent()
+        message.eos_token_ids.ids.extend(i for i in eos if i >= 0)
+    for word in config.stop_words_ids:
+        message.stop_words_ids.add(ids=word)
+    for word in config.bad_words_ids:
+        message.bad_words_ids.add(ids=word)
+    if config.response_format is not None:
+        message.response_format_json = json.dumps(config.response_format)
+    if config.vocab:
+        message.vocab.update(config.vocab)
+    return message
+
+
+def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
+    """Checked as if it had been given in process; raises ValueError."""
+    values: dict[str, Any] = {name: getattr(message, name) for name in _SAME if message.HasField(name)}
+    if message.HasField("eos_token_ids"):
+        eos = list(message.eos_token_ids.ids)
+        values["eos_token_id"] = eos if len(eos) > 1 else eos[0] if eos else -1
+    values["stop_words_ids"] = [list(w.ids) for w in message.stop_words_ids]
+    values["bad_words_ids"] = [list(w.ids) for w in message.bad_words_ids]
+    if message.HasField("response_format_json"):
+        try:
+            values["response_format"] = json.loads(message.response_format_json)
+        except ValueError as e:
+            raise ValueError(f"response_format_json is not JSON: {e}") from None
+    if message.vocab:
+        values["vocab"] = dict(message.vocab)
+    return GenerateConfig.parse(values)
+
+
+def model_config_to_pb(config: AsModelConfig) -> pb.ModelConfig:
+    """All fields, by name."""
+    message = pb.ModelConfig()
+    for name, value in config.to_dict().items():
+        slot = message.fields[name]
+        if isinstance(value, bool):
+            slot.flag = value
+        elif isinstance(value, int):
+            slot.number = value
+        elif isinstance(value, float):
+            slot.real = value
+        elif isinstance(value, list):
+            slot.texts.SetInParent()
+            slot.texts.items.extend(value)
+        else:
+            slot.text = value
+    return message
+
+
+def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
+    """Raises ValueError or TypeError naming the field."""
+    values: dict[str, Any] = {}
+    for name, slot in message.fields.items():
+        kind = slot.WhichOneof("value")
+        if kind is None:
+            raise ValueError(f"{name} has no value")
+        values[name] = list(slot.texts.items) if kind == "texts" else getattr(slot, kind)
+    return AsModelConfig.from_dict(values)
+
+
+# --- requests and results ----------------------------------------------------------------------------------------
+
+
+def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
+                                 want_text=spec.want_text)
+    if spec.input_ids is not None:
+        message.input_ids.ids.extend(spec.input_ids)
+    elif spec.text is not None:
+        message.text = spec.text
+    else:
+        message.chat.messages.extend(pb.ChatMessage(**m) for m in spec.messages)
+    return message
+
+
+def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
+    """Raises ValueError for a request that no engine would take."""
+    spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
+                       generated=list(message.generated), want_text=message.want_text)
+    kind = message.WhichOneof("prompt")
+    if kind == "input_ids":
+        spec.input_ids = list(message.input_ids.ids)
+        if not spec.input_ids:
+            raise ValueError("input_ids is empty; a prompt needs at least one token id")
+    elif kind == "text":
+        spec.text, spec.want_text = message.text, True
+        if not spec.text:
+            raise ValueError("text is empty; a prompt needs at least one token")
+    elif kind == "chat":
+        spec.messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        spec.want_text = True
+        if not spec.messages:
+            raise ValueError("messages is empty; a chat needs at least one message")
+    else:
+        raise ValueError("the request has no prompt; set one of input_ids, text and chat")
+    return spec
+
+
+def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
+    message = pb.Elements(
+        ids=elements.ids_from_generate, token_logprobs=elements.token_logprobs_list,
+        prefix_cache_len=elements.prefix_cache_len, prefix_len_gpu=elements.prefix_len_gpu,
+        prefix_len_cpu=elements.prefix_len_cpu, sample_index=elements.sample_index, text=elements.text)
+    for pairs in elements.log_probs_list:
+        message.top_counts.append(len(pairs))
+        message.top_ids.extend(i for i, _ in pairs)
+        message.top_logprobs.extend(p for _, p in pairs)
+    return message
+
+
+def elements_from_pb(message: pb.Elements) -> GeneratedElements:
+    pairs = list(zip(message.top_ids, message.top_logprobs))
+    lists, start = [], 0
+    for count in message.top_counts:
+        lists.append(pairs[start:start + count])
+        start += count
+    return GeneratedElements(
+        ids_from_generate=list(message.ids), log_probs_list=lists, token_logprobs_list=list(message.token_logprobs),
+        prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
+        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
+
+
+def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:
+    """Fields of RequestStatInfo; keys without a field are left out."""
+    known = pb.RequestStat.DESCRIPTOR.fields_by_name
+    return pb.RequestStat(**{k: int(v) if known[k].type == known[k].TYPE_INT32 else v
+                             for k, v in stat.items() if k in known})
+
+
+def stat_from_pb(message: pb.RequestStat) -> dict[str, float]:
+    return {f.name: getattr(message, f.name) for f in pb.RequestStat.DESCRIPTOR.fields}
+
+
+# --- information -------------------------------------------------------------------------------------------------
+
+
+def engine_stat_to_pb(stat: AsEngineStat) -> pb.EngineStat:
+    return pb.EngineStat(**{f.name: getattr(stat, f.name) for f in fields(AsEngineStat)})
+
+
+def engine_stat_from_pb(message: pb.EngineStat) -> AsEngineStat:
+    return AsEngineStat(**{f.name: getattr(message, f.name) for f in fields(AsEngineStat)})
+
+
+def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
+    return pb.ModelInfo(**{f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None})
+
+
+def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
+    values = {f.name: getattr(message, f.name) for f in fields(ModelInfo)}
+    values["eos_token_ids"] = list(message.eos_token_ids)
+    values["tokenizer_dir"] = message.tokenizer_dir if message.HasField("tokenizer_dir") else None
+    return ModelInfo(**values)
+
+
+def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
+    return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load) for m in models]
+
+
+def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
+    return [ModelState(m.name, m.running, m.fingerprint, m.load) for m in messages]

@@ -1,0 +1,111 @@
+"""The server group that `ClientEngine()` starts for itself: the `allspark serve` command in a process of its own."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from .errors import AllSparkError, AsStatus
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.05
+_STOP_SECONDS = 15.0
+_LOG_TAIL = 2000
+
+
+class SelfStartedGroup:
+    """A supervisor with its ranks, serving on a Unix socket in a private directory, ended with this object."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("allspark_launch") is None:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                "no address was given, and the launcher is not installed here to start a server group: give an address, "
+                "set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
+        self._directory = _short_directory()
+        self._ready_file = os.path.join(self._directory, "ready.json")
+        self._log_file = os.path.join(self._directory, "server.log")
+        command = [sys.executable, "-m", "allspark_launch", "serve",
+                   "--address", f"unix:{os.path.join(self._directory, 'allspark.sock')}",
+                   "--ready-file", self._ready_file, "--parent-pid", str(os.getpid())]
+        logger.info("starting a server group: %s (log: %s)", " ".join(command), self._log_file)
+        with open(self._log_file, "wb") as log:
+            # A session of its own: Ctrl-C in the terminal is for this process, which then stops the group in order.
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                                             start_new_session=True)
+
+    def wait(self, timeout: float) -> list[str]:
+        """The addresses it serves on, once it is healthy. Raises AllSparkError with the end of its log."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ready = self._read_ready()
+            if ready is not None:
+                if "error" in ready:
+                    self._fail(str(ready["error"]))
+                logger.info("the server group (pid %d) serves on %s", self._process.pid, ", ".join(ready["addresses"]))
+                return list(ready["addresses"])
+            if self._process.poll() is not None:
+                self._fail(f"it exited with status {self._process.returncode}")
+            if time.monotonic() > deadline:
+                self._fail(f"it was not ready within {timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def failure(self) -> str | None:
+        """Why the group cannot come back (its supervisor has ended), or None while it may."""
+        if self._process.poll() is None:
+            return None
+        return f"its supervisor exited with status {self._process.returncode}{self._tail()}"
+
+    def stop(self) -> None:
+        """End the group; idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning("the server group (pid %d) did not stop within %g s; killing it", self._process.pid,
+                               _STOP_SECONDS)
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)    # what is left of it, if anything
+        except (ProcessLookupError, PermissionError):
+            logger.debug("nothing is left of the server group %d", self._process.pid)
+        self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _read_ready(self) -> dict | None:
+        try:
+            with open(self._ready_file, encoding="utf-8") as file:
+                return json.load(file)
+        except FileNotFoundError:
+            return None
+
+    def _tail(self) -> str:
+        try:
+            with open(self._log_file, "rb") as file:
+                file.seek(max(0, os.path.getsize(self._log_file) - _LOG_TAIL))
+                text = file.read().decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return f"; the end of its log:\n{text}" if text else ""
+
+    def _fail(self, why: str) -> None:
+        tail = self._tail()
+        self.stop()
+        raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"starting a server group failed: {why}{tail}")
+
+
+def _short_directory() -> str:
+    """A private directory whose socket's path fits the 107 bytes that Unix allows."""
+    directory = tempfile.mkdtemp(prefix="allspark-")
+    if len(os.fsencode(directory)) > 80:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="allspark-", dir="/tmp")
+    return directory
