@@ -8,18 +8,20 @@
 //   every rank:  full(input, vocab_begin, vocab_local, vocab_size, blob)            -> blobs to rank 0
 //   rank 0:      merge_full(params, position, blobs, out)                          -> out is final
 //
-// with position = history_len, the absolute index of the token being drawn, and blobs in rank order. Logits hold what the
-// model gave before both rounds: candidates() and full() change them while they run and put them back before they return.
+// with position = history_len, the absolute index of the token being drawn, and blobs in rank order. Logits hold what
+// the model gave before both rounds: candidates() and full() change them while they run and put them back before they
+// return.
 //
-// What is drawn: processors in this order: repetition penalty (prompt and output; positive logits are divided by it, others
-// multiplied), presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and output), min_length,
-// mask; then temperature, top-k, top-p, renormalization and one draw by inverse CDF. Greedy choice
+// What is drawn: processors in this order: repetition penalty (prompt and output; positive logits are divided by it,
+// others multiplied), presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and
+// output), min_length, mask; then temperature, top-k, top-p, renormalization and one draw by inverse CDF. Greedy choice
 // and every sort break ties towards the lowest id. log probabilities are those of the model's own logits.
-// If everything is banned, the token is the best of the model's own logits among the ids that the mask allows; if the mask
-// allows none, the first end-of-sequence id; without one, the best of the model's own logits.
+// If everything is banned, the token is the best of the model's own logits among the ids that the mask allows; if the
+// mask allows none, the first end-of-sequence id; without one, the best of the model's own logits.
 //
-// Same bits for the same (parameters, history, logits, shard boundaries, ISA): sums run in an order fixed by the shard's
-// length; threads and other rows have no part in it. The draw uses nothing but Philox4x32-10 at (seed, sample_index, position).
+// Same bits for the same (parameters, history, logits, shard boundaries, ISA): sums run in an order fixed by the
+// shard's length; threads and other rows have no part in it. The draw uses nothing but Philox4x32-10 at (seed,
+// sample_index, position).
 //
 // Thread safety: all functions are reentrant; calls on different rows may run at the same time.
 #pragma once
@@ -35,79 +37,84 @@ constexpr int kMaxTopLogprobs = 20;
 
 // One request's sampling block (see parse). Neutral by default: unrestricted sampling at temperature 1.
 struct SamplingParams {
-    bool do_sample = true;
-    bool want_logprobs = false;                        // else SampleOutput::logprob is 0 (top_logprobs > 0 implies it)
-    bool suppress_repetition_in_generation = false;    // repetition penalty over generated tokens only
-    float temperature = 1.0f;                          // below 1e-5: greedy
-    int32_t top_k = 0;                                 // 0: off
-    float top_p = 1.0f;                                // 1: off
-    float repetition_penalty = 1.0f;
-    float presence_penalty = 0.0f;
-    float frequency_penalty = 0.0f;
-    int32_t no_repeat_ngram_size = 0;                  // 0: off
-    int32_t min_length = 0;                            // prompt and output; end-of-sequence ids are banned before
-    int32_t top_logprobs = 0;                          // 0...20
-    uint64_t seed = 0;
-    int32_t sample_index = 0;
-    int32_t prompt_len = 0;                            // history[prompt_len...] was generated
-    std::vector<int32_t> eos;
-    std::vector<std::vector<int32_t>> bad_words;
+  bool do_sample = true;
+  bool want_logprobs = false;                      // else SampleOutput::logprob is 0 (top_logprobs > 0 implies it)
+  bool suppress_repetition_in_generation = false;  // repetition penalty over generated tokens only
+  float temperature = 1.0f;                        // below 1e-5: greedy
+  int32_t top_k = 0;                               // 0: off
+  float top_p = 1.0f;                              // 1: off
+  float repetition_penalty = 1.0f;
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  int32_t no_repeat_ngram_size = 0;  // 0: off
+  int32_t min_length = 0;            // prompt and output; end-of-sequence ids are banned before
+  int32_t top_logprobs = 0;          // 0...20
+  uint64_t seed = 0;
+  int32_t sample_index = 0;
+  int32_t prompt_len = 0;  // history[prompt_len...] was generated
+  std::vector<int32_t> eos;
+  std::vector<std::vector<int32_t>> bad_words;
 
-    // Reads one block at p and moves p behind it. Throws std::invalid_argument that names the field, its value and its range.
-    static SamplingParams parse(const int32_t*& p, const int32_t* end);
+  // Reads one block at p and moves p behind it. Throws std::invalid_argument that names the field, its value and its
+  // range.
+  static SamplingParams parse(const int32_t*& p, const int32_t* end);
 
-    bool greedy() const { return !do_sample || top_k == 1 || temperature < 1e-5f; }
-    bool logprobs() const { return want_logprobs || top_logprobs > 0; }
+  bool greedy() const { return !do_sample || top_k == 1 || temperature < 1e-5f; }
+  bool logprobs() const { return want_logprobs || top_logprobs > 0; }
 };
 
 struct SampleInput {
-    const SamplingParams* params = nullptr;
-    const int32_t* history = nullptr;    // prompt, then what was generated
-    int history_len = 0;
-    float* logits = nullptr;             // [vocab_local]; unchanged on return
-    const uint32_t* mask = nullptr;      // or one bit for each id of the whole vocabulary, id i at word i/32, bit i%32: 1 allows it
+  const SamplingParams* params = nullptr;
+  const int32_t* history = nullptr;  // prompt, then what was generated
+  int history_len = 0;
+  float* logits = nullptr;  // [vocab_local]; unchanged on return
+  const uint32_t* mask =
+      nullptr;  // or one bit for each id of the whole vocabulary, id i at word i/32, bit i%32: 1 allows it
 };
 
 enum class SampleStatus : int32_t {
-    kOk = 0,
-    kNotFinite = 1,    // a NaN or +Inf among the logits, or no logit above -Inf: token is -1
+  kOk = 0,
+  kNotFinite = 1,  // a NaN or +Inf among the logits, or no logit above -Inf: token is -1
 };
 
 // Text of a status for error messages, e.g. "the model's logits hold a NaN or an infinity".
 const char* describe(SampleStatus status);
 
 struct SampleOutput {
-    int32_t token = -1;
-    float logprob = 0.0f;
-    int32_t top_ids[kMaxTopLogprobs];           // -1 where unused
-    float top_logprobs[kMaxTopLogprobs];        // 0 where unused
-    SampleStatus status = SampleStatus::kOk;    // a bad row never harms others: check it before using token
+  int32_t token = -1;
+  float logprob = 0.0f;
+  int32_t top_ids[kMaxTopLogprobs];         // -1 where unused
+  float top_logprobs[kMaxTopLogprobs];      // 0 where unused
+  SampleStatus status = SampleStatus::kOk;  // a bad row never harms others: check it before using token
 };
 
-using Blobs = std::vector<std::pair<const uint8_t*, size_t>>;    // one for each rank, in rank order
+using Blobs = std::vector<std::pair<const uint8_t*, size_t>>;  // one for each rank, in rank order
 
 // Appends this shard's blob to `blob` and returns how many bytes that were. vocab_begin: the shard's first global id.
-size_t candidates(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, std::vector<uint8_t>& blob);
+size_t candidates(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size,
+                  std::vector<uint8_t>& blob);
 size_t full(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, std::vector<uint8_t>& blob);
 
 // Blobs start with their own length, so that blobs of several rows can follow one another in one message.
 size_t blob_bytes(const uint8_t* blob);
 
-// False: run the second round for this row (and merge_full only then). Both throw std::invalid_argument on a blob that is not one of this version's.
+// False: run the second round for this row (and merge_full only then). Both throw std::invalid_argument on a blob that
+// is not one of this version's.
 bool merge(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out);
 void merge_full(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out);
 
-// The passes over all logits. sampler.cpp has them compiled for the baseline; native/kernels/logits.cpp is the same code for
-// each ISA: `as::AS_ISA::logit_kernels()` returns the table to hand to use_logit_kernels() before the first draw.
+// The passes over all logits. sampler.cpp has them compiled for the baseline; native/kernels/logits.cpp is the same
+// code for each ISA: `as::AS_ISA::logit_kernels()` returns the table to hand to use_logit_kernels() before the first
+// draw.
 struct LogitKernels {
-    // Maxima of groups: in each chunk of 256 logits, 16 groups with a stride of 16 (group 16 * chunk + i % 16). Groups has
-    // 16 * ceil(n / 256) entries; empty groups are -Inf. Returns the number of NaN and +Inf found.
-    int (*group_max)(const float* x, int n, float* groups);
-    // Sum of exp((x[i] - shift) * scale) of each chunk of 256, into sums[ceil(n / 256)]. Arguments must be <= 0 or -Inf.
-    void (*chunk_sum_exp)(const float* x, int n, float shift, float scale, double* sums);
-    // The addends themselves: out[i] = exp((x[i] - shift) * scale).
-    void (*exp_values)(const float* x, int n, float shift, float scale, float* out);
+  // Maxima of groups: in each chunk of 256 logits, 16 groups with a stride of 16 (group 16 * chunk + i % 16). Groups
+  // has 16 * ceil(n / 256) entries; empty groups are -Inf. Returns the number of NaN and +Inf found.
+  int (*group_max)(const float* x, int n, float* groups);
+  // Sum of exp((x[i] - shift) * scale) of each chunk of 256, into sums[ceil(n / 256)]. Arguments must be <= 0 or -Inf.
+  void (*chunk_sum_exp)(const float* x, int n, float shift, float scale, double* sums);
+  // The addends themselves: out[i] = exp((x[i] - shift) * scale).
+  void (*exp_values)(const float* x, int n, float shift, float scale, float* out);
 };
 void use_logit_kernels(const LogitKernels& kernels);
 
-}    // namespace as
+}  // namespace as

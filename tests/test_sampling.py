@@ -2,6 +2,7 @@
 
 Inputs are fresh in every run; ALLSPARK_TEST_SEED=N repeats those of a failing test (N is the number in its id).
 """
+
 import os
 import secrets
 from dataclasses import dataclass, field, replace
@@ -43,11 +44,25 @@ class Params:
         def real(x):
             return int(np.float32(x).view(np.int32))
 
-        words = [self.do_sample + 2 * self.logprobs + 4 * self.suppress, real(self.temperature), self.top_k, real(self.top_p),
-                 real(self.repetition_penalty), real(self.presence_penalty), real(self.frequency_penalty),
-                 self.no_repeat_ngram_size, self.min_length, self.top_logprobs,
-                 int(np.uint32(self.seed & 0xFFFFFFFF).view(np.int32)), int(np.uint32(self.seed >> 32).view(np.int32)),
-                 self.sample_index, self.prompt_len, len(self.eos), len(self.bad_words), *self.eos]
+        words = [
+            self.do_sample + 2 * self.logprobs + 4 * self.suppress,
+            real(self.temperature),
+            self.top_k,
+            real(self.top_p),
+            real(self.repetition_penalty),
+            real(self.presence_penalty),
+            real(self.frequency_penalty),
+            self.no_repeat_ngram_size,
+            self.min_length,
+            self.top_logprobs,
+            int(np.uint32(self.seed & 0xFFFFFFFF).view(np.int32)),
+            int(np.uint32(self.seed >> 32).view(np.int32)),
+            self.sample_index,
+            self.prompt_len,
+            len(self.eos),
+            len(self.bad_words),
+            *self.eos,
+        ]
         for word in self.bad_words:
             words += [len(word), *word]
         return np.array(words, np.int32)
@@ -62,30 +77,31 @@ def draw(logits, params, history=(), ranks=1, mask=None, cuts=None):
 
 def bitmask(allowed):
     bits = np.zeros((len(allowed) + 31) // 32 * 32, np.uint8)
-    bits[:len(allowed)] = allowed
+    bits[: len(allowed)] = allowed
     return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
-# ---- reference -------------------------------------------------------------------------------------------------------------
+# ---- reference ----------------------------------------------------------------------------------------------
+
 
 def processed(logits, p, history):
     """All processors in float64."""
     x = np.array(logits, np.float64)
     history = list(history)
-    for t in set(history[p.prompt_len if p.suppress else 0:]):
+    for t in set(history[p.prompt_len if p.suppress else 0 :]):
         x[t] = x[t] / p.repetition_penalty if x[t] > 0 else x[t] * p.repetition_penalty
-    output = history[p.prompt_len:]
+    output = history[p.prompt_len :]
     for t in set(output):
         x[t] -= p.presence_penalty + p.frequency_penalty * output.count(t)
     n = p.no_repeat_ngram_size
     if n:
         for i in range(len(history) - n + 1):
-            if history[i:i + n - 1] == history[len(history) - n + 1:]:
+            if history[i : i + n - 1] == history[len(history) - n + 1 :]:
                 x[history[i + n - 1]] = -np.inf
     for word in p.bad_words:
         if len(word) == 1 and word[0] in p.eos:
             continue
-        if len(word) - 1 <= len(history) and history[len(history) - len(word) + 1:] == word[:-1]:
+        if len(word) - 1 <= len(history) and history[len(history) - len(word) + 1 :] == word[:-1]:
             x[word[-1]] = -np.inf
     if len(history) < p.min_length:
         x[p.eos] = -np.inf
@@ -96,7 +112,7 @@ def distribution(logits, p, history=()):
     x = processed(logits, p, history) / p.temperature
     order = np.lexsort((np.arange(len(x)), -x))
     if p.top_k:
-        x[order[p.top_k:]] = -np.inf
+        x[order[p.top_k :]] = -np.inf
     prob = np.exp(x - x.max())
     prob /= prob.sum()
     if p.top_p < 1:
@@ -154,7 +170,7 @@ def one_rng(request):
     return np.random.default_rng(request.param)
 
 
-# ---- processors ------------------------------------------------------------------------------------------------------------
+# ---- processors ---------------------------------------------------------------------------------------------
 
 PROCESSORS = {
     "repetition": dict(repetition_penalty=1.7),
@@ -169,7 +185,9 @@ PROCESSORS = {
     "min_length": dict(min_length=10**6),
     "min_length_reached": dict(min_length=1),
     "bad_words": dict(),
-    "all": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, no_repeat_ngram_size=2, min_length=30),
+    "all": dict(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, no_repeat_ngram_size=2, min_length=30
+    ),
 }
 
 
@@ -179,8 +197,13 @@ def random_case(rng, name, vocab, length):
     p.eos = sorted({int(i) for i in rng.integers(0, vocab, 2)})
     if name in ("bad_words", "all"):
         tail = [int(i) for i in history[-2:]]
-        p.bad_words = [[int(rng.integers(vocab))], [*tail[-1:], int(rng.integers(vocab))], [*tail, int(rng.integers(vocab))],
-                       [int(i) for i in rng.integers(0, vocab, 3)], [p.eos[0]]]
+        p.bad_words = [
+            [int(rng.integers(vocab))],
+            [*tail[-1:], int(rng.integers(vocab))],
+            [*tail, int(rng.integers(vocab))],
+            [int(i) for i in rng.integers(0, vocab, 3)],
+            [p.eos[0]],
+        ]
     return p, history
 
 
@@ -240,7 +263,7 @@ def test_penalties_may_overflow():
     assert draw(logits, Params(presence_penalty=-3e38, do_sample=False), [3, 0])["token"] == 0
 
 
-# ---- greedy, ties, everything banned, bad logits ---------------------------------------------------------------------------
+# ---- greedy, ties, everything banned, bad logits ------------------------------------------------------------
 
 SIZES = [1, 2, 17, 255, 256, 257, 1031, 151936]
 
@@ -254,7 +277,9 @@ def test_greedy_takes_the_lowest_id_of_the_best(vocab, one_rng):
             assert draw(logits, p, cuts=cuts)["token"] == logits.argmax()
 
 
-@pytest.mark.parametrize("filters", [dict(do_sample=False), dict(), dict(top_k=3), dict(top_p=0.5), dict(top_k=3, top_p=0.5)])
+@pytest.mark.parametrize(
+    "filters", [dict(do_sample=False), dict(), dict(top_k=3), dict(top_p=0.5), dict(top_k=3, top_p=0.5)]
+)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_everything_banned_falls_back(filters, ranks, rng):
     logits = rng.normal(size=9)
@@ -296,14 +321,21 @@ def test_malformed_blocks_are_named():
     for cut in range(len(good)):
         with pytest.raises(ValueError, match="sampling block ends"):
             native.sample_once([np.zeros(4, np.float32)], good[:cut], np.zeros(0, np.int32))
-    for change, name in [(dict(temperature=-1), "temperature"), (dict(temperature=float("nan")), "temperature"), (dict(top_k=-1), "top_k"),
-                         (dict(top_p=1.5), "top_p"), (dict(repetition_penalty=0), "repetition_penalty"), (dict(top_logprobs=21), "top_logprobs"),
-                         (dict(presence_penalty=float("inf")), "presence_penalty"), (dict(bad_words=[[]]), "bad word")]:
+    for change, name in [
+        (dict(temperature=-1), "temperature"),
+        (dict(temperature=float("nan")), "temperature"),
+        (dict(top_k=-1), "top_k"),
+        (dict(top_p=1.5), "top_p"),
+        (dict(repetition_penalty=0), "repetition_penalty"),
+        (dict(top_logprobs=21), "top_logprobs"),
+        (dict(presence_penalty=float("inf")), "presence_penalty"),
+        (dict(bad_words=[[]]), "bad word"),
+    ]:
         with pytest.raises(ValueError, match=name):
             draw(np.zeros(4), replace(Params(), **change))
 
 
-# ---- distributions ---------------------------------------------------------------------------------------------------------
+# ---- distributions ------------------------------------------------------------------------------------------
 
 FILTERS = {
     "plain": dict(),
@@ -312,8 +344,16 @@ FILTERS = {
     "top_k": dict(top_k=7),
     "top_p": dict(top_p=0.8),
     "top_k_top_p": dict(top_k=12, top_p=0.7, temperature=1.3),
-    "everything": dict(temperature=0.8, top_k=20, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.1,
-                       no_repeat_ngram_size=2, min_length=9),
+    "everything": dict(
+        temperature=0.8,
+        top_k=20,
+        top_p=0.95,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.1,
+        no_repeat_ngram_size=2,
+        min_length=9,
+    ),
 }
 
 
@@ -325,7 +365,10 @@ def test_distribution(name, ranks, one_rng):
     history = one_rng.integers(0, vocab, 8)
     p = Params(prompt_len=3, eos=[5], **FILTERS[name])
     base = int(one_rng.integers(2**62))
-    tokens = [draw(logits, replace(p, seed=base + i), history, ranks, cuts=[5, 30] if ranks == 3 else None)["token"] for i in range(DRAWS)]
+    tokens = [
+        draw(logits, replace(p, seed=base + i), history, ranks, cuts=[5, 30] if ranks == 3 else None)["token"]
+        for i in range(DRAWS)
+    ]
     chi_square(tokens, distribution(np.float32(logits), p, history))
 
 
@@ -369,7 +412,7 @@ def test_samples_and_positions_are_independent_streams(field_name, one_rng):
     assert table.size >= DRAWS
     chi_square(table.ravel(), prob)
     chi_square((table[:, 1:] * vocab + table[:, :-1]).ravel(), np.outer(prob, prob).ravel())  # neighbours
-    chi_square((table[1:] * vocab + table[:-1]).ravel(), np.outer(prob, prob).ravel())        # neighbouring seeds
+    chi_square((table[1:] * vocab + table[:-1]).ravel(), np.outer(prob, prob).ravel())  # neighbouring seeds
 
 
 def test_flat_big_vocabulary_reaches_everywhere(one_rng):
@@ -380,13 +423,22 @@ def test_flat_big_vocabulary_reaches_everywhere(one_rng):
         chi_square(np.array(tokens) * 20 // vocab, np.full(20, 1 / 20))
 
 
-# ---- exactness -------------------------------------------------------------------------------------------------------------
+# ---- exactness ----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("vocab", SIZES)
 def test_top_k_and_top_p_supports(vocab, one_rng):
     logits = one_rng.normal(0, 3, vocab)
-    for filters in (dict(top_k=2), dict(top_k=50), dict(top_k=10**9), dict(top_p=0.5), dict(top_p=0.0), dict(top_k=20, top_p=0.3),
-                    dict(top_p=1e-9), dict(top_p=0.999)):
+    for filters in (
+        dict(top_k=2),
+        dict(top_k=50),
+        dict(top_k=10**9),
+        dict(top_p=0.5),
+        dict(top_p=0.0),
+        dict(top_k=20, top_p=0.3),
+        dict(top_p=1e-9),
+        dict(top_p=0.999),
+    ):
         p = Params(**filters)
         prob = distribution(np.float32(logits), p)
         for seed in range(6 if vocab > 10**5 else 60):
@@ -400,7 +452,12 @@ def test_filtered_draws_do_not_depend_on_the_sharding(vocab, one_rng):
     logits = one_rng.normal(0, 2, vocab)
     history = one_rng.integers(0, vocab, 30)
     for seed in range(10):
-        for filters in (dict(top_k=40), dict(top_p=0.4), dict(top_k=300, top_p=0.9, repetition_penalty=1.3), dict(do_sample=False)):
+        for filters in (
+            dict(top_k=40),
+            dict(top_p=0.4),
+            dict(top_k=300, top_p=0.9, repetition_penalty=1.3),
+            dict(do_sample=False),
+        ):
             p = Params(seed=seed, prompt_len=10, presence_penalty=0.4, no_repeat_ngram_size=1, **filters)
             one = draw(logits, p, history)["token"]
             assert all(draw(logits, p, history, ranks)["token"] == one for ranks in (2, 3, 4))
@@ -421,7 +478,10 @@ def test_speculation_draws_with_the_position_alone(one_rng):
     logits = one_rng.normal(0, 2, 500)
     for seed in range(50):
         p = Params(seed=seed, top_p=0.95)
-        assert draw(logits, p, one_rng.integers(0, 500, 20))["token"] == draw(logits, p, one_rng.integers(0, 500, 20))["token"]
+        assert (
+            draw(logits, p, one_rng.integers(0, 500, 20))["token"]
+            == draw(logits, p, one_rng.integers(0, 500, 20))["token"]
+        )
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -431,7 +491,12 @@ def test_logprobs(vocab, ranks, one_rng):
     logits = np.float32(one_rng.normal(0, 4, vocab) + 30)
     want = log_softmax(logits)
     history = one_rng.integers(0, vocab, 20)
-    for filters in (dict(do_sample=False), dict(), dict(top_k=9, temperature=0.7), dict(top_p=0.9, repetition_penalty=1.5)):
+    for filters in (
+        dict(do_sample=False),
+        dict(),
+        dict(top_k=9, temperature=0.7),
+        dict(top_p=0.9, repetition_penalty=1.5),
+    ):
         p = Params(logprobs=True, top_logprobs=int(one_rng.integers(0, 21)), presence_penalty=1.0, **filters)
         out = draw(logits, p, history, ranks)
         assert out["logprob"] == pytest.approx(want[out["token"]], abs=1e-5)
@@ -458,10 +523,19 @@ def philox(seed, sample_index, position):
 
 
 def test_philox_and_inverse_cdf(one_rng):
-    assert [f"{w:08x}" for w in philox(0, 0, 0)] == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]  # Random123's known answer
+    assert [f"{w:08x}" for w in philox(0, 0, 0)] == [
+        "6627e8d5",
+        "e169c58d",
+        "bc57ac4c",
+        "9b00dbd8",
+    ]  # Random123's known answer
     vocab = 1000
     for _ in range(200):
-        seed, index, position = int(one_rng.integers(2**63)), int(one_rng.integers(2**31)), int(one_rng.integers(1, 3000))
+        seed, index, position = (
+            int(one_rng.integers(2**63)),
+            int(one_rng.integers(2**31)),
+            int(one_rng.integers(1, 3000)),
+        )
         words = philox(seed, index, position)
         uniform = ((words[0] << 32 | words[1]) >> 11) / 2**53
         p = Params(seed=seed, sample_index=index, top_k=vocab)

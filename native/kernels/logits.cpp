@@ -11,13 +11,13 @@ namespace as {
 namespace AS_ISA {
 
 namespace {
-#include "../logits.inl"
-}    // namespace
+#include "../logit_passes.h"
+}  // namespace
 
 const LogitKernels& logit_kernels() {
-    static const LogitKernels kernels{group_max, chunk_sum_exp, exp_values};
-    return kernels;
+  static const LogitKernels kernels{group_max, chunk_sum_exp, exp_values};
+  return kernels;
 }
 
-}    // namespace AS_ISA
-}    // namespace as
+}  // namespace AS_ISA
+}  // namespace as

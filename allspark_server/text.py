@@ -1,0 +1,341 @@
+"""Text in and out: tokenizers (tokenizer.json), chat templates (jinja2, sandboxed) and streaming detokenization."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+from . import decoders
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, Any] | None = None,
+        chat_templates: dict[str, str] | None = None,
+        source: str = "tokenizer",
+    ):
+        """backend: of the `tokenizers` package. special_tokens: e.g. {"eos_token": "</s>"}, seen by chat templates by
+        these names. chat_templates: jinja sources by name, the usual one "default". source: named in error messages.
+        """
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self._source = source
+        self._compiled: dict[str, jinja2.Template] = {}
+        decoder = json.loads(backend.to_str()).get("decoder")
+        self._decoder = decoder
+        self._exact = decoders.chain(decoder) is not None
+        if not self._exact:
+            logger.info("%s: decoder %s is streamed by decoding a window again", source, decoder.get("type"))
+        self._special_texts = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Load tokenizer.json of a Hugging Face directory; tokenizer_config.json, special_tokens_map.json and the chat
+        template (chat_template.jinja, chat_template.json or inside of tokenizer_config.json) if they are there.
+
+        Raises FileNotFoundError without tokenizer.json, ValueError for a file that cannot be read as what it should be.
+        """
+        path = Path(path)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} does not exist; a tokenizer needs a tokenizer.json (a slow tokenizer's vocabulary files are "
+                f"not enough: save it once with transformers' fast tokenizer)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare Exception
+            raise ValueError(
+                f"{file} is not a tokenizer that tokenizers {tokenizers.__version__} can read: {error}"
+            ) from error
+        config = _read_object(path / "tokenizer_config.json")
+        special = _special_tokens({**_read_object(path / "special_tokens_map.json"), **config})
+        return cls(backend, special, _chat_templates(path, config), str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included (a model's own vocabulary may be padded beyond)."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token; None if the tokenizer names none."""
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the begin-of-sequence token; None if the tokenizer names none."""
+        return self._special_id("bos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text, with what the tokenizer puts around it (say, a begin-of-sequence token) unless told not."""
+        if not isinstance(text, str):
+            raise TypeError(f"text to encode is {type(text).__name__}; it must be str")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text to encode is no valid Unicode: half of a surrogate pair at position {error.start}"
+            ) from error
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; those that the tokenizer does not know are passed over. Invalid UTF-8 comes out as U+FFFD.
+        Spaces are not cleaned up (transformers' clean_up_tokenization_spaces would change what a stream has given)."""
+        if not self._exact:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        stream = StreamDetokenizer(self, skip_special_tokens)
+        return stream.push(ids) + stream.finish()
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict],
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render messages ({"role": …, "content": …}, …) as transformers does. kwargs are variables of the template
+        (`enable_thinking=False`, `documents=…`). Raises ValueError for malformed messages, a missing template, or an
+        error in or from the template."""
+        _check_messages(messages)
+        if tools is not None and not (
+            isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)
+        ):
+            raise ValueError("tools must be a list of JSON schemas (dicts)")
+        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
+        template = self._template(name)
+        variables = {**self.special_tokens, "documents": None, **kwargs}
+        try:
+            return template.render(
+                messages=[_as_seen(message) for message in messages],
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self._source} refused the messages: {error}") from error
+        except (
+            TypeError,
+            KeyError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+            ZeroDivisionError,
+        ) as error:
+            raise ValueError(
+                f"the chat template of {self._source} failed on the messages: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode_chat(self, messages: Sequence[dict], **kwargs: Any) -> list[int]:
+        """Ids of rendered messages; the template writes the special tokens itself. kwargs: see apply_chat_template."""
+        return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self.chat_templates:
+            raise ValueError(
+                f"{self._source} has no chat template"
+                + (
+                    f" named {name!r}; it has {sorted(self.chat_templates)}"
+                    if self.chat_templates
+                    else "; send text or ids instead"
+                )
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self.chat_templates[name])
+            except jinja2.TemplateSyntaxError as error:
+                raise ValueError(
+                    f"the chat template of {self._source} has an error in line {error.lineno}: {error.message}"
+                ) from error
+        return self._compiled[name]
+
+
+# ---- files --------------------------------------------------------------------------------------------------
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}; it must hold an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """The text of a special token, which is written as a string or as an object with its properties."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    special: dict[str, Any] = {}
+    for name, value in config.items():
+        if name == "additional_special_tokens" and isinstance(value, list):
+            special[name] = [text for text in map(_token_text, value) if text is not None]
+        elif name.endswith("_token") and not name.startswith("add_") and (text := _token_text(value)) is not None:
+            special[name] = text
+    for name, value in (
+        (config.get("extra_special_tokens") or {}).items()
+        if isinstance(config.get("extra_special_tokens"), dict)
+        else ()
+    ):
+        if (text := _token_text(value)) is not None:
+            special[name] = text
+    return special
+
+
+def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name; files of their own come before what tokenizer_config.json holds."""
+    source = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(source, str):
+        templates["default"] = source
+    elif isinstance(source, dict):
+        templates.update(source)
+    elif isinstance(source, list):
+        templates.update(
+            {
+                entry["name"]: entry["template"]
+                for entry in source
+                if isinstance(entry, dict) and "name" in entry and "template" in entry
+            }
+        )
+    held = _read_object(path / "chat_template.json").get("chat_template")
+    if isinstance(held, str):
+        templates["default"] = held
+    if (path / "chat_template.jinja").is_file():
+        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+# ---- chat templates -----------------------------------------------------------------------------------------
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %}…{% endgeneration %} marks what the assistant said, for training; here it passes its body on."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+
+    def _pass_on(self, caller):
+        return caller()
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # jinja2's own filter escapes for HTML, which prompts must not have.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.Environment:
+    """What chat templates of published checkpoints are written for. Sandboxed: a template is a checkpoint's code."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _as_seen(message: dict) -> dict:
+    """A message as transformers shows it to templates: without keys that are None, reasoning under all of its names."""
+    shown = {key: value for key, value in message.items() if value is not None}
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        if name in shown:
+            return {"thinking": shown[name], **shown, "reasoning_content": shown[name]}
+    return shown
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise ValueError(f"messages is {type(messages).__name__}; it must be a list of {{'role': …, 'content': …}}")
+    if not messages:
+        raise ValueError("messages is empty; at least one message is needed")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {i} is {type(message).__name__}; it must be a dict with 'role' and 'content'")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has role {message.get('role')!r}; it must be a string such as 'user'")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            raise ValueError(
+                f"message {i} has content of type {type(message['content']).__name__}; "
+                "it must be a string or a list of parts"
+            )
+
+
+# ---- detokenization -----------------------------------------------------------------------------------------
+
+
+class StreamDetokenizer:
+    """The text of a sequence of ids, given as soon as it is certain.
+
+    The pieces returned, joined, are Tokenizer.decode of all ids. A piece never ends within a character and is never
+    taken back.
+    Constant time for each id. Not thread-safe: one for each sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._backend = tokenizer.backend
+        self._special = tokenizer._special_texts if skip_special_tokens else frozenset()
+        self._chain = decoders.chain(tokenizer._decoder)
+        self._window = None if self._chain is not None else decoders.Window(tokenizer.backend)
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take further ids; returns the text that they complete, "" if none."""
+        out: list[str] = []
+        for i in ids:
+            token = self._backend.id_to_token(int(i)) if i >= 0 else None
+            if token is None or token in self._special:
+                continue
+            if self._window is not None:
+                out.append(self._window.feed(int(i)))
+            else:
+                out.extend(decoders.through(self._chain, [token]))
+        return "".join(out)
+
+    def finish(self) -> str:
+        """The sequence ends: what was held back (half a character as U+FFFD). Then the object may start anew."""
+        if self._window is not None:
+            return self._window.finish()
+        out: list[str] = []
+        for at, step in enumerate(self._chain):
+            out.extend(decoders.through(self._chain[at + 1 :], step.finish()))
+        return "".join(out)

@@ -1,0 +1,86 @@
+// The passes over all logits of a row, as plain loops for the compiler's vectorizer. Included once for each ISA, inside
+// a namespace of its own; see LogitKernels in sampler.h for what each function promises. The shape of every sum (16
+// lanes over a chunk of 256, then chunks in ascending order) is the same on all ISAs.
+
+constexpr int kLanes = 16;
+constexpr int kChunk = 256;
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// exp(y) for y <= 0, relative error below 3e-7; 0 below -87, for -Inf too.
+inline float exp_nonpositive(float y) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves round(y * log2 e) in the low bits
+  const float shifted = y * 1.44269504088896341f + kRound;
+  const float n = shifted - kRound;
+  const float r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t power = (float_to_bits(shifted) - float_to_bits(kRound) + 127u) << 23;
+  const uint32_t keep = y >= -87.0f ? 0xffffffffu : 0u;  // masks instead of a branch: the vectorizer takes no branches
+  return bits_to_float(float_to_bits(p * bits_to_float(power)) & keep);
+}
+
+int group_max(const float* x, int n, float* groups) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  constexpr float kMax = std::numeric_limits<float>::max();
+  uint32_t bad = 0;
+  for (int begin = 0; begin < n; begin += kChunk) {
+    float top[kLanes];
+    uint32_t wrong[kLanes];
+    for (int j = 0; j < kLanes; ++j) top[j] = kLowest, wrong[j] = 0;
+    const int end = n - begin < kChunk ? n : begin + kChunk;
+    int i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+#pragma GCC unroll 1  // else gcc unrolls the lanes into scalars before it looks for vectors
+      for (int j = 0; j < kLanes; ++j) {
+        const float v = x[i + j];
+        top[j] = v > top[j] ? v : top[j];
+        wrong[j] += v <= kMax ? 0u : 1u;  // NaN and +Inf; -Inf is a legitimate logit
+      }
+    }
+    for (; i < end; ++i) {
+      const int j = (i - begin) % kLanes;
+      top[j] = x[i] > top[j] ? x[i] : top[j];
+      wrong[j] += x[i] <= kMax ? 0u : 1u;
+    }
+    for (int j = 0; j < kLanes; ++j) *groups++ = top[j], bad += wrong[j];
+  }
+  return static_cast<int>(bad);
+}
+
+void exp_values(const float* x, int n, float shift, float scale, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = exp_nonpositive((x[i] - shift) * scale);
+}
+
+void chunk_sum_exp(const float* x, int n, float shift, float scale, double* sums) {
+  float values[kChunk];
+  for (int begin = 0; begin < n; begin += kChunk) {
+    const int count = n - begin < kChunk ? n - begin : kChunk;
+    exp_values(x + begin, count, shift, scale, values);
+    for (int i = count; i < kChunk; ++i) values[i] = 0.0f;
+    float lanes[kLanes];
+    for (int j = 0; j < kLanes; ++j) lanes[j] = 0.0f;
+    for (int i = 0; i < kChunk; i += kLanes) {
+#pragma GCC unroll 1
+      for (int j = 0; j < kLanes; ++j) lanes[j] += values[i + j];
+    }
+    double sum = 0.0;
+    for (int j = 0; j < kLanes; ++j) sum += lanes[j];
+    *sums++ = sum;
+  }
+}
