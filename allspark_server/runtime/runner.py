@@ -92,7 +92,7 @@ class ModelRunner:
         """Allocates the KV cache and activations; the model can then run. num_spans: the least of what the ranks can hold."""
         config, model = self.config, self._loaded()
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
-            self._executor.allocate(self.max_step_tokens, config.engine_max_batch, config.engine_max_length,
+            self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
                                     model.graph.config.num_layers, self._kv_heads(model.graph),
                                     model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
         self._executor.set_profiling(True)  # two clock readings an op
@@ -101,7 +101,7 @@ class ModelRunner:
         return ModelInfo(
             name=config.model_name, architecture=net.architecture, vocab_size=net.vocab_size, num_layers=net.num_layers,
             eos_token_ids=list(net.eos_token_ids), max_length=config.engine_max_length, num_spans=num_spans,
-            span_size=config.cache_span_size, max_step_tokens=self.max_step_tokens, max_batch=config.engine_max_batch,
+            span_size=config.cache_span_size, max_step_tokens=self._rows_of_step(), max_batch=config.engine_max_batch,
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
             isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
             model_hash=self._hash, tokenizer_dir=model.tokenizer_dir,
@@ -132,8 +132,7 @@ class ModelRunner:
             self.weight_dtype = self.config.weight_dtype
         self.cache_dtype = self.weight_dtype if self.config.cache_dtype == "auto" else self.config.cache_dtype
 
-    @property
-    def max_step_tokens(self) -> int:
+    def _rows_of_step(self) -> int:
         """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
         config = self.config
         if config.max_step_tokens:
@@ -157,7 +156,7 @@ class ModelRunner:
                    for weight in graph.weights.values())
 
     def _activation_bytes(self, graph: Graph) -> int:
-        rows = {False: self.max_step_tokens, True: min(self.max_step_tokens, self.config.engine_max_batch)}
+        rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
         return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
 
     def _span_bytes(self, graph: Graph) -> int:

@@ -1,0 +1,168 @@
+"""What a rank may allocate, and what it says when that is not enough."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.runtime import memory, runner
+from allspark_server.runtime.runner import ModelRunner
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from checkpoints import checkpoint  # noqa: E402
+
+MIB = 1 << 20
+NAME = "llama-linear"
+
+
+def make(**fields) -> ModelRunner:
+    return ModelRunner(AsModelConfig(model_name="m", model_path=str(checkpoint(NAME)), num_threads=1, **fields))
+
+
+def with_available(monkeypatch, size: int) -> None:
+    monkeypatch.setattr(runner, "available_memory", lambda world: size)
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+def test_cache_holds_every_request_at_full_length():
+    one = make(engine_max_length=100, engine_max_batch=5, cache_span_size=16)
+    spans = one.load()
+    info = one.allocate_cache(spans)
+    assert spans == info.num_spans == 5 * 7
+    assert info.cache_bytes <= spans * one._span_bytes(one._model.graph)
+    assert info.weight_bytes >= one._weight_bytes(one._model.graph)
+    one.close()
+
+
+def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
+    probe = make()
+    probe.load()
+    graph = probe._model.graph
+    fixed, span = probe._weight_bytes(graph) + probe._activation_bytes(graph), probe._span_bytes(graph)
+    probe.close()
+    with_available(monkeypatch, fixed + 200 * span)
+    assert make().load() == 120
+    assert "not every one of engine_max_batch=32 requests can have engine_max_length=2048" in caplog.text
+    with_available(monkeypatch, fixed + 75 * span)  # one request of full length needs 64 spans
+    assert make().load() == 64
+    with_available(monkeypatch, fixed + 70 * span)
+    with pytest.raises(AllSparkError, match="the cache of one request of engine_max_length=2048 tokens") as caught:
+        make().load()
+    assert caught.value.status == AsStatus.ALLSPARK_MEMORY_ERROR
+
+
+def test_cache_memory_is_taken_as_given(monkeypatch, caplog):
+    one = make(cache_memory=10 * MIB)
+    assert one.load() == 10 * MIB // one._span_bytes(one._model.graph)
+    with pytest.raises(AllSparkError, match=r"rank 0 of 1 needs .* for weights \(float32\) and activations and .* for a "
+                                            r"cache of cache_memory=\d+ bytes, .* MiB are available"):
+        make(cache_memory=1 << 50).load()
+    with pytest.raises(AllSparkError, match="cache_memory=100 holds no span of 32 tokens: one takes"):
+        make(cache_memory=100).load()
+    make(cache_memory=MIB // 2).load()
+    assert "fewer than engine_max_length=2048" in caplog.text
+
+
+def test_weights_that_do_not_fit(monkeypatch):
+    with_available(monkeypatch, MIB // 4)
+    with pytest.raises(AllSparkError, match="model 'm' does not fit: .* 0.2 MiB are available") as caught:
+        make().load()
+    assert caught.value.status == AsStatus.ALLSPARK_MEMORY_ERROR
+
+
+def test_allocation_that_the_system_refuses():
+    """In a process whose address space is limited after the check: the native failure keeps its documented status."""
+    code = f"""
+import resource
+from allspark_client.config import AsModelConfig
+from allspark_server.runtime.runner import ModelRunner
+one = ModelRunner(AsModelConfig(model_name="m", model_path={str(checkpoint(NAME))!r}, num_threads=1))
+one.load()
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+try:
+    one.allocate_cache(1 << 20)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert out.startswith("AllSparkError ALLSPARK_MEMORY_ERROR: allocating the cache of model 'm'"), out
+
+
+def test_step_rows():
+    assert make()._rows_of_step() == 256
+    assert make(engine_max_batch=400)._rows_of_step() == 800
+    assert make(engine_max_prefill_length=64, engine_max_batch=8)._rows_of_step() == 72
+    assert make(max_step_tokens=7)._rows_of_step() == 7
+
+
+# -- what is available -------------------------------------------------------------------------------------------------
+def write(root, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return str(root)
+
+
+def test_cgroup_version_2(tmp_path):
+    root = write(tmp_path, {
+        "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/b/memory.current": "5\n",
+        "sys/fs/cgroup/a/memory.max": "1000\n", "sys/fs/cgroup/a/memory.current": "700\n",
+        "sys/fs/cgroup/a/memory.stat": "anon 400\ninactive_file 60\nactive_file 40\n"})
+    assert memory.cgroup_available(root) == 400
+
+
+def test_cgroup_version_1_in_a_container(tmp_path):
+    root = write(tmp_path, {
+        "proc/self/cgroup": "9:cpu:/x\n4:memory:/docker/123\n0::/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "900\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "800\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20\n"})
+    assert memory.cgroup_available(root) == 150
+    write(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"})
+    assert memory.cgroup_available(root) > 1 << 50
+
+
+def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
+    meminfo = "Node {0} MemTotal:  1000 kB\nNode {0} MemFree: {1} kB\nNode {0} Active(file): 10 kB\nNode {0} Inactive(file): 20 kB\n"
+    root = write(tmp_path, {
+        "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 900 kB\n",
+        "sys/devices/system/node/node0/meminfo": meminfo.format(0, 300),
+        "sys/devices/system/node/node1/meminfo": meminfo.format(1, 500),
+        "sys/devices/system/node/node2/meminfo": "Node 2 MemTotal: 0 kB\n"})
+    assert memory.memory_nodes(root) == [0, 1]
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [])
+    assert memory.available_memory(3, root) == 300 * 1024
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
+    assert memory.available_memory(2, root) == 530 * 1024
+    assert memory.available_memory(3, root) == 265 * 1024  # two ranks may be on this node
+
+
+def test_this_machine():
+    assert 0 < memory.available_memory() < 1 << 60
+    assert memory.memory_nodes() and memory.physical_cores() >= 1
+    assert memory.bound_nodes() == [] or set(memory.bound_nodes()) <= set(range(1024))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+    try:
+        assert memory.available_memory() < 1 << 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# -- placement ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("elsewhere, warned", ((0, False), (2 * MIB, False), (30 * MIB, True)))
+def test_pages_on_other_nodes_bring_a_warning_with_a_number(monkeypatch, caplog, elsewhere, warned):
+    monkeypatch.setattr(runner, "memory_nodes", lambda: [0, 1])
+    monkeypatch.setattr(runner, "bound_nodes", lambda: [1])
+    monkeypatch.setattr(runner, "pages_by_node", lambda: {0: elsewhere, 1: 70 * MIB})
+    with caplog.at_level(logging.WARNING):
+        make()._check_placement()
+    assert ("30.0 MiB (30 %) of rank 0's memory are on other NUMA nodes than its own (1)" in caplog.text) == warned
