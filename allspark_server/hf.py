@@ -24,7 +24,7 @@ from allspark_server.weights.safetensors import ITEM_BYTES
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                   "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+                   "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
 
 
@@ -76,7 +76,7 @@ class HuggingFaceModel:
             from transformers import AutoTokenizer
         except ImportError:
             from allspark_server.text import Tokenizer
-            self._tokenizer = Tokenizer(str(self.path))
+            self._tokenizer = Tokenizer.from_dir(self.path)
         else:
             self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False, local_files_only=True)
         return self

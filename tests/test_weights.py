@@ -22,7 +22,7 @@ from allspark_server.weights.shard import Split, split
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from checkpoints import STORED, checkpoint, prompt_of  # noqa: E402
+from checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits  # noqa: E402
 from driver import Driver  # noqa: E402
 from numpy_executor import NumpyExecutor  # noqa: E402
 
@@ -194,6 +194,21 @@ def test_index_that_places_a_tensor_wrongly(copy):
     path.write_text(json.dumps(index))
     with pytest.raises(AllSparkError, match="expected a file name"):
         check_model(directory)
+
+
+def test_stored_head_that_differs_from_a_tied_embedding_is_used(copy, caplog):
+    directory = copy()
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = safetensors.load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.save_file(tensors, directory / "model.safetensors")
+    assert open_model(str(directory)).graph.config.tie_word_embeddings
+    tensors["lm_head.weight"][5] *= 2
+    safetensors.save_file(tensors, directory / "model.safetensors")
+    assert not open_model(str(directory)).graph.config.tie_word_embeddings
+    assert "'lm_head.weight' is stored and differs" in caplog.text
+    with Driver(directory) as driver:
+        check_logits(driver.generate(prompt_of(9), 1)[1][0], reference_logits(directory, prompt_of(9)))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -511,3 +526,28 @@ def test_end_of_sequence_ids_of_generation_config_come_first(copy):
     (directory / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(AllSparkError, match="field 'eos_token_id' of .*generation_config.json is 'x'"):
         read_config(directory)
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+def test_tokenizer_goes_with_the_serialized_model(copy):
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = copy("llama-linear")
+    words = {"<unk>": 0, "one": 1, "two": 2}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    model = HuggingFaceModel(directory, "m").serialize_to_path(None, directory / "out")
+    assert model.get_tokenizer().encode("two one") == [2, 1]
+    opened = open_model(str(directory / "out" / "m.asgraph"))
+    assert opened.tokenizer_dir == str(directory / "out" / "m.tokenizer")
+    assert open_model(str(directory)).tokenizer_dir == str(directory)
+
+
+def test_tokenizer_without_transformers(copy, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    directory = copy("llama-linear")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "one": 1}, "<unk>")).save(str(directory / "tokenizer.json"))
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    tokenizer = HuggingFaceModel(directory, "m").init_tokenizer().get_tokenizer()
+    assert list(tokenizer.encode("one")) == [1] and tokenizer.decode([1]) == "one"

@@ -5,6 +5,7 @@ Every format is presented as a `Source` of named, whole tensors; which part of e
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import Iterable, Mapping, Protocol
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models import Graph, build_graph, read_config
+from allspark_server.models import Graph, ModelConfig, build_graph, read_config
 from allspark_server.models.config import read_json
 from allspark_server.weights.asgraph import PARAM_FORMAT, read_graph
 from allspark_server.weights.safetensors import SafetensorsFile, StoredTensor
@@ -143,13 +144,27 @@ def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
     path = Path(model_path)
     if path.is_dir():
         source = open_weights(Path(weights_path) if weights_path else path)
-        return OpenedModel(build_graph(read_config(path)), source, _tokenizer(path))
+        return OpenedModel(build_graph(_tied_as_stored(read_config(path), source)), source, _tokenizer(path))
     if not path.exists():
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
                                                         "Face directory or an .asgraph file")
     graph = read_graph(path)
     source = ParamSource(Path(weights_path) if weights_path else path.with_suffix(".asparam"))
     return OpenedModel(graph, source, _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent))
+
+
+def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
+    """The config, untied when the checkpoint holds a head that differs from the embedding: transformers 5 does the same."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    names = source.names()
+    if not config.tie_word_embeddings or embedding not in names or head not in names:
+        return config
+    a, b = source.get(embedding), source.get(head)
+    if a.dtype == b.dtype and a.shape == b.shape and (a.data is None or np.array_equal(a.data, b.data)):
+        return config
+    logger.warning("config.json of %s ties the head to the embedding, but %r is stored and differs: it is used",
+                   source.where(), head)
+    return dataclasses.replace(config, tie_word_embeddings=False)
 
 
 def _tokenizer(directory: Path) -> str | None:
