@@ -236,17 +236,18 @@ def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None
     inputs = {"text": prompt} if options.raw else {"messages": [{"role": "user", "content": prompt}]}
     started = time.perf_counter()
     _, handle, queue = engine.start_request(name, inputs, config)
-    first, count = 0.0, 0
+    first, early, count = 0.0, 0, 0
     for elements in queue:
-        first = first or time.perf_counter()
         count += len(elements.ids_from_generate)
+        if not first:       # the first message may bring several tokens, whose time is not known
+            first, early = time.perf_counter(), count
         sys.stdout.write(elements.text)
         sys.stdout.flush()
     ended = time.perf_counter()
     print(flush=True)
     engine.release_request(name, handle)
-    speed = f"{(count - 1) / (ended - first):.1f} tokens/s" if count > 1 and ended > first else ""
-    print(f"[{engine.get_rank_nums()} rank(s), {count} tokens, first after {1000 * (first - started):.0f} ms, {speed}]",
+    speed = f", then {(count - early) / (ended - first):.1f} tokens/s" if count > early else ""
+    print(f"[{engine.get_rank_nums()} rank(s), {count} tokens, first after {1000 * (first - started):.0f} ms{speed}]",
           file=sys.stderr)
 
 

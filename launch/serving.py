@@ -139,11 +139,17 @@ def plan_group(options: GroupOptions) -> GroupPlan:
     return GroupPlan(placement, mpi, command, mpi_environment(mpi))
 
 
-def _runtime_dir() -> Path:
-    """A private folder for sockets and MPI's session files. Unix socket paths are limited to 107 bytes."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+def _short_parent() -> str:
+    """Where private folders for sockets may be made: a Unix socket's path is limited to 107 bytes."""
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
         if parent and len(parent) < 60 and os.access(parent, os.W_OK | os.X_OK):
-            break
+            return parent
+    return "/tmp"
+
+
+def _runtime_dir() -> Path:
+    """A private folder for sockets and MPI's session files."""
+    parent = _short_parent()
     for stale in Path(parent).glob("allspark-*-*"):         # of supervisors that were killed
         pid = stale.name.split("-")[1]
         if pid.isdigit() and not Path("/proc", pid).exists() and stale.stat().st_uid == os.geteuid():
@@ -204,7 +210,7 @@ def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool
 
     Raises RuntimeError with the group's last lines if it does not come up. verbose: pass on what it prints.
     """
-    with tempfile.TemporaryDirectory(prefix="allspark-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="allspark-run-", dir=_short_parent()) as folder:
         ready = Path(folder, "ready")
         words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
                  "--ready-file", str(ready), "--parent-pid", str(os.getpid())]

@@ -1,0 +1,436 @@
+"""Real groups: mpirun, pinned ranks, the shared window, the service; on tiny checkpoints, against transformers."""
+import json
+import mmap
+import os
+import pwd
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from allspark_launch.mpi import installations
+from allspark_launch.serving import background_group
+from allspark_launch.supervisor import processes_of_session
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+
+checkpoints = pytest.importorskip("checkpoints")    # needs torch and transformers
+
+CONFIGURATION = "qwen2-gqa-tied"        # 14 query heads, 2 KV heads, 151 intermediate, 1031 words: divides by nothing
+MPIS = {i.source: i for i in installations()[0]}
+
+
+def wait_for(condition, seconds: float = 30.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def children(pid: int) -> list[int]:
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        return [int(c) for t in tasks for c in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def command_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def ranks_of(supervisor: int) -> dict[int, int]:
+    """CPU list position -> process of the ranks below a supervisor; in rank order."""
+    found = [p for mpirun in children(supervisor) for p in children(mpirun) if "allspark_server" in command_of(p)]
+    leader = [p for p in found if "--address" in command_of(p)]
+    return dict(enumerate(leader + sorted(set(found) - set(leader))))
+
+
+def install(engine, name: str, path, **options) -> None:
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(path), **options))
+    engine.start_model(name)
+
+
+def greedy(engine, name: str, prompt: list[int], n: int) -> list[int]:
+    config = {"do_sample": False, "max_new_tokens": n, "early_stopping": False}
+    _, handle, queue = engine.start_request(name, {"input_ids": prompt}, config)
+    ids = [i for elements in queue for i in elements.ids_from_generate]
+    engine.release_request(name, handle)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """reference(configuration, prompt length, n): the greedy tokens of transformers in float64, computed once."""
+    known = {}
+
+    def get(name: str, length: int, n: int):
+        key = name, length, n
+        if key not in known:
+            known[key] = checkpoints.reference_greedy(checkpoints.checkpoint(name), checkpoints.prompt_of(length), n)
+        return known[key]
+
+    return get
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids=lambda n: f"{n}ranks")
+def group(request):
+    """A group and a client of it, for each number of ranks in turn."""
+    with background_group(["--ranks", str(request.param)], timeout=60) as started:
+        with ClientEngine(started.addresses[0]) as engine:
+            yield SimpleNamespace(engine=engine, size=request.param, supervisor=started.supervisor_pid)
+
+
+def test_world_and_binding(group):
+    assert group.engine.get_rank_nums() == group.size
+    ranks = ranks_of(group.supervisor)
+    assert len(ranks) == group.size
+    cores = sorted(os.sched_getaffinity(0))
+    for pid in ranks.values():
+        words = command_of(pid)
+        own = {int(c) for c in words[words.index("--cpus") + 1].split(",")}
+        assert own <= os.sched_getaffinity(pid) <= set(cores)
+        assert ("--no-spin" in words) == (group.size > len(cores))
+
+
+@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+def test_greedy_is_what_transformers_says(group, reference, name):
+    """The table of configurations and ranks, briefly; the long one is test_table."""
+    install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=512)
+    try:
+        for length in (1, 7, 150):
+            found = greedy(group.engine, name, checkpoints.prompt_of(length), 24)
+            checkpoints.check_greedy(found, reference(name, length, 24))
+    finally:
+        group.engine.release_model(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", checkpoints.CONFIGS)
+def test_table(group, reference, name, capsys):
+    """256 tokens, prompts from 1 to 700, all at once. Prints one line of the table."""
+    install(group.engine, name, checkpoints.checkpoint(name), engine_max_length=1024, max_step_tokens=64)
+    counts = []
+    try:
+        lengths = (1, 2, 33, 130, 700)
+        found: dict[int, list[int]] = {}
+        threads = [threading.Thread(target=lambda n=n: found.__setitem__(
+            n, greedy(group.engine, name, checkpoints.prompt_of(n), 256))) for n in lengths]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        counts = [checkpoints.check_greedy(found[n], reference(name, n, 256)) for n in lengths]
+    finally:
+        group.engine.release_model(name)
+    with capsys.disabled():
+        print(f"\n{name:<24} {group.size} rank(s): equal tokens of 256 at prompt lengths {lengths}: {counts}")
+
+
+def test_same_bits_twice(group):
+    name, prompt = CONFIGURATION, checkpoints.prompt_of(40)
+    install(group.engine, name, checkpoints.checkpoint(name))
+    config = {"seed": 3, "max_new_tokens": 40, "logprobs": True, "early_stopping": False}
+
+    def once():
+        _, handle, queue = group.engine.start_request(name, {"input_ids": prompt}, config)
+        elements = list(queue)
+        group.engine.release_request(name, handle)
+        return [i for e in elements for i in e.ids_from_generate], [p for e in elements for p in e.token_logprobs_list]
+
+    try:
+        assert once() == once()
+    finally:
+        group.engine.release_model(name)
+
+
+def test_bad_checkpoint_leaves_the_group_alive(group, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises((AllSparkError, ValueError)):
+        install(group.engine, "bad", tmp_path)
+    install(group.engine, "good", checkpoints.checkpoint(CONFIGURATION))
+    assert len(greedy(group.engine, "good", [5, 6, 7], 4)) == 4
+    group.engine.release_model("good")
+
+
+def cpu_seconds(pids) -> float:
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture
+def pair():
+    """A fresh group of two ranks with a model, to be treated badly."""
+    with background_group(["--ranks", "2", "--model", str(checkpoints.checkpoint(CONFIGURATION)),
+                           "--model-name", "m"], timeout=60) as started:
+        with ClientEngine(started.addresses[0]) as engine:
+            yield SimpleNamespace(engine=engine, supervisor=started.supervisor_pid)
+
+
+def test_an_idle_group_uses_no_cpu(pair):
+    assert len(greedy(pair.engine, "m", [5, 6, 7], 4)) == 4
+    pids = [pair.supervisor, *children(pair.supervisor), *ranks_of(pair.supervisor).values()]
+    assert len(pids) == 4
+    time.sleep(0.5)
+    before = cpu_seconds(pids)
+    time.sleep(10)
+    assert cpu_seconds(pids) - before < 0.1     # 1 % of one CPU, all processes of the group together
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "mpirun"])
+def test_group_comes_back_with_its_models(pair, victim):
+    install(pair.engine, "by-client", checkpoints.checkpoint(CONFIGURATION))
+    expected = greedy(pair.engine, "by-client", [5, 6, 7], 8)
+    before = ranks_of(pair.supervisor)
+    os.kill(children(pair.supervisor)[0] if victim == "mpirun" else before[int(victim[-1])], signal.SIGKILL)
+    wait_for(lambda: not any(Path(f"/proc/{p}/cmdline").exists() and command_of(p)[0] for p in before.values()))
+    wait_for(lambda: len(ranks_of(pair.supervisor)) == 2)
+    assert greedy(pair.engine, "by-client", [5, 6, 7], 8) == expected
+    assert greedy(pair.engine, "m", [5, 6, 7], 8) == expected
+
+
+def test_nothing_outlives_a_killed_supervisor(pair):
+    mpirun = children(pair.supervisor)[0]
+    os.kill(pair.supervisor, signal.SIGKILL)
+    wait_for(lambda: not processes_of_session(mpirun))
+
+
+def test_nothing_outlives_a_killed_parent(tmp_path):
+    code = ("import os, sys, time; from allspark_launch.serving import background_group\n"
+            "with background_group(['--ranks', '2']) as g:\n"
+            "    print(g.supervisor_pid, flush=True); time.sleep(100)")
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    supervisor = int(parent.stdout.readline())
+    mpirun = children(supervisor)[0]
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not processes_of_session(mpirun) and not command_of(supervisor)[1:])
+
+
+def test_a_rank_that_cannot_allocate(pair):
+    """Rank 1 alone is out of address space: the load fails naming it, and the group goes on."""
+    rank1 = ranks_of(pair.supervisor)[1]
+    size = int(Path(f"/proc/{rank1}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.prlimit(rank1, resource.RLIMIT_AS, (size + (32 << 20), resource.RLIM_INFINITY))
+    with pytest.raises(AllSparkError, match="rank 1") as error:
+        install(pair.engine, "large", checkpoints.checkpoint(CONFIGURATION), cache_memory=300 << 20)
+    assert error.value.status.name == "ALLSPARK_MEMORY_ERROR"
+    resource.prlimit(rank1, resource.RLIMIT_AS, limits)
+    assert len(greedy(pair.engine, "m", [5, 6, 7], 4)) == 4
+    install(pair.engine, "large", checkpoints.checkpoint(CONFIGURATION), cache_memory=300 << 20)
+    assert len(greedy(pair.engine, "large", [5, 6, 7], 4)) == 4
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_replaced(pair):
+    before = ranks_of(pair.supervisor)
+    os.kill(before[1], signal.SIGSTOP)
+    wait_for(lambda: len(ranks_of(pair.supervisor)) == 2 and not set(before.values()) & set(ranks_of(pair.supervisor).values()))
+    assert len(greedy(pair.engine, "m", [5, 6, 7], 4)) == 4
+
+
+# ---- both MPI installations, by hand, and as a user ----------------------------------------------------------------
+
+@pytest.mark.parametrize("source", MPIS)
+@pytest.mark.parametrize("numactl", [True, False], ids=["numactl", "syscalls"])
+def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path):
+    monkeypatch.setenv("ALLSPARK_MPIRUN", str(MPIS[source].mpirun))
+    if not numactl:         # a PATH without it: the interpreter's folder only
+        monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = ["--ranks", "2", "--model", str(checkpoints.checkpoint(CONFIGURATION)), "--model-name", "m"]
+    with background_group(arguments, timeout=60) as started, ClientEngine(started.addresses[0]) as engine:
+        words = command_of(children(started.supervisor_pid)[0])
+        assert ("numactl" in words) == (numactl and shutil.which("numactl") is not None)
+        assert os.path.samefile(words[0], MPIS[source].mpirun)
+        for pid in ranks_of(started.supervisor_pid).values():
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert str(MPIS[source].library.resolve()) in maps
+            assert maps.count("libmpi.so") == sum(str(MPIS[source].library.resolve()) in line for line in maps.splitlines())
+        checkpoints.check_greedy(greedy(engine, "m", checkpoints.prompt_of(7), 24), reference(CONFIGURATION, 7, 24))
+
+
+def by_hand(mpirun, *words: str, **environment: str) -> subprocess.Popen:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return subprocess.Popen([mpirun, *root, "--bind-to", "none", "--oversubscribe", "-np", "2", sys.executable, "-m",
+                             "allspark_server", *words], env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("source", MPIS)
+def test_mpirun_by_hand(source, tmp_path):
+    """The line of the documentation, without launcher or environment."""
+    process = by_hand(MPIS[source].mpirun, "--ranks", "2", "--address", f"unix:{tmp_path}/s", "--cpus", "0")
+    try:
+        wait_for((tmp_path / "s").exists)
+        with ClientEngine(f"unix:{tmp_path}/s") as engine:
+            assert engine.get_rank_nums() == 2
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+    wait_for(lambda: not processes_of_session(process.pid))
+
+
+@pytest.mark.skipif(len(MPIS) < 2, reason="needs two MPI installations")
+@pytest.mark.parametrize("source", MPIS)
+def test_mixed_installations_are_refused(source):
+    other = next(m for s, m in MPIS.items() if s != source)
+    process = by_hand(MPIS[source].mpirun, "--ranks", "2", MPI4PY_LIBMPI=str(other.library))
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode != 0 and "two MPI installations are mixed" in output
+
+
+def test_a_rank_without_mpirun_says_so():
+    done = subprocess.run([sys.executable, "-m", "allspark_server", "--ranks", "2"], capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0 and "no mpirun started this process" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("source", MPIS)
+def test_as_another_user(source, tmp_path):
+    """No home directory, nothing writable but /tmp."""
+    nobody = pwd.getpwnam("nobody")
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "ALLSPARK_MPIRUN": str(MPIS[source].mpirun)}
+    code = ("from allspark_launch.serving import background_group\nfrom allspark_client import ClientEngine\n"
+            "with background_group(['--ranks', '2'], timeout=60) as g, ClientEngine(g.addresses[0]) as e:\n"
+            "    print('ranks', e.get_rank_nums())")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd="/", capture_output=True, text=True,
+                          timeout=90, user=nobody.pw_uid, group=nobody.pw_gid, extra_groups=[])
+    assert done.stdout.strip() == "ranks 2", done.stderr
+    assert not [p for p in map(int, filter(str.isdigit, os.listdir("/proc")))
+                if "allspark_server" in command_of(p) and os.stat(f"/proc/{p}").st_uid == nobody.pw_uid]
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    with background_group(["--ranks", "1"]) as started:
+        with pytest.raises(RuntimeError, match="did not start.*(in use|already)"):
+            with background_group(["--ranks", "1", "--address", started.addresses[0]]):
+                pass
+
+
+# ---- groups without mpirun: threads as ranks -----------------------------------------------------------------------
+
+class FakeRunner:
+    """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
+
+    def __init__(self, config, *, rank, world, window, cpus):
+        self.name, self.rank, self.closed = config.model_name, rank, False
+
+    def _maybe_fail(self, where: str) -> None:
+        if self.name in (f"{where}{self.rank}", f"{where}-all"):
+            raise MemoryError(f"no memory for {self.name}")
+
+    def load(self) -> int:
+        self._maybe_fail("load")
+        return 100 - self.rank
+
+    def allocate_cache(self, spans: int):
+        self._maybe_fail("allocate")
+        return SimpleNamespace(num_spans=spans)
+
+    def step(self, plan: bytes):
+        self._maybe_fail("step")
+        return self.rank, plan
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """WindowGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
+    from allspark_server import _native
+    from allspark_server.runtime import runner
+    from allspark_server.runtime.group import Member, WindowGroup
+    from allspark_server.runtime.worker import serve
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    step = -(-_native.Window.bytes_needed(3) // 4096) * 4096
+    memory = mmap.mmap(-1, 3 * step)
+    view = np.frombuffer(memory, np.uint8)
+    windows = [_native.Window(r, 3, [view.ctypes.data + i * step for i in range(3)], False, 10.0) for r in range(3)]
+    failures, errors = [], {}
+
+    def work(rank: int) -> None:
+        try:
+            serve(Member(rank, 3, windows[rank]))
+        except RuntimeError as error:
+            errors[rank] = str(error)
+
+    running = [threading.Thread(target=work, args=(r,)) for r in (1, 2)]
+    for t in running:
+        t.start()
+    group = WindowGroup(windows[0], 3, None, failures.append)
+    yield group, failures, errors
+    if not failures:
+        group.close()
+        group.close()       # a second time does nothing
+    for t in running:
+        t.join(10)
+        assert not t.is_alive()
+
+
+def test_ranks_agree_on_the_cache(threads):
+    group, failures, _ = threads
+    info = group.load(AsModelConfig(model_name="m", model_path="x"))
+    assert info.num_spans == 98                 # the least that any rank can hold
+    assert group.step("m", b"plan" * 500_000) == (0, b"plan" * 500_000)
+    group.unload("m")
+    assert not failures
+
+
+@pytest.mark.parametrize("name,message", [
+    ("load1", "rank 1: no memory for load1"), ("load0", "rank 0: no memory for load0"),
+    ("allocate2", "rank 2: no memory for allocate2"), ("load-all", "ALLSPARK_MEMORY_ERROR: no memory for load-all"),
+])
+def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
+    group, failures, _ = threads
+    with pytest.raises(AllSparkError, match=message):
+        group.load(AsModelConfig(model_name=name, model_path="x"))
+    assert group.load(AsModelConfig(model_name="m", model_path="x")).num_spans == 98
+    assert not failures
+
+
+def test_a_step_that_fails_ends_the_group(threads):
+    group, failures, errors = threads
+    group.load(AsModelConfig(model_name="step2", model_path="x"))
+    group.step("step2", b"")                    # rank 0 has nothing to wait for in this fake step
+    with pytest.raises(RuntimeError):
+        for _ in range(100):
+            group.step("step2", b"")
+            time.sleep(0.01)
+    assert failures == ["rank 2: no memory for step2"]
+    wait_for(lambda: len(errors) == 2)
+    assert "rank 2" in errors[1]
+
+
+def test_local_group(monkeypatch):
+    from allspark_server.runtime import runner
+    from allspark_server.runtime.group import LocalGroup
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    group = LocalGroup()
+    with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
+        group.load(AsModelConfig(model_name="load0", model_path="x"))
+    assert group.load(AsModelConfig(model_name="m", model_path="x")).num_spans == 100
+    group.close()
+
+
+def test_config_of_a_model_argument(tmp_path):
+    from allspark_server.__main__ import model_config, numbers
+    assert numbers("4,0-2") == [4, 0, 1, 2]
+    assert model_config(str(tmp_path)).model_name == tmp_path.name
+    assert model_config(json.dumps({"model_name": "a", "model_path": "b", "engine_max_batch": 3})).engine_max_batch == 3
