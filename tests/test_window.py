@@ -1,0 +1,101 @@
+"""The shared-memory window between ranks: here every rank is a thread with a Window of its own over one mapping."""
+import mmap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+
+
+class Ranks:
+    """`size` windows over one anonymous shared mapping, as MPI.Win.Allocate_shared would give them to processes."""
+
+    def __init__(self, size, timeout=20.0, spin=False):
+        step = (_native.Window.bytes_needed(size) + 4095) // 4096 * 4096
+        self.memory = mmap.mmap(-1, step * size)
+        self.view = np.frombuffer(self.memory, np.uint8)
+        base = self.view.ctypes.data
+        addresses = [base + r * step for r in range(size)]
+        self.windows = [_native.Window(r, size, addresses, spin, timeout) for r in range(size)]
+
+    def run(self, function, timeout=30):
+        """Calls function(window) for every rank at once; returns results in rank order, raises the first error."""
+        results, errors = [None] * len(self.windows), []
+
+        def call(rank):
+            try:
+                results[rank] = function(self.windows[rank])
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=call, args=(r,)) for r in range(len(self.windows))]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(timeout)
+        assert not any(t.is_alive() for t in threads), "a rank hangs"
+        if errors:
+            raise errors[0]
+        return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gather_keeps_rank_order_and_any_length(size):
+    ranks = Ranks(size)
+    for lengths in ([0] * size, [5 + r for r in range(size)], [700_000 * (r + 1) for r in range(size)], [900_000] + [1] * (size - 1)):
+        payloads = [bytes([65 + r]) * lengths[r] for r in range(size)]
+        results = ranks.run(lambda w: w.gather(payloads[w.rank]))
+        assert results[0] == payloads and all(r is None for r in results[1:])
+
+
+def test_commands_of_any_length_arrive_in_order():
+    ranks = Ranks(3)
+    payloads = [b"", b"x" * 10, bytes(3_000_000), b"y" * (1 << 20), b"end"]
+
+    def run(window):
+        if window.rank == 0:
+            for kind, payload in enumerate(payloads):
+                window.publish(kind, payload)
+            return None
+        return [window.wait_command(10) for _ in payloads]
+
+    for got in ranks.run(run)[1:]:
+        assert got == list(enumerate(payloads))
+
+
+def test_waiting_for_a_command_times_out_and_costs_no_cpu():
+    ranks = Ranks(2)
+    cpu, start = time.process_time(), time.monotonic()
+    assert ranks.windows[1].wait_command(1.0) is None
+    assert 0.9 < time.monotonic() - start < 3 and time.process_time() - cpu < 0.1
+
+
+def test_an_abort_ends_every_wait_with_its_message():
+    ranks = Ranks(3)
+
+    def run(window):
+        if window.rank == 2:
+            time.sleep(0.2)
+            window.abort("rank 2 cannot go on")
+            return None
+        return window.gather(b"x") if window.rank == 0 else window.wait_command(20)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 2 cannot go on"):
+        ranks.run(run)
+    assert time.monotonic() - start < 5 and ranks.windows[0].aborted() == "rank 2 cannot go on"
+
+
+def test_a_missing_rank_is_named_after_the_time_limit():
+    ranks = Ranks(2, timeout=0.5)
+    with pytest.raises(RuntimeError, match="waited 0 s for rank 1 in gather"):
+        ranks.windows[0].gather(b"x")
+
+
+def test_beats():
+    ranks = Ranks(2)
+    ranks.windows[1].beat()
+    ranks.windows[1].beat()
+    assert list(ranks.windows[0].beats()) == [0, 2]
