@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import itertools
 import logging
 import os
@@ -93,8 +94,11 @@ class ClientEngine(AbstractEngine):
     # --- models --------------------------------------------------------------------------------------------------
 
     def install_model(self, config: AsModelConfig) -> AsStatus:
-        """On a pool: on every member."""
-        request = pb.InstallModelRequest(config=convert.model_config_to_pb(check_config(config)))
+        """On a pool: on every member. Paths that exist here are sent absolute: servers have another directory."""
+        config = copy.copy(check_config(config))
+        for name in ("model_path", "weights_path", "draft_model"):
+            setattr(config, name, _path(getattr(config, name)))
+        request = pb.InstallModelRequest(config=convert.model_config_to_pb(config))
         return self._everywhere("InstallModel", request)
 
     def start_model(self, model_name: str) -> AsStatus:
@@ -195,7 +199,7 @@ class ClientEngine(AbstractEngine):
 
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
         answer = self._call("GetFileInformation", pb.FileInformationRequest(
-            graph_path=os.fspath(as_graph_path), param_path=os.fspath(as_param_path)), pb.FileInformation)
+            graph_path=_path(as_graph_path), param_path=_path(as_param_path)), pb.FileInformation)
         return AsFileInfo(answer.create_version_graph, answer.create_version_param, answer.current_version_engine)
 
     def get_op_profiling_info(self, model_name: str) -> str:
@@ -429,6 +433,11 @@ def _name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"model_name must be a str, not {type(name).__name__}")
     return name
+
+
+def _path(path: str | os.PathLike) -> str:
+    path = os.fspath(path)
+    return os.path.abspath(path) if path and os.path.exists(path) else path
 
 
 def _addresses(addresses: str | Iterable[str] | None) -> list[str]:
