@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+
 #include "bf16.h"
 #include "executor.h"
 
@@ -63,6 +65,34 @@ void bind_kernels(py::module_& m) {
         return py::make_tuple(maximum, sum, out);
       },
       "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
+  m.def(
+      "measure_ceilings",
+      [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        Buffer memory(megabytes << 20, "measuring bandwidth");
+        const size_t floats = memory.size() / sizeof(float);
+        pool.run([&](int t) {
+          for (size_t i = floats * t / threads; i < floats * (t + 1) / threads; i++) memory.as<float>()[i] = 1;
+        });
+        using Clock = std::chrono::steady_clock;
+        double bandwidth = 0, rate = 0;
+        for (int r = 0; r < repeats; r++) {
+          std::vector<float> keep(threads);
+          auto start = Clock::now();
+          pool.run([&](int t) { keep[t] = kernels().read_memory(memory.as<float>() + floats * t / threads, floats / threads); });
+          bandwidth = std::max(bandwidth, (double)memory.size() / std::chrono::duration<double>(Clock::now() - start).count());
+          std::vector<double> operations(threads);
+          start = Clock::now();
+          pool.run([&](int t) { operations[t] = kernels().multiply_add(3'000'000, &keep[t]); });
+          double total = 0;
+          for (double o : operations) total += o;
+          rate = std::max(rate, total / std::chrono::duration<double>(Clock::now() - start).count());
+        }
+        return std::make_pair(bandwidth, rate);
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
+      "(bytes/s read from memory, fp32 operations/s) of that many threads together: the best of `repeats`.");
 }
 
 }  // namespace as

@@ -56,6 +56,9 @@ struct Kernels {
   // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
   void (*rope)(float* x, const float* cosine, const float* sine, int half);
   const LogitKernels& (*logits)();  // passes over logits, for the sampler
+  // Ceilings (ceilings.cpp).
+  float (*read_memory)(const float* p, size_t n);
+  double (*multiply_add)(long rounds, float* keep);
 };
 
 #if defined(AS_HAVE_AVX2)

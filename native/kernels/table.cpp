@@ -8,7 +8,7 @@ namespace AS_ISA {
 
 const Kernels& kernels() {
   static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, matmul, rms_norm, silu_mul, add, sum_partials,
-                                attend, merge, rope, logit_kernels};
+                                attend, merge, rope, logit_kernels, read_memory, multiply_add};
   return table;
 }
 

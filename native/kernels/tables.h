@@ -15,6 +15,8 @@ void rope(float* x, const float* cosine, const float* sine, int half);
 void attend(const AttentionTile& tile);
 void merge(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim);
 const LogitKernels& logit_kernels();
+float read_memory(const float* p, size_t n);
+double multiply_add(long rounds, float* keep);
 
 }  // namespace AS_ISA
 }  // namespace as
