@@ -395,6 +395,18 @@ def test_wide_nucleus_takes_the_second_round(ranks, one_rng):
     np.testing.assert_allclose([out["logprob"] for out in outs], raw[tokens], atol=2e-6)
 
 
+def test_candidates_below_what_a_rank_left_out_do_not_count(one_rng):
+    """One rank holds 1,300 good tokens and sends 1,024, the other sends all of its worse ones: they must not fill in."""
+    logits = np.concatenate([1 + one_rng.normal(0, 0.01, 1300), one_rng.normal(0, 0.01, 900)])
+    p = Params(top_p=0.75)
+    prob = distribution(np.float32(logits), p)
+    assert prob[1300:].sum() == 0 and (prob > 0).sum() > 1100
+    for seed in range(500):
+        out = draw(logits, replace(p, seed=seed), cuts=[1300])
+        assert out["rounds"] == 2 and out["token"] < 1300
+        assert draw(logits[::-1], replace(p, seed=seed), cuts=[900])["token"] >= 900
+
+
 @pytest.mark.parametrize("field_name", ["sample_index", "position"])
 def test_samples_and_positions_are_independent_streams(field_name, one_rng):
     vocab = 6
