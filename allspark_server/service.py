@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "allspark.Allspark"
-#: A silent client is noticed after a ping interval and a ping timeout: 10 s, within the 15 s that are promised.
-KEEPALIVE_SECONDS = 5
+#: A silent client is noticed after a ping interval and a ping timeout: 12 s, within the 15 s that are promised.
+PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 _MAX_MESSAGE = 256 << 20
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
-    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),    # of bandwidth probes, which stand in for keepalive
+    # gRPC's own bandwidth probes are pings too: while one is unanswered no keepalive ping is sent, for 60 s by default.
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
@@ -159,9 +162,10 @@ class Service:
             address = "unix:" + _check_socket(address)
         elif ":" not in address:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"address {address!r} is neither host:port nor unix:/path")
+        credentials = _credentials(self._tls) if self._tls is not None and not unix else None
         try:
-            if self._tls is not None and not unix:
-                port = server.add_secure_port(address, _credentials(self._tls))
+            if credentials is not None:
+                port = server.add_secure_port(address, credentials)
             else:
                 if self._token and not unix and not address.startswith(("127.", "localhost:", "[::1]:")):
                     logger.warning("clients send their token in clear text to %s; configure TLS", address)
