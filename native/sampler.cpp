@@ -232,6 +232,56 @@ size_t safe_prefix(const std::vector<Part>& parts, const std::vector<Candidate>&
   return safe;
 }
 
+// Bins of equal width below the best logit: they keep the order between bins, so that only two ever need sorting.
+constexpr int kBins = 4096;
+constexpr float kBinsPerUnit = 64.0f;  // of (top - logit) / temperature; the last bin takes all weights below e^-64
+
+// One rank's whole shard in the second round, with weights relative to the best logit of all.
+class BinnedShard {
+ public:
+  void load(const Part& part, float top, float scale) {
+    const int count = part.head.vocab_local;
+    begin_ = part.head.vocab_begin;
+    logits_.resize(count);
+    weights_.resize(count);
+    bins_.resize(count);
+    if (count) std::memcpy(logits_.data(), part.dense, logits_.size() * sizeof(float));
+    raw_ = part.dense + logits_.size() * sizeof(float);
+    logit_kernels().exp_values(logits_.data(), count, top, scale, weights_.data());
+    const float per_logit = scale * kBinsPerUnit;
+    for (int i = 0; i < count; ++i) {
+      const float depth = (top - logits_[i]) * per_logit;
+      bins_[i] = static_cast<int32_t>(depth < kBins - 1 ? depth : kBins - 1.0f);
+    }
+  }
+
+  void add_mass(std::vector<double>& mass) const {
+    for (size_t i = 0; i < weights_.size(); ++i) mass[bins_[i]] += weights_[i];
+  }
+
+  // Appends the bin's tokens; .raw is their weight.
+  void collect(int bin, std::vector<Candidate>& out) const {
+    for (size_t i = 0; i < bins_.size(); ++i) {
+      if (bins_[i] == bin && weights_[i] > 0.0f)
+        out.push_back({begin_ + static_cast<int32_t>(i), logits_[i], weights_[i]});
+    }
+  }
+
+  bool holds(int32_t id) const { return id >= begin_ && static_cast<size_t>(id - begin_) < logits_.size(); }
+
+  float raw(int32_t id) const {
+    float value;
+    std::memcpy(&value, raw_ + static_cast<size_t>(id - begin_) * sizeof(float), sizeof value);
+    return value;
+  }
+
+ private:
+  int32_t begin_ = 0;
+  std::vector<float> logits_, weights_;
+  std::vector<int32_t> bins_;
+  const uint8_t* raw_ = nullptr;  // the model's own logits, if logprobs are wanted
+};
+
 }  // namespace
 
 Uniforms sampling::uniforms(const SamplingParams& params, int position) {
@@ -358,47 +408,19 @@ void merge_full(const SamplingParams& params, int position, const Blobs& blobs, 
   const float top = highest(parts);
   if (top == kBanned) return choose_fallback(params, parts, log_norm, out);
 
-  // Bins of equal width below the best logit keep the order between bins; only two of them ever need sorting.
-  constexpr int kBins = 4096;
-  constexpr double kBinsPerUnit = 64.0;  // the last bin takes all weights below e^-64
-  struct Row {
-    std::vector<float> logits, weights;
-    const uint8_t* raw;
-  };
   const float scale = 1.0f / params.temperature;
-  const auto bin_of = [&](float logit) {
-    const double depth = (static_cast<double>(top) - logit) * scale * kBinsPerUnit;
-    return depth < kBins - 1 ? static_cast<int>(depth) : kBins - 1;
-  };
-  std::vector<Row> rows(parts.size());
+  thread_local std::vector<BinnedShard>
+      shards;  // kept: most of a second round's time would be the kernel's, for new pages
+  shards.resize(parts.size());
   std::vector<double> mass(kBins, 0.0);
   for (size_t r = 0; r < parts.size(); ++r) {
-    const int local = parts[r].head.vocab_local;
-    Row& row = rows[r];
-    row.logits.resize(local);
-    row.weights.resize(local);
-    if (local) std::memcpy(row.logits.data(), parts[r].dense, row.logits.size() * sizeof(float));
-    row.raw = parts[r].dense + row.logits.size() * sizeof(float);
-    logit_kernels().exp_values(row.logits.data(), local, top, scale, row.weights.data());
-    for (int i = 0; i < local; ++i) {
-      if (row.weights[i] > 0.0f) mass[bin_of(row.logits[i])] += row.weights[i];
-    }
+    shards[r].load(parts[r], top, scale);
+    shards[r].add_mass(mass);
   }
-  struct Entry {
-    Candidate token;  // .raw is its weight
-    size_t rank;
-  };
   const auto sorted_bin = [&](int bin) {
-    std::vector<Entry> entries;
-    for (size_t r = 0; r < rows.size(); ++r) {
-      for (size_t i = 0; i < rows[r].logits.size(); ++i) {
-        if (rows[r].weights[i] > 0.0f && bin_of(rows[r].logits[i]) == bin) {
-          const int32_t id = parts[r].head.vocab_begin + static_cast<int32_t>(i);
-          entries.push_back({{id, rows[r].logits[i], rows[r].weights[i]}, r});
-        }
-      }
-    }
-    std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) { return better(a.token, b.token); });
+    std::vector<Candidate> entries;
+    for (const BinnedShard& shard : shards) shard.collect(bin, entries);
+    std::sort(entries.begin(), entries.end(), better);
     return entries;
   };
 
@@ -413,10 +435,10 @@ void merge_full(const SamplingParams& params, int position, const Blobs& blobs, 
     last = b;
     if (before + mass[b] >= need) break;
   }
-  const std::vector<Entry> tail = sorted_bin(last);
+  const std::vector<Candidate> tail = sorted_bin(last);
   size_t kept = 0;
   double sum = before;
-  for (; kept < tail.size() && (kept == 0 || sum < need); ++kept) sum += tail[kept].token.raw;
+  for (; kept < tail.size() && (kept == 0 || sum < need); ++kept) sum += tail[kept].raw;
 
   double left = uniforms(params, position).first * sum;
   int bin = last;
@@ -428,17 +450,16 @@ void merge_full(const SamplingParams& params, int position, const Blobs& blobs, 
     }
     left -= mass[b];
   }
-  const std::vector<Entry> entries =
-      bin == last ? std::vector<Entry>(tail.begin(), tail.begin() + kept) : sorted_bin(bin);
+  const std::vector<Candidate> entries =
+      bin == last ? std::vector<Candidate>(tail.begin(), tail.begin() + kept) : sorted_bin(bin);
   size_t pick = 0;
-  for (; pick + 1 < entries.size() && left >= entries[pick].token.raw; ++pick) left -= entries[pick].token.raw;
-  const Entry& chosen = entries[pick];
+  for (; pick + 1 < entries.size() && left >= entries[pick].raw; ++pick) left -= entries[pick].raw;
+  const int32_t id = entries[pick].id;
   float raw = 0.0f;
-  if (params.logprobs()) {
-    const size_t index = static_cast<size_t>(chosen.token.id - parts[chosen.rank].head.vocab_begin);
-    std::memcpy(&raw, rows[chosen.rank].raw + index * sizeof(float), sizeof raw);
+  for (const BinnedShard& shard : shards) {
+    if (params.logprobs() && shard.holds(id)) raw = shard.raw(id);
   }
-  choose(params, log_norm, chosen.token.id, raw, out);
+  choose(params, log_norm, id, raw, out);
 }
 
 }  // namespace as
