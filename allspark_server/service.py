@@ -40,8 +40,6 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),    # of bandwidth probes, which stand in for keepalive
-    # gRPC's own bandwidth probes are pings too: while one is unanswered no keepalive ping is sent, for 60 s by default.
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
