@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from .scheduler import Sequence, StopRules
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer, Tokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -53,7 +57,6 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     status: GenerateRequestStatus = GenerateRequestStatus.Init
     done: threading.Event = field(default_factory=threading.Event)
-    released: bool = False
     unfinished: int = 0
     generated: int = 0
     wall_arrival: float = field(default_factory=time.time)
@@ -88,14 +91,16 @@ class Request:
         self.sink.on_elements(self.handle, elements, text)
 
     def finish(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
-        """The end; later calls change nothing."""
+        """The end; later calls change nothing. From now on only the handle and the status are of interest."""
         if self.done.is_set():
             return
         self.status = status
         try:
             self.sink.on_finish(self.handle, status, error, self.stat())
-        finally:
-            self.done.set()
+        except Exception:  # a sink's trouble must not keep other requests from ending
+            logger.exception("the end of request %d cannot be delivered", self.handle)
+        self.done.set()
+        self.sequences = []  # callers may keep handles for long: let go of the tokens
 
     def stat(self) -> dict[str, float]:
         """Values of RequestStatInfo."""

@@ -214,6 +214,8 @@ class ServedModel:
         for outcome in outcomes:
             sequence = outcome.sequence
             sample = sequence.owner
+            if sample.request.done.is_set():  # another of its samples could not be delivered, just now
+                continue
             logprob, top = 0.0, []
             if sample.top_logprobs >= 0:
                 if logprobs is None:

@@ -13,7 +13,8 @@ from typing import Any, Iterator
 
 import pytest
 
-from allspark_client import AbstractEngine, AsModelConfig
+from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig
+from allspark_client.request import RequestSpec
 from checkpoints import checkpoint, prompt_of
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
@@ -155,6 +156,23 @@ def test_preemption(engine, model):
         assert engine.get_as_engine_stat(name).preempted_request > 0
         assert all(results.GeneratedLength() == 180 for _, _, results in started)
         assert outputs == first_run(engine, model)
+
+
+def test_resumption(engine_of, model):
+    """A request continued elsewhere from any of its tokens: prompt and tokens are computed anew, as one prompt."""
+    engine = engine_of("engine")
+    with installed(engine, model, engine_max_prefill_length=48, enable_prefix_cache=True) as name:
+        for (prompt, generate), whole in zip(PROBES, first_run(engine, model)):
+            if "n" in generate:
+                continue
+            ids, logprobs, top = whole[0]
+            for done in (1, 7, NEW_TOKENS - 1):
+                config = GenerateConfig(**{**ALWAYS, **generate})
+                spec = RequestSpec(name, input_ids=prompt, config=config, generated=ids[:done])
+                _, _, results = engine._start(spec)
+                rest = [(e.ids_from_generate, bits(e.token_logprobs_list)) for e in results]
+                assert [i for part, _ in rest for i in part] == ids[done:]
+                assert [value for _, part in rest for value in part] == logprobs[done:]
 
 
 def test_engine_and_group_of_one_rank(engine_of, model):
