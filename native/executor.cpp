@@ -6,7 +6,7 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "bf16.h"
+#include "pack.h"
 
 namespace as {
 namespace {
@@ -16,59 +16,6 @@ const std::map<std::string, OpType> kOpTypes = {
     {"rms_norm", OpType::rms_norm},         {"linear", OpType::linear},           {"head_norm", OpType::head_norm},
     {"rope", OpType::rope},                 {"span_attention", OpType::span_attention}, {"silu_mul", OpType::silu_mul},
     {"add", OpType::add},                   {"select_rows", OpType::select_rows}, {"sample", OpType::sample}};
-
-float f16_to_float(uint16_t h) {
-  const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-  if (exponent == 0) return (sign ? -1.0f : 1.0f) * std::ldexp((float)fraction, -24);
-  const uint32_t bits = sign | ((exponent == 31 ? 255 : exponent + 112) << 23) | (fraction << 13);
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-struct F32 {
-  using Storage = float;
-  static float value(float x) { return x; }
-  static bool finite(float x) { return std::isfinite(x); }
-};
-struct F16 {
-  using Storage = uint16_t;
-  static float value(uint16_t x) { return f16_to_float(x); }
-  static bool finite(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
-};
-struct BF16 {
-  using Storage = uint16_t;
-  static float value(uint16_t x) { return bf16_to_float(x); }
-  static bool finite(uint16_t x) { return (x & 0x7f80) != 0x7f80; }
-};
-
-void store(float* p, float x) { *p = x; }
-void store(uint16_t* p, float x) { *p = float_to_bf16(x); }
-
-// Rows [r0, r1) of the destination, which all lie in panels of this thread.
-template <typename Source, typename T>
-long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1, int panel, T* target) {
-  long bad = 0;
-  constexpr long kBlock = 32;  // columns at a time: the panel's lines being written stay in the first-level cache
-  for (long p0 = r0; p0 < r1;) {
-    const long p1 = std::min(r1, (p0 / panel + 1) * panel);
-    T* base = target + (p0 / panel) * panel * columns;
-    for (long c0 = 0; c0 < columns; c0 += kBlock) {
-      const long c1 = std::min(columns, c0 + kBlock);
-      for (long r = p0; r < p1; r++) {
-        const typename Source::Storage* row = source + (r - row_offset) * stride;
-        T* lane = base + r % panel;
-        for (long c = c0; c < c1; c++) {
-          bad += !Source::finite(row[c]);
-          if constexpr (std::is_same_v<Source, BF16> && std::is_same_v<T, uint16_t>) lane[c * panel] = row[c];
-          else store(lane + c * panel, Source::value(row[c]));
-        }
-      }
-    }
-    p0 = p1;
-  }
-  return bad;
-}
 
 }  // namespace
 

@@ -1,71 +1,111 @@
 // Lays rows of a stored matrix out in panels (see Packed), converting to the matrix' type.
 //
-// A panel is [column][row], so packing transposes. Storing single values, a row at a time, takes six cycles each; here
-// blocks of 8 rows x 8 columns are converted in registers and stored as 8 vectors, which keeps up with memory.
+// A panel is [column][row], so packing transposes. Moving single values takes five cycles each; here tiles of 8 x 8 are
+// converted and transposed in registers. The compiler's vector extensions: baseline code, the same on every ISA.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "bf16.h"
-
 namespace as {
+namespace pack {
 
-// The types in which a checkpoint stores values. finite(x) and value(x) have no branches, so that loops over them vectorize.
+typedef uint16_t Half8 __attribute__((vector_size(16)));
+typedef uint32_t Word4 __attribute__((vector_size(16)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
+typedef float Float4 __attribute__((vector_size(16)));
+struct Word8 { Word4 low, high; };  // wider vectors than the baseline ISA has are slow
+
+constexpr int kTile = 8;
+
+// Lanes I... of a and b taken as one vector.
+template <int... I, typename V>
+V shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, V{I...});
+#endif
+}
+
+inline Half8 interleave_low(Half8 a, Half8 b) { return shuffle<0, 8, 1, 9, 2, 10, 3, 11>(a, b); }
+inline Half8 interleave_high(Half8 a, Half8 b) { return shuffle<4, 12, 5, 13, 6, 14, 7, 15>(a, b); }
+inline Word4 interleave_low(Word4 a, Word4 b) { return shuffle<0, 4, 1, 5>(a, b); }
+inline Word4 interleave_high(Word4 a, Word4 b) { return shuffle<2, 6, 3, 7>(a, b); }
+
+inline Word8 unsigned_words(Half8 x) { return {(Word4)interleave_low(x, Half8{}), (Word4)interleave_high(x, Half8{})}; }
+
+}  // namespace pack
+
+// The types in which a checkpoint stores values. Lanes: eight of them as bits; those with all bits of kExponent are NaN
+// or infinite, which special() says in vectors; widen gives the bits as float32.
 struct F32 {
   using Storage = float;
-  using Bits = uint32_t;
-  static float value(float x) { return x; }
-  static bool finite(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return (bits & 0x7f800000) != 0x7f800000;
+  using Lanes = pack::Word8;
+  static constexpr uint32_t kExponent = 0x7f800000;
+  static pack::Half8 special(const Lanes& x) {
+    return (pack::Half8)(((x.low & kExponent) == kExponent) | ((x.high & kExponent) == kExponent));
   }
+  static pack::Word8 widen(const Lanes& x) { return x; }
 };
 struct F16 {
   using Storage = uint16_t;
-  using Bits = uint16_t;
-  static float value(uint16_t h) {
-    const uint32_t exponent = (h >> 10) & 31, fraction = h & 1023;
-    const float subnormal = (float)(int32_t)fraction * 0x1p-24f;
-    uint32_t small;
-    std::memcpy(&small, &subnormal, 4);
-    const uint32_t normal = ((exponent == 31 ? 255u : exponent + 112) << 23) | (fraction << 13);
-    const uint32_t bits = (exponent == 0 ? small : normal) | ((uint32_t)(h & 0x8000) << 16);
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
+  using Lanes = pack::Half8;
+  static constexpr uint16_t kExponent = 0x7c00;
+  static pack::Half8 special(const Lanes& x) { return (pack::Half8)((x & kExponent) == kExponent); }
+  static pack::Word4 widen(pack::Word4 bits) {
+    const pack::Word4 exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const pack::Word4 subnormal = (pack::Word4)(__builtin_convertvector((pack::Int4)fraction, pack::Float4) * 0x1p-24f);
+    const pack::Word4 is_subnormal = (pack::Word4)(exponent == 0), is_special = (pack::Word4)(exponent == 31);
+    const pack::Word4 normal = ((exponent + 112 + (is_special & 112)) << 23) | (fraction << 13);
+    return (is_subnormal & subnormal) | (~is_subnormal & normal) | ((bits & 0x8000) << 16);
   }
-  static bool finite(uint16_t x) { return (x & 0x7c00) != 0x7c00; }
+  static pack::Word8 widen(const Lanes& x) {
+    const pack::Word8 bits = pack::unsigned_words(x);
+    return {widen(bits.low), widen(bits.high)};
+  }
 };
 struct BF16 {
   using Storage = uint16_t;
-  using Bits = uint16_t;
-  static float value(uint16_t x) { return bf16_to_float(x); }
-  static bool finite(uint16_t x) { return (x & 0x7f80) != 0x7f80; }
+  using Lanes = pack::Half8;
+  static constexpr uint16_t kExponent = 0x7f80;
+  static pack::Half8 special(const Lanes& x) { return (pack::Half8)((x & kExponent) == kExponent); }
+  static pack::Word8 widen(const Lanes& x) {
+    const pack::Word8 bits = pack::unsigned_words(x);
+    return {bits.low << 16, bits.high << 16};
+  }
 };
 
 namespace pack {
 
-constexpr int kTile = 8;
+inline Word4 rounded_to_bf16(Word4 bits) {  // to nearest even; NaN stays NaN
+  const Word4 is_nan = (Word4)((Int4)(bits & 0x7fffffff) > 0x7f800000);
+  const Word4 nan = (bits >> 16) | 0x40, number = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (is_nan & nan) | (~is_nan & number);
+}
 
-template <typename Source, typename T>
-T convert(typename Source::Storage x) {
-  if constexpr (std::is_same_v<T, float>) return Source::value(x);
-  else if constexpr (std::is_same_v<Source, BF16>) return x;  // the bits as they are, NaN's payload included
-  else return float_to_bf16(Source::value(x));
+// Eight values of a row, as the matrix has them. bfloat16 stays as it is, NaN's payload included.
+template <typename Source>
+void convert(const typename Source::Lanes& x, Word8& y) { y = Source::widen(x); }
+template <typename Source>
+void convert(const typename Source::Lanes& x, Half8& y) {
+  if constexpr (std::is_same_v<Source, BF16>) {
+    y = x;
+  } else {
+    const Word8 bits = Source::widen(x);
+    const Half8 low = (Half8)rounded_to_bf16(bits.low), high = (Half8)rounded_to_bf16(bits.high);
+    y = shuffle<0, 2, 4, 6, 8, 10, 12, 14>(low, high);
+  }
 }
 
 // Eight rows of eight values become eight columns, `stride` elements apart.
-inline void transpose(const uint16_t (&t)[kTile][kTile], uint16_t* target, long stride) {
-  typedef uint16_t Vector __attribute__((vector_size(16)));
-  Vector a[kTile], b[kTile];
-  std::memcpy(a, t, sizeof a);
-  auto interleave = [](const Vector* x, Vector* y) {  // three times: log2 of the tile
+inline void transpose(Half8 (&a)[kTile], uint16_t* target, long stride) {
+  Half8 b[kTile];
+  auto interleave = [](const Half8* x, Half8* y) {  // three times: log2 of the tile
     for (int i = 0; i < kTile / 2; i++) {
-      y[2 * i] = __builtin_shuffle(x[i], x[i + kTile / 2], Vector{0, 8, 1, 9, 2, 10, 3, 11});
-      y[2 * i + 1] = __builtin_shuffle(x[i], x[i + kTile / 2], Vector{4, 12, 5, 13, 6, 14, 7, 15});
+      y[2 * i] = interleave_low(x[i], x[i + kTile / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + kTile / 2]);
     }
   };
   interleave(a, b);
@@ -74,76 +114,80 @@ inline void transpose(const uint16_t (&t)[kTile][kTile], uint16_t* target, long 
   for (int i = 0; i < kTile; i++) std::memcpy(target + i * stride, &b[i], sizeof b[i]);
 }
 
-inline void transpose(const float (&t)[kTile][kTile], float* target, long stride) {
-  typedef float Vector __attribute__((vector_size(16)));
-  typedef int32_t Index __attribute__((vector_size(16)));
-  constexpr int kHalf = kTile / 2;
-  for (int i = 0; i < kTile; i += kHalf)
-    for (int j = 0; j < kTile; j += kHalf) {
-      Vector a[kHalf], b[kHalf];
-      for (int k = 0; k < kHalf; k++) std::memcpy(&a[k], &t[i + k][j], sizeof a[k]);
-      for (int k = 0; k < 2; k++) {
-        b[2 * k] = __builtin_shuffle(a[k], a[k + 2], Index{0, 4, 1, 5});
-        b[2 * k + 1] = __builtin_shuffle(a[k], a[k + 2], Index{2, 6, 3, 7});
-      }
-      for (int k = 0; k < 2; k++) {
-        a[2 * k] = __builtin_shuffle(b[k], b[k + 2], Index{0, 4, 1, 5});
-        a[2 * k + 1] = __builtin_shuffle(b[k], b[k + 2], Index{2, 6, 3, 7});
-      }
-      for (int k = 0; k < kHalf; k++) std::memcpy(target + (j + k) * stride + i, &a[k], sizeof a[k]);
-    }
+inline void transpose4(Word4 r0, Word4 r1, Word4 r2, Word4 r3, float* target, long stride) {
+  const Word4 a = interleave_low(r0, r2), b = interleave_high(r0, r2);
+  const Word4 c = interleave_low(r1, r3), d = interleave_high(r1, r3);
+  const Word4 columns[4] = {interleave_low(a, c), interleave_high(a, c), interleave_low(b, d), interleave_high(b, d)};
+  for (int i = 0; i < 4; i++) std::memcpy(target + i * stride, &columns[i], sizeof columns[i]);
 }
 
-// How many of 8 x 8 values are NaN or infinite. There are hardly ever any, so they are counted only if so.
+inline void transpose(const Word8 (&t)[kTile], float* target, long stride) {
+  for (int i = 0; i < kTile; i += 4) {
+    transpose4(t[i].low, t[i + 1].low, t[i + 2].low, t[i + 3].low, target + i, stride);
+    transpose4(t[i].high, t[i + 1].high, t[i + 2].high, t[i + 3].high, target + 4 * stride + i, stride);
+  }
+}
+
+// Packs 8 x 8 values; `special` becomes non-zero somewhere if any of them is NaN or infinite.
+template <typename Source, typename T>
+inline void tile(const typename Source::Storage* source, long stride, T* target, long target_stride, Half8& special) {
+  std::conditional_t<std::is_same_v<T, float>, Word8, Half8> rows[kTile];
+  for (int i = 0; i < kTile; i++) {
+    typename Source::Lanes x;
+    std::memcpy(&x, source + i * stride, sizeof x);
+    special |= Source::special(x);
+    convert<Source>(x, rows[i]);
+  }
+  transpose(rows, target, target_stride);
+}
+
+// The same for a tile at an edge, of which only `rows` x `columns` values exist.
+template <typename Source, typename T>
+void edge(const typename Source::Storage* source, long stride, T* target, long target_stride, long rows, long columns,
+          Half8& special) {
+  typename Source::Storage in[kTile * kTile] = {};
+  T out[kTile * kTile];
+  for (long i = 0; i < rows; i++) std::memcpy(in + i * kTile, source + i * stride, columns * sizeof *in);
+  tile<Source, T>(in, kTile, out, kTile, special);
+  for (long j = 0; j < columns; j++) std::memcpy(target + j * target_stride, out + j * kTile, rows * sizeof *out);
+}
+
 template <typename Source>
-long not_finite(const typename Source::Storage* source, long stride) {
-  typename Source::Bits any[kTile] = {};
-  for (int i = 0; i < kTile; i++)
-    for (int j = 0; j < kTile; j++) any[j] |= Source::finite(source[i * stride + j]) ? 0 : 1;
-  int found = 0;
-  for (int j = 0; j < kTile; j++) found |= any[j];
+long count_special(const typename Source::Storage* source, long stride, long columns, long rows) {
   long count = 0;
-  if (found)
-    for (int i = 0; i < kTile; i++)
-      for (int j = 0; j < kTile; j++) count += !Source::finite(source[i * stride + j]);
+  for (long r = 0; r < rows; r++)
+    for (long c = 0; c < columns; c++) {
+      std::remove_const_t<decltype(Source::kExponent)> bits;
+      std::memcpy(&bits, source + r * stride + c, sizeof bits);
+      count += (bits & Source::kExponent) == Source::kExponent;
+    }
   return count;
 }
 
-// Rows [first, last) of one panel; `lane` is where the first value of row `first` goes. Returns how many are not finite.
+// `rows` rows of one panel; `lane` is where the first value of the first goes. Returns how many are NaN or infinite.
 template <typename Source, typename T>
 long rows_of_panel(const typename Source::Storage* source, long stride, long columns, long rows, int panel, T* lane) {
-  constexpr long kBlock = 32;  // columns at a time: the lines being read and written stay in the first-level cache
-  long bad = 0;
-  for (long c0 = 0; c0 < columns; c0 += kBlock) {
-    const long c1 = std::min(columns, c0 + kBlock), whole = c0 + (c1 - c0) / kTile * kTile;
-    long r = 0;
-    for (; r + kTile <= rows; r += kTile) {
-      for (long c = c0; c < whole; c += kTile) {
-        const typename Source::Storage* corner = source + r * stride + c;
-        T t[kTile][kTile];
-        for (int i = 0; i < kTile; i++)
-          for (int j = 0; j < kTile; j++) t[i][j] = convert<Source, T>(corner[i * stride + j]);
-        bad += not_finite<Source>(corner, stride);
-        transpose(t, lane + c * panel + r, panel);
-      }
+  Half8 special{};
+  for (long c = 0; c < columns; c += kTile)  // down the panel first, so that what is written is written in order
+    for (long r = 0; r < rows; r += kTile) {
+      const long height = std::min<long>(kTile, rows - r), width = std::min<long>(kTile, columns - c);
+      const auto* from = source + r * stride + c;
+      T* to = lane + c * panel + r;
+      if (height == kTile && width == kTile) tile<Source, T>(from, stride, to, panel, special);
+      else edge<Source, T>(from, stride, to, panel, height, width, special);
     }
-    for (long i = 0; i < rows; i++) {
-      const typename Source::Storage* row = source + i * stride;
-      for (long c = i < r ? whole : c0; c < c1; c++) {
-        bad += !Source::finite(row[c]);
-        lane[c * panel + i] = convert<Source, T>(row[c]);
-      }
-    }
-  }
-  return bad;
+  uint64_t found[2];
+  std::memcpy(found, &special, sizeof found);
+  return found[0] | found[1] ? count_special<Source>(source, stride, columns, rows) : 0;  // hardly ever any
 }
 
 }  // namespace pack
 
-// Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are `stride`
-// elements apart. Returns how many values are NaN or infinite.
+// Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are
+// `stride` elements apart. Returns how many values are NaN or infinite.
 template <typename Source, typename T>
-long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1, int panel, T* target) {
+long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1,
+               int panel, T* target) {
   long bad = 0;
   for (long p0 = r0; p0 < r1;) {
     const long p1 = std::min(r1, (p0 / panel + 1) * panel);
