@@ -216,6 +216,13 @@ class ServedModel:
             sample = sequence.owner
             if sample.request.done.is_set():  # another of its samples could not be delivered, just now
                 continue
+            if outcome.token < 0:  # the sampler found nothing to draw from; other rows are not harmed
+                failure = AllSparkError(
+                    AsStatus.ALLSPARK_RUNTIME_ERROR,
+                    f"the logits of model {self.name!r} are not finite; its weights hold NaN or infinite values",
+                )
+                self.end(sample.request, GenerateRequestStatus.InternalError, failure)
+                continue
             logprob, top = 0.0, []
             if sample.top_logprobs >= 0:
                 if logprobs is None:
