@@ -26,8 +26,9 @@ _SERVICE = "/allspark.Allspark/"
 #: how long a connection attempt may take before it counts as failed, s
 ATTEMPT_SECONDS = 5.0
 _OPTIONS = [
-    ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 15 s
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 20 s
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

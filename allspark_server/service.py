@@ -198,11 +198,15 @@ class Service:
             dirty, self._dirty = self._dirty, set()
         for session in dirty:
             session.ready.set()
+            if session.overflow and session.task is not None:
+                session.task.cancel()   # it waits for a client that takes nothing
+                session.task = None
 
     # --- streams -------------------------------------------------------------------------------------------------
 
     async def _session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
         session = self._open()
+        session.task = asyncio.current_task()
         reader = None
         try:
             first = await context.read()
@@ -219,8 +223,6 @@ class Service:
             while True:
                 await session.ready.wait()
                 session.ready.clear()
-                if session.overflow:
-                    await _abort(context, overflow_error(self._max_pending))
                 events = session.take()
                 if events:
                     await context.write(pb.SessionResponse(events=events))
@@ -228,6 +230,11 @@ class Service:
                     await _abort(context, reader.exception())
                 if session.idle and (reader.done() or self._end.is_set()):
                     return
+        except asyncio.CancelledError:
+            if not session.overflow:
+                raise
+            session.close()
+            await _abort(context, overflow_error(self._max_pending))
         finally:
             if reader is not None:
                 reader.cancel()
@@ -256,6 +263,7 @@ class Service:
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         session = self._open()
+        session.task = asyncio.current_task()
         try:
             try:
                 spec = convert.request_from_pb(request)
@@ -265,12 +273,15 @@ class Service:
             while not session.idle:
                 await session.ready.wait()
                 session.ready.clear()
-                if session.overflow:
-                    await _abort(context, overflow_error(self._max_pending))
                 for event in session.take():
                     if event.HasField("refused"):
                         await _abort(context, convert.error_from_pb(event.refused))
                     await context.write(generate_response(event))
+        except asyncio.CancelledError:
+            if not session.overflow:
+                raise
+            session.close()
+            await _abort(context, overflow_error(self._max_pending))
         finally:
             self._close(session)
 

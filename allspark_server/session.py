@@ -73,6 +73,7 @@ class Session:
         self._backlog = 0
         self._closed = False
         self.overflow = False
+        self.task: asyncio.Task | None = None   # the call that sends; cancelled on overflow, since it may be stuck
         self.ready = asyncio.Event()
 
     def start(self, request_id: int, spec: RequestSpec) -> None:

@@ -19,8 +19,8 @@ def token_at(prompt: list[int], sample: int, position: int) -> int:
 class FakeCore:
     """The part of Engine that the service uses; one step every `interval` seconds while anything is live."""
 
-    def __init__(self, interval: float = 0.005, fingerprint: str = "fp", token_text: bool = True):
-        self.interval, self._fingerprint = interval, fingerprint
+    def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = ""):
+        self.interval, self._fingerprint, self.padding = interval, fingerprint, padding
         self.models: dict[str, bool] = {}
         self.live: dict[int, dict] = {}
         self.handles: set[int] = set()
@@ -126,7 +126,7 @@ class FakeCore:
                     if config.logprobs:
                         e.token_logprobs_list = [-0.5]
                         e.log_probs_list = [[(token, -0.5), (1, -1.25)][:config.top_logprobs]]
-                    sink.on_elements(handle, e, f"<{token}>" if r["spec"].want_text else None)
+                    sink.on_elements(handle, e, f"<{token}>{self.padding}" if r["spec"].want_text else None)
                 r["at"] += 1
                 if r["prompt"][0] == 999 and r["at"] == 3:      # a request that fails later
                     self.live.pop(handle, None)
