@@ -109,9 +109,11 @@ class Rank:
         if world.rank == 0:
             self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
         else:
+            member = Member(world.rank, world.size, window, self.cpus)
             if self.heartbeat:
+                member.progress = self.heartbeat.progress
                 self.heartbeat.state("ready")
-            serve(Member(world.rank, world.size, window, self.cpus))
+            serve(member)
         world.finalize()
 
     def lead(self, group) -> None:
@@ -119,6 +121,8 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
+        if self.heartbeat:
+            group.member.progress = self.heartbeat.progress
         engine = Engine(group=group, state_file=a.state_file)
         restored = engine.restore() if a.state_file else []
         # After a restart the state file has the last word: a client may have released a model of the command line.

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import doctor, pool
 from .mpi import MpiNotFound
 from .placement import place
-from .serving import GroupOptions, GroupPlan, background_group, plan_group, shipped_model, supervise
+from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, shipped_model, supervise)
 from .supervisor import GroupFailed
 from .topology import Topology, format_list, parse_list, read_topology
 
@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="allspark", description="LLM inference with one pinned server process per NUMA node, behind a thin gRPC client.",
+        prog="allspark",
+        description="LLM inference with one pinned server process per NUMA node, behind a thin gRPC client.",
         epilog="Every command explains itself: allspark COMMAND --help. Start with: allspark run \"Tell me a story.\"")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -85,8 +86,9 @@ ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, t
     p.add_argument("--config", metavar="FILE", help="options from a file; flags win over it")
     p.add_argument("--dry-run", action="store_true", help="print the mpirun line and stop")
     p.add_argument("--ready-file", metavar="FILE", help="written as JSON once the group serves")
+    p.add_argument("--progress-lines", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--parent-pid", type=int, default=0, metavar="PID", help="stop when this process ends")
-    p.add_argument("--state-file", metavar="FILE", help="keep the list of installed models here (default: while serving)")
+    p.add_argument("--state-file", metavar="FILE", help="keep the list of models here (default: while serving)")
     p.add_argument("--token-file", metavar="FILE", help="clients must present the token in this file")
     p.add_argument("--tls-cert", metavar="PEM", help="the server's certificate")
     p.add_argument("--tls-key", metavar="PEM", help="its key")
@@ -168,8 +170,9 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
     models = [_model_config(options, m) for m in options.model] or group.models
     if options.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
-    flags = {name: getattr(options, name) for name in ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings",
-             "token_file", "tls_cert", "tls_key", "tls_ca", "state_file", "log_level")}
+    names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
+             "tls_ca", "state_file", "log_level")
+    flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 
 
@@ -187,7 +190,9 @@ def serve(options: argparse.Namespace) -> int:
         for line in plan.describe():
             logger.info("%s", line)
 
-    supervise(group, ready_file=options.ready_file or "", parent_pid=options.parent_pid, show=show)
+    progress = print_progress if options.progress_lines else show_progress if sys.stderr.isatty() else None
+    supervise(group, ready_file=options.ready_file or "", parent_pid=options.parent_pid, show=show,
+              on_progress=progress)
     return 0
 
 
@@ -217,12 +222,24 @@ def run(options: argparse.Namespace) -> int:
     if options.use_siblings:
         arguments.append("--use-siblings")
     from allspark_client import ClientEngine
-    with Waiting("starting the group", enabled=sys.stderr.isatty() and not options.verbose) as waiting:
-        with background_group(arguments, verbose=options.verbose) as group:
-            with ClientEngine(group.addresses[0]) as engine:
-                waiting.stop()
-                _answer(engine, model["model_name"], prompt, options)
+    progress = show_progress if sys.stderr.isatty() else None
+    with background_group(arguments, verbose=options.verbose, on_progress=progress) as group:
+        with ClientEngine(group.addresses[0]) as engine:
+            _answer(engine, model["model_name"], prompt, options)
     return 0
+
+
+def show_progress(name: str, part: float) -> None:
+    """A bar on the terminal, removed when the load is complete."""
+    bar = "#" * round(30 * part)
+    sys.stderr.write("\r\033[K" if part >= 1 else f"\rloading {name} [{bar:<30}] {100 * part:3.0f} %")
+    sys.stderr.flush()
+
+
+def print_progress(name: str, part: float) -> None:
+    """For the process that started this one; see serving.background_group."""
+    sys.stdout.buffer.write(PROGRESS_MARK + f"{part:.4f} {name}\n".encode())
+    sys.stdout.flush()
 
 
 def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None:
@@ -249,40 +266,6 @@ def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None
     speed = f", then {(count - early) / (ended - first):.1f} tokens/s" if count > early else ""
     print(f"[{engine.get_rank_nums()} rank(s), {count} tokens, first after {1000 * (first - started):.0f} ms{speed}]",
           file=sys.stderr)
-
-
-class Waiting:
-    """A moving line on a terminal while something slow goes on."""
-
-    def __init__(self, text: str, enabled: bool):
-        self._text, self._enabled = text, enabled
-
-    def __enter__(self) -> Waiting:
-        import threading
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._turn, daemon=True)
-        if self._enabled:
-            self._thread.start()
-        return self
-
-    def _turn(self) -> None:
-        started = time.monotonic()
-        step = 0
-        while not self._done.wait(0.1):
-            bar = "".join("#" if (i + step) % 20 < 6 else "-" for i in range(20, 0, -1))
-            sys.stderr.write(f"\r{self._text} [{bar}] {time.monotonic() - started:.0f} s ")
-            sys.stderr.flush()
-            step += 1
-        sys.stderr.write("\r\033[K")
-        sys.stderr.flush()
-
-    def stop(self) -> None:
-        self._done.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def __exit__(self, *_) -> None:
-        self.stop()
 
 
 def convert(options: argparse.Namespace) -> int:

@@ -63,7 +63,8 @@ def _native() -> list[Finding]:
         from allspark_server import _native as native
         return [Finding("ok", "native library", f"instruction set {native.isa()} (of {', '.join(native.isas())})")]
     except ImportError as error:
-        return [Finding("missing", "native library", str(error), "pip install . in the source tree; needs a C++17 compiler")]
+        remedy = "pip install . in the source tree; needs a C++ compiler"
+        return [Finding("missing", "native library", str(error), remedy)]
 
 
 def _mpi() -> list[Finding]:
@@ -96,17 +97,17 @@ def _topology() -> list[Finding]:
         if not n.cores:
             found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use"))
         elif not n.whole:
-            found.append(Finding("note", "NUMA", f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} "
-                                                 f"of {format_list(n.cpus)}", "cpuset of the container, or taskset"))
+            text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
+            found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
         if not n.has_memory:
-            found.append(Finding("note", "NUMA", f"node {n.id} has no memory that this process may use; ranks there use "
-                                                 f"node {machine.memory_node(n).id}'s"))
+            text = f"node {n.id} has no memory that this process may use; ranks there use that of node "
+            found.append(Finding("note", "NUMA", text + str(machine.memory_node(n).id)))
     if machine.offline_cpus:
         found.append(Finding("note", "CPUs", f"{format_list(machine.offline_cpus)} are offline",
                              "as root: echo 1 > /sys/devices/system/cpu/cpuN/online"))
     if machine.cpu_quota and machine.cpu_quota < sum(len(n.cores) for n in machine.nodes):
-        found.append(Finding("note", "CPU quota", f"the cgroup allows {machine.cpu_quota:g} CPUs: threads will be paused",
-                             "pin with a cpuset instead of a quota (docker run --cpuset-cpus)"))
+        text = f"the cgroup allows {machine.cpu_quota:g} CPUs: threads will be paused"
+        found.append(Finding("note", "CPU quota", text, "pin with a cpuset instead (docker run --cpuset-cpus)"))
     try:
         with open("/proc/sys/kernel/numa_balancing", encoding="utf-8") as file:
             if file.read().strip() != "0" and len(machine.nodes) > 1:
@@ -132,7 +133,8 @@ def _shared_memory() -> list[Finding]:
         return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead")]
     free = stat.f_bavail * stat.f_frsize
     ranks = max(2, len(read_topology().nodes))
-    if free < ranks * WINDOW_BYTES_PER_RANK:
-        return [Finding("missing", "/dev/shm", f"{free >> 20} MiB free; {ranks} ranks need "
-                                               f"{ranks * WINDOW_BYTES_PER_RANK >> 20} MiB", "docker run --shm-size=1g")]
+    needed = ranks * WINDOW_BYTES_PER_RANK
+    if free < needed:
+        text = f"{free >> 20} MiB free; {ranks} ranks need {needed >> 20} MiB"
+        return [Finding("missing", "/dev/shm", text, "docker run --shm-size=1g")]
     return [Finding("ok", "/dev/shm", f"{free >> 20} MiB free")]

@@ -131,9 +131,10 @@ def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
         options.append("--allow-run-as-root")
     # Ranks meet in shared memory only; other transports would search the machine for networks at every start.
     if mpi.version >= (5,):
-        options += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm", "--mca", "osc", "sm"]
+        options += ["--mca", "pml", "ob1", "--mca", "osc", "sm", "--mca", "btl", "self,sm"]
     else:                   # version 4 also refuses to start where there is no ssh, unless told that there is one host
-        options += ["--mca", "pml", "ob1", "--mca", "btl", "self,vader", "--mca", "osc", "sm", "--mca", "plm", "isolated"]
+        options += ["--mca", "pml", "ob1", "--mca", "osc", "sm", "--mca", "btl", "self,vader",
+                    "--mca", "plm", "isolated"]
     if oversubscribed:
         options += ["--mca", "mpi_yield_when_idle", "1"]
     return options

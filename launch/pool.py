@@ -1,4 +1,4 @@
-"""`allspark pool install`, `allspark pool status`, `allspark top`: several groups as systemd units, and a look at them."""
+"""`allspark pool install`, `pool status` and `top`: several groups as systemd units, and a look at them."""
 from __future__ import annotations
 
 import argparse
@@ -90,8 +90,9 @@ def units(pool: Pool, config_dir: Path) -> dict[str, str]:
     files = {}
     template = (TEMPLATES / "allspark-member.service").read_text()
     for member, unit in names.items():
-        command = [sys.executable, "-m", "allspark_launch", "serve", "--config", str(config_dir / _config_name(pool, member)),
-                   "--state-file", f"/var/lib/allspark/{pool.name}-{member}.json"]
+        config = config_dir / _config_name(pool, member)
+        command = [sys.executable, "-m", "allspark_launch", "serve", "--config", str(config), "--state-file",
+                   f"/var/lib/allspark/{pool.name}-{member}.json"]
         # In ExecStart a % starts a specifier and a $ a variable.
         line = shlex.join(command).replace("%", "%%").replace("$", "$$")
         files[unit] = (template.replace("{pool}", pool.name).replace("{member}", member)
@@ -164,8 +165,8 @@ class Member:
         self._metadata = [("authorization", f"Bearer {target.token}")] if target.token else []
 
     def _call(self, method: str, request, response):
-        call = self._channel.unary_unary(f"/allspark.Allspark/{method}", request_serializer=type(request).SerializeToString,
-                                         response_deserializer=response.FromString)
+        call = self._channel.unary_unary(f"/allspark.Allspark/{method}", type(request).SerializeToString,
+                                         response.FromString)
         return call(request, timeout=TIMEOUT_SECONDS, metadata=self._metadata)
 
     def info(self):
@@ -190,11 +191,13 @@ def _status(options: argparse.Namespace) -> int:
         member = Member(target)
         try:
             info = member.info()
-            models = ", ".join(f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models)
-            print(f"{target.name:<12} {target.address:<28} {'serving':<12} {info.rank_nums:>5}  {models or '-'}")
+            models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
+            print(f"{target.name:<12} {target.address:<28} {'serving':<12} {info.rank_nums:>5}  "
+                  + (", ".join(models) or "-"))
         except grpc.RpcError as error:
             down += 1
-            print(f"{target.name:<12} {target.address:<28} {'down':<12} {'':>5}  {error.code().name}: {error.details()}")
+            why = f"{error.code().name}: {error.details()}"
+            print(f"{target.name:<12} {target.address:<28} {'down':<12} {'':>5}  {why}")
         finally:
             member.close()
     return 1 if down else 0
@@ -218,16 +221,16 @@ def _top(options: argparse.Namespace) -> int:
 
 def _top_table(members: list[Member]) -> list[str]:
     import grpc
-    lines = [f"{'member':<12} {'model':<24} {'running':>7} {'waiting':>7} {'tokens/s':>9} {'prefill/s':>9} {'cache':>6} "
-             f"{'hits':>6}"]
+    lines = [f"{'member':<12} {'model':<24} {'running':>7} {'waiting':>7} {'tokens/s':>9} {'prefill/s':>9} "
+             f"{'cache':>6} {'hits':>6}"]
     for member in members:
         try:
             for model in member.info().models:
                 s = member.stat(model.name)
                 prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
-                lines.append(f"{member.target.name:<12} {model.name:<24} {s.running_request:>7} {s.pendding_request:>7} "
-                             f"{s.generate_token_persec:>9.1f} {prefill:>9.1f} {s.token_usage_percentage:>5.1f}% "
-                             f"{100 * s.prefix_cache_hit_rate:>5.1f}%")
+                lines.append(f"{member.target.name:<12} {model.name:<24} {s.running_request:>7} "
+                             f"{s.pendding_request:>7} {s.generate_token_persec:>9.1f} {prefill:>9.1f} "
+                             f"{s.token_usage_percentage:>5.1f}% {100 * s.prefix_cache_hit_rate:>5.1f}%")
         except grpc.RpcError as error:
             lines.append(f"{member.target.name:<12} {error.code().name}: {error.details()}")
     return lines

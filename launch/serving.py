@@ -3,6 +3,7 @@ that need one for a moment."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .placement import Placement, place
@@ -26,6 +27,7 @@ from .topology import format_list, read_topology
 logger = logging.getLogger(__name__)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+PROGRESS_MARK = b"@progress "     # starts the lines by which a group in the background tells how far a load is
 ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
 
 
@@ -147,23 +149,30 @@ def _short_parent() -> str:
     return "/tmp"
 
 
-def _runtime_dir() -> Path:
-    """A private folder for sockets and MPI's session files."""
-    parent = _short_parent()
-    for stale in Path(parent).glob("allspark-*-*"):         # of supervisors that were killed
-        pid = stale.name.split("-")[1]
-        if pid.isdigit() and not Path("/proc", pid).exists() and stale.stat().st_uid == os.geteuid():
+@contextlib.contextmanager
+def private_folder(parent: str) -> Iterator[Path]:
+    """A new folder below `parent`, removed at the end; removes those of processes that were killed, too.
+
+    Which are alive is told by a lock on a file "lock" inside: unlike a process id, that holds across containers.
+    """
+    for stale in Path(parent).glob("allspark-group-*"):
+        with contextlib.suppress(OSError), open(stale / "lock", "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)        # OSError: its owner lives, or it is not ours
             shutil.rmtree(stale, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"allspark-{os.getpid()}-", dir=parent))
+    with tempfile.TemporaryDirectory(prefix="allspark-group-", dir=parent, ignore_cleanup_errors=True) as folder:
+        with open(os.path.join(folder, "lock"), "wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(folder)
 
 
-def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None) -> None:
+def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None,
+              on_progress: Callable[[str, float], None] | None = None) -> None:
     """Run a group in the foreground until SIGTERM, SIGINT or the parent's end. Raises GroupFailed.
 
-    show(GroupPlan): called before anything starts.
+    show(GroupPlan): called before anything starts. on_progress(model name, part of it that is loaded).
     """
-    runtime_dir = _runtime_dir()
-    try:
+    with contextlib.ExitStack() as stack:
+        runtime_dir = stack.enter_context(private_folder(_short_parent()))
         if not options.state_file:
             options.state_file = str(runtime_dir / "state.json")
         plan = plan_group(options)
@@ -171,15 +180,21 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             show(plan)
         for warning in plan.placement.warnings:
             logger.warning("%s", warning)
-        notify = os.environ.pop("NOTIFY_SOCKET", "")
-        supervisor = Supervisor(plan.words, {**clean_environment(), **plan.environment}, len(plan.placement.ranks),
-                                runtime_dir, ready_file=Path(ready_file) if ready_file else None,
-                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: _tell_systemd(notify))
+        environment = {**clean_environment(), **plan.environment}
+        shared_memory = None
+        if os.access("/dev/shm", os.W_OK | os.X_OK):
+            # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.
+            shared_memory = stack.enter_context(private_folder("/dev/shm"))
+            environment.update({f"OMPI_MCA_{component}_backing_directory": str(shared_memory)
+                                for component in ("osc_sm", "btl_sm", "btl_vader")})
+        notify = environment.pop("NOTIFY_SOCKET", "")
+        supervisor = Supervisor(plan.words, environment, len(plan.placement.ranks), runtime_dir,
+                                shared_memory=shared_memory, ready_file=Path(ready_file) if ready_file else None,
+                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: _tell_systemd(notify),
+                                on_progress=on_progress)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
         supervisor.run()
-    finally:
-        shutil.rmtree(runtime_dir, ignore_errors=True)
 
 
 def _tell_systemd(path: str) -> None:
@@ -205,21 +220,30 @@ class BackgroundGroup:
 
 
 @contextlib.contextmanager
-def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool = False) -> Iterator[BackgroundGroup]:
+def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool = False,
+                     on_progress: Callable[[str, float], None] | None = None) -> Iterator[BackgroundGroup]:
     """`allspark serve` with these arguments on a private Unix socket, for the length of a with block.
 
     Raises RuntimeError with the group's last lines if it does not come up. verbose: pass on what it prints.
+    on_progress(model name, part of it that is loaded): called from another thread.
     """
-    with tempfile.TemporaryDirectory(prefix="allspark-run-", dir=_short_parent()) as folder:
-        ready = Path(folder, "ready")
+    with private_folder(_short_parent()) as folder:
+        ready = folder / "ready"
         words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
                  "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+        if on_progress is not None:
+            words.append("--progress-lines")
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                    start_new_session=True)
         tail: list[bytes] = []
 
         def drain() -> None:
             for line in process.stdout:
+                if line.startswith(PROGRESS_MARK):
+                    if on_progress is not None:
+                        part, _, name = line[len(PROGRESS_MARK):].decode().strip().partition(" ")
+                        on_progress(name, float(part))
+                    continue
                 tail[:] = [*tail[-30:], line]
                 if verbose:
                     sys.stderr.buffer.write(line)

@@ -53,6 +53,7 @@ class Rank:
     pid: int
     last: float
     state: str = "starting"
+    loaded: float = 1.0         # part of the model that is being loaded
 
 
 @dataclass
@@ -85,15 +86,19 @@ class Supervisor:
     """Runs one group until it is asked to stop.
 
     words, environment: the mpirun line. ranks: how many must report. runtime_dir: an existing private folder, for
-    the heartbeat socket. ready_file: written as JSON {"addresses", "pid", "ranks"} once the group serves, or
-    {"error"} when the supervisor gives up. parent_pid: stop when that process ends. on_output: gets each chunk of
-    bytes the group prints.
+    the heartbeat socket. shared_memory: a folder that is emptied after each life of the group. ready_file: written as
+    JSON {"addresses", "pid", "ranks"} once the group serves, or {"error"} when the supervisor gives up. parent_pid:
+    stop when that process ends. on_output: gets each chunk of bytes the group prints. on_progress: gets a model's name
+    and how much of it every rank has loaded, 0…1.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str], ranks: int, runtime_dir: Path, *,
-                 ready_file: Path | None = None, parent_pid: int = 0, limits: Limits | None = None,
-                 on_output: Callable[[bytes], None] | None = None, on_ready: Callable[[dict], None] | None = None):
+                 shared_memory: Path | None = None, ready_file: Path | None = None, parent_pid: int = 0,
+                 limits: Limits | None = None, on_output: Callable[[bytes], None] | None = None,
+                 on_ready: Callable[[dict], None] | None = None,
+                 on_progress: Callable[[str, float], None] | None = None):
         self._words, self._ranks, self._limits = words, ranks, limits or Limits()
+        self._shared_memory, self._on_progress = shared_memory, on_progress
         self._ready_file, self._on_output, self._on_ready = ready_file, on_output, on_ready
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_LINES)
         self._selector = selectors.DefaultSelector()
@@ -150,10 +155,10 @@ class Supervisor:
 
     def _run_once(self) -> _Run:
         """One life of the group, from start to the end of its last process."""
-        process = subprocess.Popen(
-            self._words, env={**self._environment, "ALLSPARK_RESTARTS": str(self.restarts)}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM))
+        environment = {**self._environment, "ALLSPARK_RESTARTS": str(self.restarts)}
+        process = subprocess.Popen(self._words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT, start_new_session=True,
+                                   preexec_fn=lambda: die_with_parent(signal.SIGTERM))
         run = _Run(process, time.monotonic())
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(process.stdout, selectors.EVENT_READ, "output")
@@ -236,6 +241,10 @@ class Supervisor:
             return                                          # of a life that is over
         rank = run.ranks.setdefault(int(message["rank"]), Rank(pid, 0.0))
         rank.pid, rank.last, rank.state = pid, time.monotonic(), message["state"]
+        if "loading" in message:
+            rank.loaded = float(message["part"])
+            if self._on_progress is not None:
+                self._on_progress(str(message["loading"]), min(r.loaded for r in run.ranks.values()))
         if message.get("error") and not run.error:
             run.error = message["error"]
             run.fatal = bool(message.get("fatal"))
@@ -297,6 +306,9 @@ class Supervisor:
                 except ProcessLookupError:
                     logger.debug("process %d ended by itself", pid)
             if process.poll() is not None and not left:
+                for file in self._shared_memory.iterdir() if self._shared_memory else ():
+                    if file.name != "lock":
+                        file.unlink(missing_ok=True)
                 return
             time.sleep(0.02)
         raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")
@@ -319,10 +331,14 @@ class Supervisor:
         return f"{what}\nlast lines of the ranks:\n{tail}" if tail and not run.fatal else what
 
     def _write_ready_file(self, content: dict) -> None:
-        if self._ready_file is not None:
-            temporary = self._ready_file.with_name(self._ready_file.name + ".new")
+        if self._ready_file is None:
+            return
+        temporary = self._ready_file.with_name(self._ready_file.name + ".new")
+        try:
             temporary.write_text(json.dumps(content) + "\n")
             temporary.replace(self._ready_file)             # a reader sees all of it or nothing
+        except OSError as error:
+            logger.error("the ready file cannot be written: %s", error)
 
     def _remove_ready_file(self) -> None:
         if self._ready_file is not None:

@@ -270,7 +270,8 @@ def test_serve_config_file(tmp_path, capsys):
     assert main(["serve", "--config", str(config), "--dry-run"]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[words.index("--address") + 1] == "unix:/tmp/x" and words[words.index("--model") + 1] == "/m"
-    for text, message in (('{"rank": 2}', "unknown key 'rank'"), ('{"ranks": "2"}', "ranks is '2'"), ("[", "group.json")):
+    bad = {'{"rank": 2}': "unknown key 'rank'", '{"ranks": "2"}': "ranks is '2'", "[": "group.json"}
+    for text, message in bad.items():
         config.write_text(text)
         assert main(["serve", "--config", str(config), "--dry-run"]) == 1
         assert message in capsys.readouterr().err
@@ -304,7 +305,8 @@ def test_pool_units(tmp_path, capsys):
     assert set(files) == {"allspark-default-a.service", "allspark-default-b.service", "allspark-default.target"}
     assert "serve --config /etc/allspark/default-a.json" in files["allspark-default-a.service"]
     assert not any("{" in text for text in files.values())
-    arguments = ["pool", "install", "--config", str(example), "--unit-dir", str(tmp_path / "u"), "--config-dir", str(tmp_path / "c")]
+    arguments = ["pool", "install", "--config", str(example), "--unit-dir", str(tmp_path / "u"),
+                 "--config-dir", str(tmp_path / "c")]
     assert main(arguments) == 0
     assert "systemctl" in capsys.readouterr().out
     assert json.loads((tmp_path / "c/default-b.json").read_text())["numa_nodes"] == [2, 3]
@@ -347,7 +349,7 @@ while True:
 # As mpirun: starts the ranks, ends all when one ends.
 FAKE_MPIRUN = """
 import os, signal, subprocess, sys
-children = [subprocess.Popen([sys.executable, sys.argv[1], str(r), sys.argv[3]], process_group=0 if sys.version_info >= (3, 11) else None)
+children = [subprocess.Popen([sys.executable, sys.argv[1], str(r), sys.argv[3]], preexec_fn=os.setpgrp)
             for r in range(int(sys.argv[2]))]
 signal.signal(signal.SIGTERM, lambda *_: [c.terminate() for c in children])
 pid, status = os.wait()
@@ -362,9 +364,9 @@ from pathlib import Path
 from allspark_launch.supervisor import GroupFailed, Limits, Supervisor
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-s = Supervisor([sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode], dict(os.environ), 2, folder,
-               ready_file=folder / "ready", parent_pid=parent,
-               limits=Limits(heartbeat_timeout=2.5, stop_timeout=3, kill_timeout=1, first_backoff=0.1, max_fast_failures=3))
+words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
+limits = Limits(heartbeat_timeout=2.5, stop_timeout=3, kill_timeout=1, first_backoff=0.1, max_fast_failures=3)
+s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
 for n in (signal.SIGTERM, signal.SIGINT):
     signal.signal(n, lambda *_: s.request_stop("signal"))
 try:

@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_allocate(pair):
 def test_a_frozen_rank_is_replaced(pair):
     before = ranks_of(pair.supervisor)
     os.kill(before[1], signal.SIGSTOP)
-    wait_for(lambda: len(ranks_of(pair.supervisor)) == 2 and not set(before.values()) & set(ranks_of(pair.supervisor).values()))
+    wait_for(lambda: len(set(ranks_of(pair.supervisor).values()) - set(before.values())) == 2)
     assert len(greedy(pair.engine, "m", [5, 6, 7], 4)) == 4
 
 
@@ -263,7 +263,7 @@ def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path
         for pid in ranks_of(started.supervisor_pid).values():
             maps = Path(f"/proc/{pid}/maps").read_text()
             assert str(MPIS[source].library.resolve()) in maps
-            assert maps.count("libmpi.so") == sum(str(MPIS[source].library.resolve()) in line for line in maps.splitlines())
+            assert maps.count("libmpi.so") == maps.count(str(MPIS[source].library.resolve()))      # and no other
         checkpoints.check_greedy(greedy(engine, "m", checkpoints.prompt_of(7), 24), reference(CONFIGURATION, 7, 24))
 
 
@@ -298,7 +298,8 @@ def test_mixed_installations_are_refused(source):
 
 
 def test_a_rank_without_mpirun_says_so():
-    done = subprocess.run([sys.executable, "-m", "allspark_server", "--ranks", "2"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-m", "allspark_server", "--ranks", "2"], capture_output=True, text=True,
+                          timeout=30)
     assert done.returncode != 0 and "no mpirun started this process" in done.stderr
 
 
@@ -315,8 +316,9 @@ def foreign_python():
                        "PYTHONPATH": f"{folder}:{REPOSITORY}:{packages}"}
         for python in (sys.executable, f"/usr/bin/python3.{sys.version_info[1]}"):
             try:
-                subprocess.run([python, "-c", "import numpy, allspark_server._native, allspark_launch"], env=environment,
-                               cwd="/", user="nobody", group="nogroup", extra_groups=[], check=True, capture_output=True)
+                subprocess.run([python, "-c", "import numpy, allspark_server._native, allspark_launch"], cwd="/",
+                               env=environment, user="nobody", group="nogroup", extra_groups=[], check=True,
+                               capture_output=True)
             except (OSError, subprocess.CalledProcessError):
                 continue
             yield python, environment
@@ -332,8 +334,9 @@ def test_as_another_user(source, foreign_python):
     code = ("from allspark_launch.serving import background_group\nfrom allspark_client import ClientEngine\n"
             "with background_group(['--ranks', '2'], timeout=60) as g, ClientEngine(g.addresses[0]) as e:\n"
             "    print('ranks', e.get_rank_nums())")
-    done = subprocess.run([python, "-c", code], env={**environment, "ALLSPARK_MPIRUN": str(MPIS[source].mpirun)}, cwd="/",
-                          capture_output=True, text=True, timeout=90, user="nobody", group="nogroup", extra_groups=[])
+    environment["ALLSPARK_MPIRUN"] = str(MPIS[source].mpirun)
+    done = subprocess.run([python, "-c", code], env=environment, cwd="/", capture_output=True, text=True,
+                          timeout=90, user="nobody", group="nogroup", extra_groups=[])
     assert done.stdout.strip() == "ranks 2", done.stderr
     nobody = pwd.getpwnam("nobody").pw_uid
     assert not [p for p in map(int, filter(str.isdigit, os.listdir("/proc")))

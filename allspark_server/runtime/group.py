@@ -108,21 +108,24 @@ def raise_failures(answers: list[Answer]) -> None:
 
 
 class Member:
-    """One rank's models, and what it does with each command."""
+    """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded."""
 
     def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None):
         self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
         self.runners: dict[str, ModelRunner] = {}
+        self.progress: Callable[[str, float], None] = lambda name, part: None
 
     def load(self, config: AsModelConfig) -> int:
         """First phase: weights. Returns how many spans this rank could hold."""
         from .runner import ModelRunner     # imports the native module, which `allspark` itself does not need
         runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
+        runner.progress = lambda done, total: self.progress(config.model_name, done / max(total, 1))
         try:
             spans = runner.load()
         except BaseException:
             runner.close()
             raise
+        self.progress(config.model_name, 1.0)
         self.runners[config.model_name] = runner
         return spans
 
@@ -149,28 +152,28 @@ class LocalGroup:
     size = 1
 
     def __init__(self, cpus: list[int] | None = None):
-        self._member = Member(cpus=cpus)
+        self.member = Member(cpus=cpus)
 
     def load(self, config: AsModelConfig) -> ModelInfo:
         try:
-            spans = self._member.load(config)
-            return self._member.allocate(config.model_name, spans)
+            spans = self.member.load(config)
+            return self.member.allocate(config.model_name, spans)
         except Exception as error:      # every kind becomes what the API documents
-            self._member.unload(config.model_name)
+            self.member.unload(config.model_name)
             answer = Answer.of_exception(error)
             raise answer.exception(answer.message) from error
 
     def step(self, name: str, plan: bytes):
-        return self._member.step(name, plan)
+        return self.member.step(name, plan)
 
     def unload(self, name: str) -> None:
-        self._member.unload(name)
+        self.member.unload(name)
 
     def profile(self, name: str) -> list[dict]:
-        return self._member.runners[name].profile()
+        return self.member.runners[name].profile()
 
     def close(self) -> None:
-        self._member.close()
+        self.member.close()
 
 
 class WindowGroup:
@@ -183,20 +186,20 @@ class WindowGroup:
     def __init__(self, window, size: int, cpus: list[int] | None, on_failure: Callable[[str], None]):
         self.size = size
         self._window = window
-        self._member = Member(0, size, window, cpus)
+        self.member = Member(0, size, window, cpus)
         self._on_failure = on_failure
         self._closed = False
 
     def load(self, config: AsModelConfig) -> ModelInfo:
         name = config.model_name
         self._publish(Command.LOAD, json.dumps(config.to_dict()).encode())
-        answers = self._gather(lambda: self._member.load(config))
+        answers = self._gather(lambda: self.member.load(config))
         try:
             raise_failures(answers)
             spans = min(a.value for a in answers)
             self._publish(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans}).encode())
             infos = []
-            raise_failures(self._gather(lambda: infos.append(self._member.allocate(name, spans)) or 0))
+            raise_failures(self._gather(lambda: infos.append(self.member.allocate(name, spans)) or 0))
         except Exception:
             self.unload(name)           # on every rank, whether it had loaded or not
             raise
@@ -205,24 +208,24 @@ class WindowGroup:
     def step(self, name: str, plan: bytes):
         try:
             self._window.publish(int(Command.STEP), pack_step(name, plan))
-            return self._member.step(name, plan)
+            return self.member.step(name, plan)
         except Exception as error:
             self._fail(f"rank 0: {error}")
             raise
 
     def unload(self, name: str) -> None:
         self._publish(Command.UNLOAD, name.encode())
-        self._member.unload(name)
+        self.member.unload(name)
 
     def profile(self, name: str) -> list[dict]:
-        return self._member.runners[name].profile()
+        return self.member.runners[name].profile()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._publish(Command.CLOSE, b"")
-        self._member.close()
+        self.member.close()
 
     def _publish(self, command: Command, payload: bytes) -> None:
         try:

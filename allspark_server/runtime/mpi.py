@@ -126,8 +126,8 @@ def _check_shared_memory(needed: int) -> None:
         return                                              # MPI then uses a file in its session directory
     free = stat.f_bavail * stat.f_frsize
     if free < needed:
-        raise MpiError(f"the ranks' window needs {needed >> 20} MiB of shared memory, but /dev/shm has {free >> 20} MiB "
-                       "free; give the container more (docker run --shm-size=1g)")
+        raise MpiError(f"the ranks' window needs {needed >> 20} MiB of shared memory, but /dev/shm has "
+                       f"{free >> 20} MiB free; give the container more (docker run --shm-size=1g)")
 
 
 def _loaded_library() -> str:

@@ -15,8 +15,8 @@ from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
-from allspark_server.weights.checkpoint import OpenedModel, model_hash, open_model
-from allspark_server.weights.loader import Loader, stored_types
+from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
+from allspark_server.weights.loader import Loader, Progress, stored_types
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
 MISPLACED_SHARE = 0.05
+PROGRESS_SECONDS = 5.0
 
 
 def mib(size: int) -> str:
@@ -60,6 +61,8 @@ class ModelRunner:
         """window: the ranks' shared memory (None: one rank). cpus: pin the compute threads to these (None: not pinned)."""
         self.config, self.rank, self.world, self.window = config, rank, world, window
         self.cpus = list(cpus or [])
+        #: called during load with (elements done, of how many)
+        self.progress: Progress | None = None
         self._executor = None
         self._model: OpenedModel | None = None
         self._hash = ""
@@ -74,13 +77,15 @@ class ModelRunner:
         check_ranks(graph, self.world)
         self._choose_types(stored_types(graph, source))
         self._warn_about_length(graph)
+        self._warn_about_unused(graph, source)
         available = available_memory(self.world)
         weight_bytes = self._weight_bytes(graph)
         spans = self._spans(available, weight_bytes + self._activation_bytes(graph))
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
         source.verify(self.rank, self.world)
         with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
-            weights = Loader(graph, source, self._executor, self.rank, self.world, self.weight_dtype).load()
+            weights = Loader(graph, source, self._executor, self.rank, self.world, self.weight_dtype,
+                             self._report()).load()
         add_ops(graph, self._executor, weights, self.rank, self.world)
         self._hash = model_hash(self._model)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
@@ -207,6 +212,28 @@ class ModelRunner:
         if self.rank == 0 and net.rope.type != "dynamic" and self.config.engine_max_length > net.max_position_embeddings:
             logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for",
                            self.config.engine_max_length, net.max_position_embeddings, self.config.model_name)
+
+    def _warn_about_unused(self, graph: Graph, source: Source) -> None:
+        """Tensors that the model does not have (biases, say) hint at a config that does not belong to the checkpoint."""
+        used = {part.tensor for weight in graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
+        unused = sorted(n for n in source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
+        if unused and self.rank == 0:
+            logger.warning("%s holds %d tensors that %s does not use: %s", source.where(), len(unused),
+                           graph.config.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))
+
+    def _report(self) -> Progress:
+        """Tells `progress` how far loading is, and the log every few seconds."""
+        last = time.monotonic()
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            if self.progress is not None:
+                self.progress(done, total)
+            if time.monotonic() - last > PROGRESS_SECONDS:
+                last = time.monotonic()
+                logger.info("rank %d has loaded %d %% of model %r", self.rank, 100 * done // total, self.config.model_name)
+
+        return report
 
     def _check_placement(self) -> None:
         """Reads back where this process's pages are and warns, with a number, when they are on other nodes."""

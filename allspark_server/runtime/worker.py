@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from typing import Callable
 
 from allspark_client.config import AsModelConfig
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAILED = 3             # the group cannot go on; a supervisor starts it again
 EXIT_SUPERVISOR_LOST = 4
 HEARTBEAT_SECONDS = 1.0
+PROGRESS_SECONDS = 0.1      # between two reports of how far a load is
 WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals again; waiting uses no CPU
 
 
@@ -70,6 +72,7 @@ class Heartbeat:
 
     def __init__(self, path: str, rank: int):
         self._rank, self._state = rank, "starting"
+        self._reported = 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(path)
         self._socket.setblocking(False)
@@ -89,6 +92,13 @@ class Heartbeat:
         fatal=True if starting again would not help)."""
         self._state = state
         self.send(**details)
+
+    def progress(self, name: str, part: float) -> None:
+        """Tell how much of model `name` is loaded, 0…1; most calls are not passed on."""
+        now = time.monotonic()
+        if part >= 1.0 or now - self._reported > PROGRESS_SECONDS:
+            self._reported = now
+            self.send(loading=name, part=part)
 
     def send(self, **details) -> None:
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
