@@ -254,6 +254,14 @@ def test_values_that_are_not_finite_bring_one_warning(copy, caplog, name, value)
     assert len(lines) == 1 and repr(name) in lines[0] and "2 values" in lines[0] and "model.safetensors" in lines[0]
 
 
+def test_unused_tensors_are_named(copy, caplog):
+    directory = copy("llama-biases")
+    spoil_config(directory, mlp_bias=False)
+    with Driver(directory):
+        pass
+    assert "holds 9 tensors that LlamaForCausalLM does not use: model.layers.0.mlp.down_proj.bias" in caplog.text
+
+
 def test_loader_reports_progress():
     model = open_model(str(checkpoint("llama-biases")))
     seen = []
