@@ -117,14 +117,7 @@ class ClientEngine(AbstractEngine):
         """On a pool: each member's, one after the other."""
         if len(self._members) == 1:
             return self._retry(lambda member: member.models())
-        self._check_open()
-        models: list[ModelState] = []
-        for member in self._members:
-            try:
-                models += member.models()
-            except Unavailable as error:
-                logger.warning("%s", error)
-        return models
+        return [model for models in self._from_each(lambda member: member.models()) for model in models]
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -182,16 +175,8 @@ class ClientEngine(AbstractEngine):
         request = pb.ModelRequest(model=_name(model_name))
         if len(self._members) == 1:
             return convert.engine_stat_from_pb(self._call("GetStat", request, pb.EngineStat))
-        self._check_open()
-        stats = []
-        for member in self._members:
-            try:
-                stats.append(convert.engine_stat_from_pb(member.call("GetStat", request, pb.EngineStat)))
-            except Unavailable as error:
-                logger.warning("%s", error)
-        if not stats:
-            return convert.engine_stat_from_pb(self._call("GetStat", request, pb.EngineStat))
-        return AsEngineStat.merged(stats)
+        stats = self._from_each(lambda member: member.call("GetStat", request, pb.EngineStat))
+        return AsEngineStat.merged(map(convert.engine_stat_from_pb, stats))
 
     def get_model_info(self, model_name: str) -> ModelInfo:
         return convert.model_info_from_pb(
@@ -294,6 +279,20 @@ class ClientEngine(AbstractEngine):
                 raise error
         return _SUCCESS
 
+    def _from_each(self, attempt: Callable[[Member], T]) -> list[T]:
+        """What the members that are connected answer; waits for a first one if there is none."""
+        self._check_open()
+        answers = []
+        for member in self._members:
+            if not member.connected:
+                member.reconnect_soon()
+                continue
+            try:
+                answers.append(attempt(member))
+            except Unavailable as error:
+                logger.warning("%s", error)
+        return answers or [self._retry(attempt)]
+
     def _healthy_first(self) -> list[Member]:
         return sorted(self._members, key=lambda member: not member.connected)
 
@@ -303,6 +302,10 @@ class ClientEngine(AbstractEngine):
             return self._members
         ranked = []
         for order, member in enumerate(self._members):
+            if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
+                member.reconnect_soon()
+                ranked.append((2, 0, order, member))
+                continue
             try:
                 live = member.session().live
                 state = next((m for m in member.models(_LOAD_AGE_SECONDS) if m.name == model), None)

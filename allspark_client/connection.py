@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _SERVICE = "/allspark.Allspark/"
 #: how long a connection attempt may take before it counts as failed, s
 ATTEMPT_SECONDS = 5.0
+#: pause after a failed attempt in the background, s
+_RECONNECT_PAUSE_SECONDS = 0.5
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 20 s
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -32,7 +34,7 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),   # in spite of its name: what one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
@@ -66,6 +68,7 @@ class Request:
     stopped: bool = False                                   #: the caller wants it to end
     resumed: bool = False
     arrival: float = field(default_factory=time.time)
+    first_token: float = 0.0
     answered: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None                        #: the server's answer, or Unavailable
 
@@ -180,6 +183,7 @@ class Session:
             return
         for message in event.elements:
             elements = convert.elements_from_pb(message)
+            request.first_token = request.first_token or time.time()
             if request.spec.config.n == 1:
                 request.received.extend(elements.ids_from_generate)
             request.queue.put(elements)
@@ -204,7 +208,8 @@ class Session:
             stat["generated_token_length"] = request.queue.GeneratedLength()
             stat["arrival_time"] = request.arrival
             stat["finish_time"] = 1e3 * (time.time() - request.arrival)
-            stat["time_to_first_token"] = 1e3 * max(0.0, stat["first_token_time"] - request.arrival)
+            stat["first_token_time"] = request.first_token
+            stat["time_to_first_token"] = 1e3 * (request.first_token - request.arrival)
         return stat
 
 
@@ -225,10 +230,12 @@ class Member:
             if tls.server_name:
                 options.append(("grpc.ssl_target_name_override", tls.server_name))
             self._channel = grpc.secure_channel(self.address, _credentials(tls), options)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()           # held while connecting
+        self._background = threading.Lock()     # of _connecting
         self._session: Session | None = None
         self._models: tuple[float, list[ModelState]] = (0.0, [])
         self._closed = False
+        self._connecting = False
 
     @property
     def connected(self) -> bool:
@@ -250,6 +257,24 @@ class Member:
                 session.greet(timeout)
                 self._session = session
             return self._session
+
+    def reconnect_soon(self) -> None:
+        """Try to open a session in the background, so that nobody waits for a server that may be dead."""
+        with self._background:
+            if self._connecting or self._closed or self.connected:
+                return
+            self._connecting = True
+        threading.Thread(target=self._reconnect, name=f"allspark-connect {self.address}", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        try:
+            self.session()
+            logger.info("connected to %s again", self.address)
+        except (Unavailable, AllSparkError) as error:
+            logger.debug("%s", error)
+            time.sleep(_RECONNECT_PAUSE_SECONDS)
+        finally:
+            self._connecting = False
 
     def call(self, method: str, request: Any, response_type: Any, timeout: float | None = None) -> Any:
         """A unary call. Raises what the engine raised, or Unavailable."""

@@ -30,6 +30,7 @@ class SelfStartedGroup:
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                 "no address was given, and the launcher is not installed here to start a server group: give an address, "
                 "set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
+        self._owner = os.getpid()
         self._directory = _short_directory()
         self._ready_file = os.path.join(self._directory, "ready.json")
         self._log_file = os.path.join(self._directory, "server.log")
@@ -65,7 +66,9 @@ class SelfStartedGroup:
         return f"its supervisor exited with status {self._process.returncode}{self._tail()}"
 
     def stop(self) -> None:
-        """End the group; idempotent."""
+        """End the group; idempotent. In a forked child this does nothing: the group is the parent's."""
+        if os.getpid() != self._owner:
+            return
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:

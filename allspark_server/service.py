@@ -114,7 +114,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
         self._control.shutdown(wait=False, cancel_futures=True)
-        self._quick.shutdown(wait=False, cancel_futures=True)
+        self._quick.shutdown(wait=True)     # sessions are being closed there
 
     def set_serving(self, serving: bool) -> None:
         """What grpc.health.v1 answers."""
