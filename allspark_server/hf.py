@@ -23,14 +23,15 @@ from allspark_server.weights.safetensors import ITEM_BYTES
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                   "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+                   "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
 
 
 class HuggingFaceModel:
-    """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object, so
-    that calls can be chained. Code in a checkpoint is never run."""
+    """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object,
+    so that calls can be chained. Code in a checkpoint is never run."""
 
     def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
@@ -53,7 +54,7 @@ class HuggingFaceModel:
 
     # -- reading -------------------------------------------------------------------------------------------------------
     def load_model(self) -> "HuggingFaceModel":
-        """Maps the weight files and checks every tensor's presence, type and shape; AllSparkError naming what is wrong."""
+        """Maps the weight files, checks every tensor's presence, type and shape; AllSparkError says what is wrong."""
         self._model = open_model(str(self._directory()))
         stored_types(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
@@ -78,7 +79,8 @@ class HuggingFaceModel:
             from allspark_server.text import Tokenizer
             self._tokenizer = Tokenizer.from_dir(self.path)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False, local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False,
+                                                            local_files_only=True)
         return self
 
     def get_tokenizer(self) -> Any:
@@ -102,7 +104,8 @@ class HuggingFaceModel:
         return self._serialize(Path(directory), skip_if_exists, text_graph)
 
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
-                            customized_quant_config: dict | None = None, text_graph: bool = False) -> "HuggingFaceModel":
+                            customized_quant_config: dict | None = None,
+                            text_graph: bool = False) -> "HuggingFaceModel":
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
         if enable_quant or weight_only_quant or customized_quant_config:
             raise not_available("Serializing quantized weights")
@@ -110,8 +113,8 @@ class HuggingFaceModel:
         needed, free = self._serialized_bytes(), shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
         if needed > free:
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
-                                f"serializing model {self.name!r} to memory needs {needed} bytes, {MEMORY_FOLDER} has {free} "
-                                "free: use serialize_to_path")
+                                f"serializing model {self.name!r} to memory needs {needed} bytes, {MEMORY_FOLDER} has "
+                                f"{free} free: use serialize_to_path")
         folder = tempfile.mkdtemp(prefix="allspark-", dir=MEMORY_FOLDER)
         self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
         return self._serialize(Path(folder), False, text_graph)
@@ -157,8 +160,12 @@ class HuggingFaceModel:
                                                 device_ids: list[int] | None = None,
                                                 max_batch: int = 1) -> AsModelRuntimeConfigBuilder:
         """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself."""
-        builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids).max_batch(max_batch)
-        builder = builder.model_file_path(*map(str, self._files)) if self._files else builder.model_dir(str(self._directory()))
+        builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids)
+        builder.max_batch(max_batch)
+        if self._files:
+            builder.model_file_path(*map(str, self._files))
+        else:
+            builder.model_dir(str(self._directory()))
         config = self._config()
         if config.rope.type != "dynamic" and config.max_position_embeddings < AsModelConfig().engine_max_length:
             builder.max_length(config.max_position_embeddings)
@@ -179,9 +186,9 @@ class HuggingFaceModel:
         read; into NAME.json when `path` is a directory."""
         target = Path(path)
         target = target / f"{self.name}.json" if target.is_dir() else target
-        config = self.create_reference_runtime_config_builder(self.name, max_batch=AsModelConfig().engine_max_batch).build()
+        builder = self.create_reference_runtime_config_builder(self.name, max_batch=AsModelConfig().engine_max_batch)
         try:
-            target.write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+            target.write_text(json.dumps(builder.build().to_dict(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write {target}: {error}") from error
         return self

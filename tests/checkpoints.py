@@ -29,7 +29,7 @@ LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
 
 @dataclass(frozen=True)
 class Spec:
-    """A checkpoint: architecture family, config.json's fields, stored type, and the size of a shard (None: one file)."""
+    """A checkpoint: architecture family, config.json's fields, stored type, and a shard's size (None: one file)."""
 
     family: str
     fields: dict[str, Any] = field(hash=False)

@@ -1,4 +1,4 @@
-"""An interpreter of the op list in NumPy, in double precision: the graph, its lowering and its shards without native code.
+"""An interpreter of the op list in NumPy, in double precision: graph, lowering and shards without native code.
 
 It has the native executor's building methods; `forward` runs the ranks' op lists in lockstep over one whole prompt.
 """

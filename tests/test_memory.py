@@ -62,8 +62,8 @@ def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
 def test_cache_memory_is_taken_as_given(monkeypatch, caplog):
     one = make(cache_memory=10 * MIB)
     assert one.load() == 10 * MIB // one._span_bytes(one._model.graph)
-    with pytest.raises(AllSparkError, match=r"rank 0 of 1 needs .* for weights \(float32\) and activations and .* for a "
-                                            r"cache of cache_memory=\d+ bytes, .* MiB are available"):
+    with pytest.raises(AllSparkError, match=r"rank 0 of 1 needs .* for weights \(float32\) and activations and .* for "
+                                            r"a cache of cache_memory=\d+ bytes, .* MiB are available"):
         make(cache_memory=1 << 50).load()
     with pytest.raises(AllSparkError, match="cache_memory=100 holds no span of 32 tokens: one takes"):
         make(cache_memory=100).load()
@@ -114,7 +114,8 @@ def write(root, files: dict[str, str]) -> str:
 
 def test_cgroup_version_2(tmp_path):
     root = write(tmp_path, {
-        "proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/b/memory.current": "5\n",
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n", "sys/fs/cgroup/a/b/memory.current": "5\n",
         "sys/fs/cgroup/a/memory.max": "1000\n", "sys/fs/cgroup/a/memory.current": "700\n",
         "sys/fs/cgroup/a/memory.stat": "anon 400\ninactive_file 60\nactive_file 40\n"})
     assert memory.cgroup_available(root) == 400
@@ -122,7 +123,8 @@ def test_cgroup_version_2(tmp_path):
 
 def test_cgroup_version_1_in_a_container(tmp_path):
     root = write(tmp_path, {
-        "proc/self/cgroup": "9:cpu:/x\n4:memory:/docker/123\n0::/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "900\n",
+        "proc/self/cgroup": "9:cpu:/x\n4:memory:/docker/123\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "900\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "800\n",
         "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 30\ntotal_active_file 20\n"})
     assert memory.cgroup_available(root) == 150
@@ -131,7 +133,8 @@ def test_cgroup_version_1_in_a_container(tmp_path):
 
 
 def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
-    meminfo = "Node {0} MemTotal:  1000 kB\nNode {0} MemFree: {1} kB\nNode {0} Active(file): 10 kB\nNode {0} Inactive(file): 20 kB\n"
+    meminfo = ("Node {0} MemTotal:  1000 kB\nNode {0} MemFree: {1} kB\n"
+               "Node {0} Active(file): 10 kB\nNode {0} Inactive(file): 20 kB\n")
     root = write(tmp_path, {
         "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 900 kB\n",
         "sys/devices/system/node/node0/meminfo": meminfo.format(0, 300),

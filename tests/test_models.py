@@ -19,8 +19,8 @@ from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.runtime.lowering import add_ops  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.loader import Loader  # noqa: E402
-from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
-                         reference_greedy, reference_logits, reference_model)
+from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint,  # noqa: E402
+                         prompt_of, reference_greedy, reference_logits, reference_model)
 from driver import Driver  # noqa: E402
 from numpy_executor import NumpyExecutor, forward  # noqa: E402
 

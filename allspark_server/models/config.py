@@ -121,7 +121,8 @@ def read_json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} holds a {type(values).__name__}: expected an object")
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{path} holds a {type(values).__name__}: expected an object")
     return values
 
 
@@ -184,9 +185,9 @@ def _refuse_unsupported(fields: Fields) -> None:
                                           "a sliding window is not available yet")
     uses_window = fields.get("use_sliding_window", bool, False) and fields.get("sliding_window", int) is not None
     if not types and uses_window and fields.get("max_window_layers", int, layers) < layers:
-        raise fields.error("use_sliding_window", f"is true with sliding_window={fields.values['sliding_window']} from layer "
-                                                 f"{fields.values['max_window_layers']}: a sliding window is not "
-                                                 "available yet")
+        width, first = fields.values["sliding_window"], fields.values["max_window_layers"]
+        raise fields.error("use_sliding_window", f"is true with sliding_window={width} from layer {first}: a sliding "
+                                                 "window is not available yet")
 
 
 def _rope(fields: Fields, max_positions: int) -> RopeConfig:

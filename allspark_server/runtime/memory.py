@@ -64,14 +64,15 @@ def _host_available(nodes: list[int], root: str) -> int:
 
 
 def cgroup_available(root: str = "/") -> int:
-    """Bytes that the memory cgroups of this process still allow, page cache counted as free; a huge number without limit."""
+    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
     least = _UNLIMITED
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         _, controllers, own = line.split(":", 2)
         if controllers == "":
             base, names = Path(root, "sys/fs/cgroup"), ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            base, names = Path(root, "sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            base = Path(root, "sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         else:
             continue
         folder = base / own.strip("/")

@@ -7,14 +7,14 @@ from types import ModuleType
 
 
 def native_library() -> ModuleType:
-    """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has no
-    kernels for this CPU."""
+    """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has
+    no kernels for this CPU."""
     try:
         module = importlib.import_module("allspark_server._native")
     except ModuleNotFoundError:
         raise ImportError("the native library allspark_server._native is not installed: this is a client-only "
-                          "installation or a source tree that was not built. Run `pip install .` with a C++17 compiler, "
-                          "without ALLSPARK_CLIENT_ONLY") from None
+                          "installation or a source tree that was not built. Run `pip install .` with a C++17 "
+                          "compiler, without ALLSPARK_CLIENT_ONLY") from None
     except (ImportError, RuntimeError) as error:
         raise ImportError(f"the native library allspark_server._native cannot be loaded: {error}") from error
     if not module.isas():

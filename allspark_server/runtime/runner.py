@@ -58,7 +58,7 @@ class ModelRunner:
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
                  cpus: list[int] | None = None):
-        """window: the ranks' shared memory (None: one rank). cpus: pin the compute threads to these (None: not pinned)."""
+        """window: the ranks' shared memory (None: one rank). cpus: the compute threads' (None: they are not pinned)."""
         self.config, self.rank, self.world, self.window = config, rank, world, window
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
@@ -94,7 +94,7 @@ class ModelRunner:
         return spans
 
     def allocate_cache(self, num_spans: int) -> ModelInfo:
-        """Allocates the KV cache and activations; the model can then run. num_spans: the least of what the ranks can hold."""
+        """Allocates KV cache and activations; the model can then run. num_spans: the least of what ranks can hold."""
         config, model = self.config, self._loaded()
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
@@ -157,12 +157,14 @@ class ModelRunner:
         return end - begin
 
     def _weight_bytes(self, graph: Graph) -> int:
-        return sum(weight.elements_of(self.rank, self.world) * (ELEMENT_BYTES[self.weight_dtype] if weight.is_matrix else 4)
+        element = ELEMENT_BYTES[self.weight_dtype]
+        return sum(weight.elements_of(self.rank, self.world) * (element if weight.is_matrix else 4)
                    for weight in graph.weights.values())
 
     def _activation_bytes(self, graph: Graph) -> int:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
+        return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
+                       for tensor in graph.tensors.values())
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
@@ -178,15 +180,16 @@ class ModelRunner:
         def refuse(cache_bytes: int, what: str) -> AllSparkError:
             return AllSparkError(
                 AsStatus.ALLSPARK_MEMORY_ERROR,
-                f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for weights "
-                f"({self.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, {mib(available)} are available")
+                f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for "
+                f"weights ({self.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, {mib(available)} "
+                "are available")
 
         if config.cache_memory:
             spans = config.cache_memory // span_bytes
             if spans < 1:
                 raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
-                                    f"cache_memory={config.cache_memory} holds no span of {config.cache_span_size} tokens: "
-                                    f"one takes {span_bytes} bytes on rank {self.rank}")
+                                    f"cache_memory={config.cache_memory} holds no span of {config.cache_span_size} "
+                                    f"tokens: one takes {span_bytes} bytes on rank {self.rank}")
             if fixed + config.cache_memory > available:
                 raise refuse(config.cache_memory, f"a cache of cache_memory={config.cache_memory} bytes")
             if spans < one_request:
@@ -199,22 +202,23 @@ class ModelRunner:
         if spans < one_request:
             spans = min(one_request, int(left * LARGEST_CACHE_SHARE) // span_bytes)
         if spans < one_request:
-            raise refuse(one_request * span_bytes, f"the cache of one request of engine_max_length={config.engine_max_length} tokens")
+            raise refuse(one_request * span_bytes,
+                         f"the cache of one request of engine_max_length={config.engine_max_length} tokens")
         if spans < wanted:
-            logger.warning("the cache of model %r holds %d tokens on rank %d: not every one of engine_max_batch=%d requests "
-                           "can have engine_max_length=%d", config.model_name, spans * config.cache_span_size, self.rank,
-                           config.engine_max_batch, config.engine_max_length)
+            logger.warning("the cache of model %r holds %d tokens on rank %d: not every one of engine_max_batch=%d "
+                           "requests can have engine_max_length=%d", config.model_name, spans * config.cache_span_size,
+                           self.rank, config.engine_max_batch, config.engine_max_length)
         return spans
 
     # -- warnings ------------------------------------------------------------------------------------------------------
     def _warn_about_length(self, graph: Graph) -> None:
-        net = graph.config
-        if self.rank == 0 and net.rope.type != "dynamic" and self.config.engine_max_length > net.max_position_embeddings:
-            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for",
-                           self.config.engine_max_length, net.max_position_embeddings, self.config.model_name)
+        net, length = graph.config, self.config.engine_max_length
+        if self.rank == 0 and net.rope.type != "dynamic" and length > net.max_position_embeddings:
+            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for", length,
+                           net.max_position_embeddings, self.config.model_name)
 
     def _warn_about_unused(self, graph: Graph, source: Source) -> None:
-        """Tensors that the model does not have (biases, say) hint at a config that does not belong to the checkpoint."""
+        """Tensors that the model does not have (biases, say) hint at a config that belongs to another checkpoint."""
         used = {part.tensor for weight in graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
         unused = sorted(n for n in source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
         if unused and self.rank == 0:
@@ -231,7 +235,8 @@ class ModelRunner:
                 self.progress(done, total)
             if time.monotonic() - last > PROGRESS_SECONDS:
                 last = time.monotonic()
-                logger.info("rank %d has loaded %d %% of model %r", self.rank, 100 * done // total, self.config.model_name)
+                logger.info("rank %d has loaded %d %% of model %r", self.rank, 100 * done // total,
+                            self.config.model_name)
 
         return report
 
@@ -244,6 +249,6 @@ class ModelRunner:
         total = sum(pages.values())
         elsewhere = sum(size for node, size in pages.items() if node not in own)
         if own and total and elsewhere > MISPLACED_SHARE * total:
-            logger.warning("%s (%.0f %%) of rank %d's memory are on other NUMA nodes than its own (%s): decoding will be "
-                           "slower", mib(elsewhere), 100 * elsewhere / total, self.rank,
+            logger.warning("%s (%.0f %%) of rank %d's memory are on other NUMA nodes than its own (%s): decoding will "
+                           "be slower", mib(elsewhere), 100 * elsewhere / total, self.rank,
                            ", ".join(str(node) for node in sorted(own)))

@@ -1,4 +1,4 @@
-"""The serialized form of a model: NAME.asgraph (op list, a protobuf message, binary or text) and NAME.asparam (weights)."""
+"""A model's serialized form: NAME.asgraph (op list, a protobuf message, binary or text), NAME.asparam (weights)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def from_message(message: pb.Graph) -> Graph:
         unknown += [n for n in op.weights if n not in graph.weights]
         if unknown:
             raise ValueError(f"op {op.type} refers to {unknown[0]!r}, which it does not define")
-        attrs = {n: (a.integer if a.WhichOneof("value") == "integer" else a.number) for n, a in sorted(op.attrs.items())}
+        attrs = {n: a.integer if a.WhichOneof("value") == "integer" else a.number for n, a in sorted(op.attrs.items())}
         graph.ops.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
     return graph
 
@@ -94,7 +94,10 @@ def _split_of(message, name: str = "split") -> Split | None:
 # -- files -------------------------------------------------------------------------------------------------------------
 def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
     message = to_message(graph)
-    data = TEXT_MARK + text_format.MessageToString(message).encode() if text else message.SerializeToString(deterministic=True)
+    if text:
+        data = TEXT_MARK + text_format.MessageToString(message).encode()
+    else:
+        data = message.SerializeToString(deterministic=True)
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -118,7 +121,7 @@ def read_graph(path: Path) -> Graph:
 
 
 def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto") -> None:
-    """Writes every tensor that the graph uses, whole, with its crc32. dtype: "auto" (as stored) or a key of STORED_TYPES."""
+    """Writes each tensor that the graph uses, whole, with its crc32. dtype: "auto" (as stored) or one of STORED_TYPES."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     names = sorted({part.tensor for weight in graph.weights.values() for part in weight.parts})
     tensors = [source.get(name) for name in names]

@@ -154,7 +154,7 @@ def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
 
 
 def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
-    """The config, untied when the checkpoint holds a head that differs from the embedding: transformers 5 does the same."""
+    """The config, untied when a head is stored that differs from the embedding; transformers 5 does so too."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     names = source.names()
     if not config.tie_word_embeddings or embedding not in names or head not in names:

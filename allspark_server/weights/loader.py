@@ -56,7 +56,7 @@ class Loader:
 
     def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, weight_dtype: str,
                  progress: Progress | None = None):
-        """weight_dtype: "float32" or "bfloat16", of the matrices. progress: called with (elements done, of how many)."""
+        """weight_dtype: of the matrices, "float32" or "bfloat16". progress: gets (elements done, of how many)."""
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.weight_dtype, self.progress = rank, world, weight_dtype, progress
         self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
