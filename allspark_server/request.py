@@ -78,7 +78,10 @@ class Request:
             self._set_status(GenerateRequestStatus.ContextFinished)
         elif self.status is GenerateRequestStatus.ContextFinished:
             self._set_status(GenerateRequestStatus.Generating)
-        elements = GeneratedElements([token], prefix_cache_len=sequence.prefix_len or 0, sample_index=sample.index)
+        cached = sequence.prefix_len or 0
+        elements = GeneratedElements(
+            [token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample.index
+        )
         if sample.top_logprobs >= 0:
             elements.token_logprobs_list = [logprob]
             elements.log_probs_list = [top]

@@ -214,6 +214,34 @@ def test_config_builder(engine, tiny_model):
     assert engine.release_model("built") is SUCCESS
 
 
+def test_a_script_in_the_manner_of_dashinfer(engine, tiny_model, tmp_path):
+    from allspark_server import HuggingFaceModel
+
+    loader = HuggingFaceModel(str(tiny_model), "script", user_set_data_type="float32")
+    loader.load_model().read_model_config().serialize_to_path(engine, str(tmp_path), skip_if_exists=True).free_model()
+    builder = loader.create_reference_runtime_config_builder("script", TargetDevice.CPU, [0], max_batch=4)
+    config = builder.max_length(256).build()
+    assert engine.install_model(config) is SUCCESS and engine.start_model("script") is SUCCESS
+    generation = loader.create_reference_generation_config_builder(config)
+    generation.update({"do_sample": False, "eos_token_id": -1, "max_length": 40})
+    tokenizer = loader.init_tokenizer().get_tokenizer()
+    text = "the quick brown fox"
+    status, handle, results = engine.start_request_text("script", loader, text, generation)
+    assert status is SUCCESS
+    assert engine.sync_request("script", handle) is SUCCESS
+    ids = results.Get().ids_from_generate
+    prompt = tokenizer.encode(text)
+    prompt = list(getattr(prompt, "ids", prompt))
+    assert ids == run(engine, prompt, do_sample=False, eos_token_id=-1, max_length=40)
+    assert engine.release_request("script", handle) is SUCCESS
+    versions = engine.get_file_information(config.model_path, config.weights_path)
+    assert versions.current_version_engine == engine.get_version_full()
+    assert versions.create_version_graph and versions.create_version_param
+    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, tmp_path / "no", tmp_path / "no", match="no")
+    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, config.weights_path, config.model_path, match="script")
+    assert engine.stop_model("script") is SUCCESS and engine.release_model("script") is SUCCESS
+
+
 # --- the queue ---
 
 

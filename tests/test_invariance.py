@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import struct
 from typing import Any, Iterator
 
 import pytest
 
-from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig
+from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
 from checkpoints import checkpoint, prompt_of
 
@@ -156,6 +157,36 @@ def test_preemption(engine, model):
         assert engine.get_as_engine_stat(name).preempted_request > 0
         assert all(results.GeneratedLength() == 180 for _, _, results in started)
         assert outputs == first_run(engine, model)
+
+
+def test_everything_at_once(engine, model):
+    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: whoever finishes has the same bytes."""
+    expected = first_run(engine, model)
+    with installed(engine, model) as name:
+        info = engine.get_model_info(name)
+    cache = 16 * (info.cache_bytes // info.num_spans)
+    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "engine_max_length": 320, "num_threads": 0}
+    rng = random.Random(5)
+    with installed(engine, model, cache_memory=cache, enable_prefix_cache=True, **fields) as name:
+        started = []
+        growing = {**ALWAYS, "max_new_tokens": 200, "priority": 5}
+        for i in range(3):
+            engine.start_request(name, {"input_ids": prompt_of(10 + i, seed=i)}, growing)
+        for _ in range(60):
+            index = rng.randrange(len(PROBES))
+            prompt, generate = PROBES[index]
+            started.append((index, *start(engine, name, (prompt, {**generate, "priority": rng.randrange(3)}))[1:]))
+            if rng.random() < 0.2:
+                engine.stop_request(name, rng.choice(started)[1])
+        finished = 0
+        for index, _, results in started:
+            engine.sync_request(name)
+            if results.GenerateStatus() is GenerateRequestStatus.GenerateFinished:
+                finished += 1
+                assert collect(results) == expected[index]
+        stat = engine.get_as_engine_stat(name)
+        assert finished > 30 and stat.preempted_request > 0 and stat.prefix_cache_hit_token > 0
+        assert (stat.used_span, stat.running_request, stat.pendding_request) == (0, 0, 0)
 
 
 def test_resumption(engine_of, model):
