@@ -1,8 +1,8 @@
 """The thin client of the runtime, and the types of its API.
 
-`ClientEngine` talks gRPC to a server group (and starts one if told no address); `allspark_server.Engine` is the same API
-in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between types
-and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
+`ClientEngine` talks gRPC to a server group (and starts one if told no address); `allspark_server.Engine` is the same
+API in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between
+types and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
 """
 from .client import ClientEngine
 from .config import (ASGenerationConfigBuilder, AsModelConfig, AsModelRuntimeConfigBuilder, GenerateConfig)

@@ -36,7 +36,7 @@ _PASSING = (AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, AsStatus.ALLSPARK_CACHE_MEMORY
 
 
 class ClientEngine(AbstractEngine):
-    """An engine that computes elsewhere. All requests share one stream to their server; threads may share the engine."""
+    """An engine that computes elsewhere. All requests share one stream to their server, and threads the engine."""
 
     def __init__(self, addresses: str | Iterable[str] | None = None, *, resume: bool = True,
                  reconnect_timeout: float = 60.0, tls: TlsConfig | dict[str, str] | str | bool | None = None,

@@ -23,7 +23,7 @@ def _compute_unit(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, value, "a str such as 'CPU:0'")
     if not re.fullmatch(r"(CPU|CPU_NUMA|CUDA):\d+(,\d+)*", value):
-        raise ValueError(f"{name}={value!r} is not a compute unit; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
+        raise ValueError(f"{name}={value!r} is no compute unit; allowed: 'CPU:0', 'CPU:0,1' (NUMA nodes), 'CUDA:0,1'")
     return value
 
 
@@ -337,7 +337,7 @@ class AsModelRuntimeConfigBuilder:
     def update_from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
         """Change what `values` names; an unknown key is a ValueError with the nearest known name.
 
-        DashInfer's files spell compute_unit as {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}.
+        DashInfer's files spell compute_unit {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}.
         """
         if not isinstance(values, dict):
             raise wrong_type("values", values, "a dict")

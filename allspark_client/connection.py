@@ -153,7 +153,8 @@ class Session:
         except grpc.RpcError as rpc_error:
             error = translate(rpc_error, self.address)
             if not isinstance(error, (Unavailable, AllSparkError)):     # a ValueError concerns the stream itself here
-                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the session with {self.address} ended: {error}")
+                error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                      f"the session with {self.address} ended: {error}")
         except Exception as unexpected:     # whatever it is, the requests must not hang
             logger.exception("reading the session with %s failed", self.address)
             error = AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"{type(unexpected).__name__}: {unexpected}")
@@ -318,7 +319,8 @@ def translate(error: grpc.RpcError, address: str) -> Exception:
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(address, details)
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED, f"the server at {address} refused this client: {details}")
+        return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                             f"the server at {address} refused this client: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                              f"the server at {address} does not offer this call: {details}")

@@ -68,9 +68,11 @@ class AbstractEngine(ABC):
             raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
         for key in inputs:
             if key not in _INPUTS:
-                raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}{nearest_name(key, _INPUTS)}")
+                raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}"
+                                 f"{nearest_name(key, _INPUTS)}")
         if len(inputs) != 1:
-            raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(inputs) or 'none'}")
+            raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; "
+                             f"it has {', '.join(inputs) or 'none'}")
         if "input_ids" in inputs:
             spec.input_ids = as_token_ids(inputs["input_ids"])
         elif "text" in inputs:
@@ -90,7 +92,7 @@ class AbstractEngine(ABC):
         self, model_name: str, model: Any, input_str: str,
         generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
-        """Start a request with text, tokenized by the loader `model` (get_tokenizer()), or by the engine if it is None."""
+        """Start a request with text, tokenized by the loader `model` (get_tokenizer()), or by the engine if None."""
         text = _text(input_str)
         if model is None:
             return self.start_request(model_name, {"text": text}, generate_config_builder)
@@ -108,7 +110,7 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
-        """Free the request (cancelling it if it is live); the handle is invalid from then on, the queue stays readable."""
+        """Free the request, cancelling it if it is live. The handle becomes invalid; the queue stays readable."""
 
     @abstractmethod
     def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
@@ -235,5 +237,5 @@ def _messages(messages: Any) -> list[dict[str, str]]:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or set(message) != {"role", "content"} \
                 or not all(isinstance(v, str) for v in message.values()):
-            raise ValueError(f"messages[{i}] must be a dict of the str 'role' and the str 'content', not {message!r:.80}")
+            raise ValueError(f"messages[{i}] must be a dict of two str, 'role' and 'content', not {message!r:.80}")
     return [dict(m) for m in messages]

@@ -119,7 +119,8 @@ def enum_field(enum: type[IntEnum], default: IntEnum | None) -> Any:
             return enum[value]
         allowed = ", ".join(f"{enum.__name__}.{member}" for member in enum.__members__)
         if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is not known; allowed: {allowed}{nearest_name(value, enum.__members__)}")
+            raise ValueError(f"{name}={value!r} is not known; allowed: {allowed}"
+                             f"{nearest_name(value, enum.__members__)}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong_type(name, value, f"one of {allowed}")
         if value not in [int(member) for member in enum]:

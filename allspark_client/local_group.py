@@ -28,8 +28,8 @@ class SelfStartedGroup:
         if importlib.util.find_spec("allspark_launch") is None:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-                "no address was given, and the launcher is not installed here to start a server group: give an address, "
-                "set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
+                "no address was given, and the launcher is not installed here to start a server group: give an "
+                "address, set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
         self._owner = os.getpid()
         self._directory = _short_directory()
         self._ready_file = os.path.join(self._directory, "ready.json")

@@ -11,4 +11,5 @@ class PromptTemplate:
         if not isinstance(inputs, str):
             raise TypeError(f"inputs must be a str, not {type(inputs).__name__}")
         turns = (("system", system), ("user", inputs))
-        return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns) + "<|im_start|>assistant\n"
+        text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+        return text + "<|im_start|>assistant\n"

@@ -1,4 +1,4 @@
-"""ResultQueue: where an engine leaves a request's tokens and its caller picks them up. Safe with any number of threads."""
+"""ResultQueue: where an engine leaves a request's tokens and its caller picks them up. Any thread may use it."""
 from __future__ import annotations
 
 import asyncio

@@ -58,7 +58,7 @@ def _from_list(ids: list | tuple, name: str) -> np.ndarray:
         rows = ids[0]
     for i, value in enumerate(rows):
         if isinstance(value, (list, tuple, np.ndarray)):
-            raise ValueError(f"{name} is a list of {len(rows)} lists; allowed: shape [n] or [1, n] (one prompt a request)")
+            raise ValueError(f"{name} is a list of {len(rows)} lists; allowed: shape [n] or [1, n], one prompt")
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"{name}[{i}] must be an int, not {type(value).__name__} ({value!r:.80})")
     try:

@@ -10,6 +10,7 @@ import hmac
 import logging
 import os
 import socket
+import stat
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, AsyncIterator, Callable
@@ -107,7 +108,7 @@ class Service:
         return self.addresses
 
     def stop(self, grace: float = 0.5) -> None:
-        """Stop listening, give live requests `grace` seconds, then break their streams (clients may resume elsewhere)."""
+        """Stop listening; give live requests `grace` seconds, then break their streams (they may resume elsewhere)."""
         if self._thread is None or self._loop is None or not self._thread.is_alive():
             return
         self._grace = grace
@@ -159,7 +160,8 @@ class Service:
         if unix:
             address = "unix:" + _check_socket(address)
         elif ":" not in address:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"address {address!r} is neither host:port nor unix:/path")
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"address {address!r} is neither host:port nor unix:/path")
         credentials = _credentials(self._tls) if self._tls is not None and not unix else None
         try:
             if credentials is not None:
@@ -383,8 +385,10 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED,
                                 "a wrong bearer token" if given else "a bearer token is needed")
 
-        make = {(False, False): grpc.unary_unary_rpc_method_handler, (False, True): grpc.unary_stream_rpc_method_handler,
-                (True, False): grpc.stream_unary_rpc_method_handler, (True, True): grpc.stream_stream_rpc_method_handler}
+        make = {(False, False): grpc.unary_unary_rpc_method_handler,
+                (False, True): grpc.unary_stream_rpc_method_handler,
+                (True, False): grpc.stream_unary_rpc_method_handler,
+                (True, True): grpc.stream_stream_rpc_method_handler}
         return make[(handler.request_streaming, handler.response_streaming)](
             deny, handler.request_deserializer, handler.response_serializer)
 
@@ -421,7 +425,6 @@ def _check_socket(address: str) -> str:
 
 
 def _is_socket(path: str) -> bool:
-    import stat
     return stat.S_ISSOCK(os.lstat(path).st_mode)
 
 

@@ -1,4 +1,5 @@
 """An engine without a model, for tests of service and client: what it says depends on prompt and position alone."""
+
 from __future__ import annotations
 
 import itertools
@@ -39,7 +40,9 @@ class FakeCore:
         check_available(config.validate())
         time.sleep(self.install_seconds)
         if config.model_name in self.models:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"a model named {config.model_name!r} is installed already")
+            raise AllSparkError(
+                AsStatus.ALLSPARK_PARAM_ERROR, f"a model named {config.model_name!r} is installed already"
+            )
         self.models[config.model_name] = False
         return AsStatus.ALLSPARK_SUCCESS
 
@@ -125,19 +128,27 @@ class FakeCore:
                     e = GeneratedElements([token], sample_index=sample, prefix_cache_len=3)
                     if config.logprobs:
                         e.token_logprobs_list = [-0.5]
-                        e.log_probs_list = [[(token, -0.5), (1, -1.25)][:config.top_logprobs]]
+                        e.log_probs_list = [[(token, -0.5), (1, -1.25)][: config.top_logprobs]]
                     sink.on_elements(handle, e, f"<{token}>{self.padding}" if r["spec"].want_text else None)
                 r["at"] += 1
-                if r["prompt"][0] == 999 and r["at"] == 3:      # a request that fails later
+                if r["prompt"][0] == 999 and r["at"] == 3:  # a request that fails later
                     self.live.pop(handle, None)
-                    sink.on_finish(handle, Status.InternalError,
-                                   AllSparkError(AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "no more spans"), {})
+                    sink.on_finish(
+                        handle,
+                        Status.InternalError,
+                        AllSparkError(AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "no more spans"),
+                        {},
+                    )
                 elif r["at"] >= (config.max_new_tokens or 10):
                     with self._lock:
                         if self.live.pop(handle, None) is None:
                             continue
-                    sink.on_finish(handle, Status.GenerateFinished, None,
-                                   {"generated_token_length": r["at"] - len(r["spec"].generated), "context_tps": 2.5})
+                    sink.on_finish(
+                        handle,
+                        Status.GenerateFinished,
+                        None,
+                        {"generated_token_length": r["at"] - len(r["spec"].generated), "context_tps": 2.5},
+                    )
             self._flush()
 
     # information

@@ -1,11 +1,9 @@
-"""Configs, token ids, errors, the result queue, and their conversion to protobuf and back."""
+"""Configs, token ids, errors, and their conversion to protobuf and back."""
+
 from __future__ import annotations
 
-import asyncio
 import copy
 import pickle
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,13 +12,6 @@ import allspark_client as a
 from allspark_client import convert
 from allspark_client.config import check_available
 from allspark_client.request import RequestSpec
-
-Status = a.GenerateRequestStatus
-
-
-def elements(*ids: int, sample: int = 0) -> a.GeneratedElements:
-    return a.GeneratedElements(list(ids), sample_index=sample)
-
 
 # --- errors ---
 
@@ -33,8 +24,9 @@ def test_error_text_starts_with_the_status():
     assert a.AsStatus.ALLSPARK_SUCCESS == 0 and a.AsStatus.ALLSPARK_STREAMING == 17
 
 
-@pytest.mark.parametrize("error", [
-    a.AllSparkError(a.AsStatus.ALLSPARK_LORA_NOT_FOUND, "übel"), ValueError("top_k=-1"), TypeError("no int")])
+@pytest.mark.parametrize(
+    "error", [a.AllSparkError(a.AsStatus.ALLSPARK_LORA_NOT_FOUND, "übel"), ValueError("top_k=-1"), TypeError("no int")]
+)
 def test_errors_cross_the_wire(error):
     back = convert.error_from_pb(convert.error_to_pb(error))
     assert type(back) is type(error) and str(back) == str(error)
@@ -56,30 +48,52 @@ def test_generate_config_defaults():
     assert (c.repetition_penalty, c.presence_penalty, c.frequency_penalty) == (1.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("key, value, error, text", [
-    ("top_kk", 1, ValueError, "did you mean 'top_k'"),
-    ("max_lenght", 1, ValueError, "did you mean 'max_length'"),
-    ("no_such_thing_at_all", 1, ValueError, "no_such_thing_at_all"),
-    ("top_k", True, TypeError, "top_k must be an int, not bool"),
-    ("top_k", 1.0, TypeError, "top_k"), ("top_k", "1", TypeError, "top_k"), ("top_k", -1, ValueError, "top_k=-1"),
-    ("do_sample", 1, TypeError, "do_sample must be a bool"), ("do_sample", None, TypeError, "do_sample"),
-    ("temperature", 0, ValueError, "temperature=0"), ("temperature", float("nan"), ValueError, "temperature=nan"),
-    ("temperature", True, TypeError, "temperature must be a number"), ("temperature", "hot", TypeError, "'hot'"),
-    ("top_p", 1.01, ValueError, "at most 1"), ("top_p", 0, ValueError, "above 0"), ("top_p", -0.5, ValueError, "top_p"),
-    ("repetition_penalty", 0, ValueError, "above 0"), ("presence_penalty", float("inf"), ValueError, "finite"),
-    ("seed", -1, ValueError, "seed=-1"), ("seed", 2**64, ValueError, "seed"), ("min_length", -1, ValueError, "min_length"),
-    ("max_length", 0, ValueError, "max_length=0"), ("max_new_tokens", 0, ValueError, "max_new_tokens"),
-    ("top_logprobs", 21, ValueError, "0 to 20"), ("n", 0, ValueError, "n=0"),
-    ("eos_token_id", -2, ValueError, "eos_token_id"), ("eos_token_id", [1, -1], ValueError, r"eos_token_id\[1\]"),
-    ("eos_token_id", "x", TypeError, "eos_token_id"), ("stop_words_ids", [1], TypeError, r"stop_words_ids\[0\]"),
-    ("stop_words_ids", [[]], ValueError, r"stop_words_ids\[0\] is empty"), ("stop_words_ids", 5, TypeError, "list"),
-    ("bad_words_ids", [[1, "x"]], TypeError, r"bad_words_ids\[0\]\[1\]"), ("uuid", 5, TypeError, "uuid must be a str"),
-    ("vocab_type", 9, ValueError, "VOCAB_TYPE_BPE"), ("response_format", "json", TypeError, "dict"),
-    ("num_beams", 2, ValueError, "beam search is not offered"), ("num_beams", True, ValueError, "beam search"),
-    ("num_return_sequences", 2, ValueError, "beam search is not offered"),
-    ("length_penalty", 1.5, ValueError, "beam search is not offered"), ("input_len", 7, ValueError, "beam search"),
-    ("async", True, ValueError, "beam search"),
-])
+@pytest.mark.parametrize(
+    "key, value, error, text",
+    [
+        ("top_kk", 1, ValueError, "did you mean 'top_k'"),
+        ("max_lenght", 1, ValueError, "did you mean 'max_length'"),
+        ("no_such_thing_at_all", 1, ValueError, "no_such_thing_at_all"),
+        ("top_k", True, TypeError, "top_k must be an int, not bool"),
+        ("top_k", 1.0, TypeError, "top_k"),
+        ("top_k", "1", TypeError, "top_k"),
+        ("top_k", -1, ValueError, "top_k=-1"),
+        ("do_sample", 1, TypeError, "do_sample must be a bool"),
+        ("do_sample", None, TypeError, "do_sample"),
+        ("temperature", 0, ValueError, "temperature=0"),
+        ("temperature", float("nan"), ValueError, "temperature=nan"),
+        ("temperature", True, TypeError, "temperature must be a number"),
+        ("temperature", "hot", TypeError, "'hot'"),
+        ("top_p", 1.01, ValueError, "at most 1"),
+        ("top_p", 0, ValueError, "above 0"),
+        ("top_p", -0.5, ValueError, "top_p"),
+        ("repetition_penalty", 0, ValueError, "above 0"),
+        ("presence_penalty", float("inf"), ValueError, "finite"),
+        ("seed", -1, ValueError, "seed=-1"),
+        ("seed", 2**64, ValueError, "seed"),
+        ("min_length", -1, ValueError, "min_length"),
+        ("max_length", 0, ValueError, "max_length=0"),
+        ("max_new_tokens", 0, ValueError, "max_new_tokens"),
+        ("top_logprobs", 21, ValueError, "0 to 20"),
+        ("n", 0, ValueError, "n=0"),
+        ("eos_token_id", -2, ValueError, "eos_token_id"),
+        ("eos_token_id", [1, -1], ValueError, r"eos_token_id\[1\]"),
+        ("eos_token_id", "x", TypeError, "eos_token_id"),
+        ("stop_words_ids", [1], TypeError, r"stop_words_ids\[0\]"),
+        ("stop_words_ids", [[]], ValueError, r"stop_words_ids\[0\] is empty"),
+        ("stop_words_ids", 5, TypeError, "list"),
+        ("bad_words_ids", [[1, "x"]], TypeError, r"bad_words_ids\[0\]\[1\]"),
+        ("uuid", 5, TypeError, "uuid must be a str"),
+        ("vocab_type", 9, ValueError, "VOCAB_TYPE_BPE"),
+        ("response_format", "json", TypeError, "dict"),
+        ("num_beams", 2, ValueError, "beam search is not offered"),
+        ("num_beams", True, ValueError, "beam search"),
+        ("num_return_sequences", 2, ValueError, "beam search is not offered"),
+        ("length_penalty", 1.5, ValueError, "beam search is not offered"),
+        ("input_len", 7, ValueError, "beam search"),
+        ("async", True, ValueError, "beam search"),
+    ],
+)
 def test_bad_generate_config(key, value, error, text):
     with pytest.raises(error, match=text):
         a.GenerateConfig.parse({key: value})
@@ -90,10 +104,22 @@ def test_bad_generate_config(key, value, error, text):
 
 
 def test_good_generate_config():
-    c = a.GenerateConfig.parse({
-        "num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0, "async": False, "input_len": 0, "top_k": np.int64(3),
-        "temperature": 1, "stop_words_ids": np.array([[1, 2]]), "eos_token_id": (7, 8), "vocab_type": "VOCAB_TYPE_BPE",
-        "do_sample": np.bool_(False), "seed": 2**64 - 1})
+    c = a.GenerateConfig.parse(
+        {
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "length_penalty": 1.0,
+            "async": False,
+            "input_len": 0,
+            "top_k": np.int64(3),
+            "temperature": 1,
+            "stop_words_ids": np.array([[1, 2]]),
+            "eos_token_id": (7, 8),
+            "vocab_type": "VOCAB_TYPE_BPE",
+            "do_sample": np.bool_(False),
+            "seed": 2**64 - 1,
+        }
+    )
     assert c.top_k == 3 and type(c.top_k) is int and c.temperature == 1.0 and c.stop_words_ids == [[1, 2]]
     assert c.eos_token_id == [7, 8] and c.vocab_type is a.VocabType.VOCAB_TYPE_BPE and c.do_sample is False
     with pytest.raises(ValueError, match="min_length=5 exceeds max_length=4"):
@@ -109,32 +135,58 @@ def test_good_generate_config():
 
 
 def test_generation_builder():
-    b = a.ASGenerationConfigBuilder(seed=4).update({"top_p": 0.5}).do_sample(False).early_stopping(False).log_probs(True, 3)
+    b = (
+        a.ASGenerationConfigBuilder(seed=4)
+        .update({"top_p": 0.5})
+        .do_sample(False)
+        .early_stopping(False)
+        .log_probs(True, 3)
+    )
     c = b.top_k(7).max_length(99).build()
-    assert (c.seed, c.top_p, c.do_sample, c.early_stopping, c.logprobs, c.top_logprobs, c.top_k, c.max_length) \
-        == (4, 0.5, False, False, True, 3, 7, 99)
+    assert (c.seed, c.top_p, c.do_sample, c.early_stopping, c.logprobs, c.top_logprobs, c.top_k, c.max_length) == (
+        4,
+        0.5,
+        False,
+        False,
+        True,
+        3,
+        7,
+        99,
+    )
     b.top_k(8)
     assert c.top_k == 7 and a.GenerateConfig.parse(b).top_k == 8
     with pytest.raises(AttributeError, match="did you mean 'top_k'"):
         b.top_kk(3)
-    hf = a.ASGenerationConfigBuilder({"temperature": 0.7, "top_k": 20, "eos_token_id": [1, 2], "transformers_version": "5"})
+    hf = a.ASGenerationConfigBuilder(
+        {"temperature": 0.7, "top_k": 20, "eos_token_id": [1, 2], "transformers_version": "5"}
+    )
     assert hf.build().temperature == 0.7 and hf.build().eos_token_id == [1, 2]
 
 
 # --- AsModelConfig ---
 
 
-@pytest.mark.parametrize("values, error, text", [
-    ({"engine_max_lenght": 1}, ValueError, "did you mean 'engine_max_length'"),
-    ({"engine_max_length": 0}, ValueError, "engine_max_length=0"), ({"engine_max_batch": True}, TypeError, "an int"),
-    ({"compute_unit": "GPU:0"}, ValueError, "CPU:0"), ({"compute_unit": 3}, TypeError, "compute_unit"),
-    ({"cache_span_size": 48}, ValueError, "16, 32, 64, 128"), ({"cache_mode": 7}, ValueError, "AsCacheDefault"),
-    ({"cache_mode": "AsCacheDefalt"}, ValueError, "did you mean 'AsCacheDefault'"),
-    ({"weight_dtype": "fp32"}, ValueError, "'float32'"), ({"weight_group_size": 100}, ValueError, "weight_group_size"),
-    ({"enable_prefix_cache": 1}, TypeError, "a bool"), ({"model_path": 3}, TypeError, "path"),
-    ({"speculation": "magic"}, ValueError, "prompt_lookup"), ({"enable_sparsity_matmul": True}, ValueError, "sparse"),
-    ({"target_token_latency": -1}, ValueError, "target_token_latency"), ({"lora_names": "x"}, TypeError, "list of str"),
-])
+@pytest.mark.parametrize(
+    "values, error, text",
+    [
+        ({"engine_max_lenght": 1}, ValueError, "did you mean 'engine_max_length'"),
+        ({"engine_max_length": 0}, ValueError, "engine_max_length=0"),
+        ({"engine_max_batch": True}, TypeError, "an int"),
+        ({"compute_unit": "GPU:0"}, ValueError, "CPU:0"),
+        ({"compute_unit": 3}, TypeError, "compute_unit"),
+        ({"cache_span_size": 48}, ValueError, "16, 32, 64, 128"),
+        ({"cache_mode": 7}, ValueError, "AsCacheDefault"),
+        ({"cache_mode": "AsCacheDefalt"}, ValueError, "did you mean 'AsCacheDefault'"),
+        ({"weight_dtype": "fp32"}, ValueError, "'float32'"),
+        ({"weight_group_size": 100}, ValueError, "weight_group_size"),
+        ({"enable_prefix_cache": 1}, TypeError, "a bool"),
+        ({"model_path": 3}, TypeError, "path"),
+        ({"speculation": "magic"}, ValueError, "prompt_lookup"),
+        ({"enable_sparsity_matmul": True}, ValueError, "sparse"),
+        ({"target_token_latency": -1}, ValueError, "target_token_latency"),
+        ({"lora_names": "x"}, TypeError, "list of str"),
+    ],
+)
 def test_bad_model_config(values, error, text):
     with pytest.raises(error, match=text):
         a.AsModelConfig(**values)
@@ -147,22 +199,42 @@ def test_bad_model_config(values, error, text):
 def test_model_config(tmp_path):
     c = a.AsModelConfig("m", tmp_path, engine_max_batch=4, enable_sparsity_matmul=False)
     assert c.model_path == str(tmp_path) and c.validate() is c and c.compute_unit == "CPU:0" and c.device_ids == [0]
-    assert (c.engine_max_length, a.AsModelConfig().engine_max_batch, c.cache_span_size, c.max_queue) == (2048, 32, 32, 10_000)
+    assert (c.engine_max_length, a.AsModelConfig().engine_max_batch, c.cache_span_size, c.max_queue) == (
+        2048,
+        32,
+        32,
+        10_000,
+    )
     assert a.AsModelConfig.from_dict(c.to_dict()) == c and copy.deepcopy(c) == c == pickle.loads(pickle.dumps(c))
     with pytest.raises(AttributeError, match="did you mean 'cache_mode'"):
         c.cache_mod = 1
     with pytest.raises(ValueError, match="engine_max_length=-1"):
         c.engine_max_length = -1
-    for bad, text in ((a.AsModelConfig(model_path="x"), "model_name"), (a.AsModelConfig("m"), "model_path"),
-                      (a.AsModelConfig("m", "x", speculation="draft"), "draft_model")):
+    for bad, text in (
+        (a.AsModelConfig(model_path="x"), "model_name"),
+        (a.AsModelConfig("m"), "model_path"),
+        (a.AsModelConfig("m", "x", speculation="draft"), "draft_model"),
+    ):
         with pytest.raises(ValueError, match=text):
             bad.validate()
 
 
 def test_model_builder():
-    b = (a.AsModelRuntimeConfigBuilder().model_name("m").model_dir("/d", "p").max_length(100).max_batch(3)
-         .compute_unit(a.TargetDevice.CPU_NUMA, [0, 1], 4).kv_cache_span_size(64).prefill_cache(False).prefix_cache_ttl(9)
-         .kv_cache_mode(a.AsCacheMode.AsCacheQuantI8).max_prefill_length(55).lora_max_rank(8).lora_max_num(2))
+    b = (
+        a.AsModelRuntimeConfigBuilder()
+        .model_name("m")
+        .model_dir("/d", "p")
+        .max_length(100)
+        .max_batch(3)
+        .compute_unit(a.TargetDevice.CPU_NUMA, [0, 1], 4)
+        .kv_cache_span_size(64)
+        .prefill_cache(False)
+        .prefix_cache_ttl(9)
+        .kv_cache_mode(a.AsCacheMode.AsCacheQuantI8)
+        .max_prefill_length(55)
+        .lora_max_rank(8)
+        .lora_max_num(2)
+    )
     c = b.build()
     assert (c.model_path, c.weights_path) == ("/d/p.asgraph", "/d/p.asparam")
     assert (c.compute_unit, c.num_threads, c.cache_span_size, c.enable_prefix_cache) == ("CPU:0,1", 4, 64, False)
@@ -171,19 +243,51 @@ def test_model_builder():
     assert b.compute_unit(a.TargetDevice.CPU, [3, 4]).build().compute_unit == "CPU:3"
     with pytest.raises(ValueError, match="CPU_NUMA"):
         b.compute_unit("tpu")
-    d = a.AsModelRuntimeConfigBuilder().from_dict({
-        "model_name": "m", "compute_unit": {"device_type": "CPU_NUMA", "device_ids": [0, 1], "compute_thread_in_device": 2},
-        "engine_max_length": 64, "kv_cache_mode": "AsCacheQuantU4", "kv_cache_span_size": 16, "weight_dtype": "int8"}).build()
-    assert (d.compute_unit, d.num_threads, d.engine_max_length, d.cache_mode, d.cache_span_size, d.weight_dtype) \
-        == ("CPU:0,1", 2, 64, a.AsCacheMode.AsCacheQuantU4, 16, "int8")
+    d = (
+        a.AsModelRuntimeConfigBuilder()
+        .from_dict(
+            {
+                "model_name": "m",
+                "compute_unit": {"device_type": "CPU_NUMA", "device_ids": [0, 1], "compute_thread_in_device": 2},
+                "engine_max_length": 64,
+                "kv_cache_mode": "AsCacheQuantU4",
+                "kv_cache_span_size": 16,
+                "weight_dtype": "int8",
+            }
+        )
+        .build()
+    )
+    assert (d.compute_unit, d.num_threads, d.engine_max_length, d.cache_mode, d.cache_span_size, d.weight_dtype) == (
+        "CPU:0,1",
+        2,
+        64,
+        a.AsCacheMode.AsCacheQuantU4,
+        16,
+        "int8",
+    )
 
 
-@pytest.mark.parametrize("config", [
-    *[a.AsModelConfig("m", "p", **v) for v in (
-        {"weight_dtype": "int8"}, {"weight_dtype": "w4a8"}, {"cache_mode": a.AsCacheMode.AsCacheQuantU4},
-        {"compute_unit": "CUDA:0"}, {"speculation": "prompt_lookup"}, {"weight_group_size": 64}, {"lora_names": ["x"]})],
-    *[a.GenerateConfig(**v) for v in (
-        {"lora_name": "x"}, {"response_format": {"type": "json_object"}}, {"mm_info": object()})]])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *[
+            a.AsModelConfig("m", "p", **v)
+            for v in (
+                {"weight_dtype": "int8"},
+                {"weight_dtype": "w4a8"},
+                {"cache_mode": a.AsCacheMode.AsCacheQuantU4},
+                {"compute_unit": "CUDA:0"},
+                {"speculation": "prompt_lookup"},
+                {"weight_group_size": 64},
+                {"lora_names": ["x"]},
+            )
+        ],
+        *[
+            a.GenerateConfig(**v)
+            for v in ({"lora_name": "x"}, {"response_format": {"type": "json_object"}}, {"mm_info": object()})
+        ],
+    ],
+)
 def test_what_is_not_built_yet_says_so(config):
     with pytest.raises(a.AllSparkError, match="^ALLSPARK_INVALID_CALL_ERROR: .* is not available yet$"):
         check_available(config)
@@ -197,9 +301,19 @@ def test_what_is_built_passes():
 # --- token ids ---
 
 
-@pytest.mark.parametrize("ids", [
-    [1, 2, 3], (1, 2, 3), [[1, 2, 3]], [np.int32(1), 2, 3], [np.array([1, 2, 3])], np.array([1, 2, 3]),
-    np.array([[1, 2, 3]], dtype=np.uint8), np.array([0, 1, 9, 2, 9, 3], np.int64)[1::2]])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        [[1, 2, 3]],
+        [np.int32(1), 2, 3],
+        [np.array([1, 2, 3])],
+        np.array([1, 2, 3]),
+        np.array([[1, 2, 3]], dtype=np.uint8),
+        np.array([0, 1, 9, 2, 9, 3], np.int64)[1::2],
+    ],
+)
 def test_token_ids(ids):
     assert a.as_token_ids(ids) == [1, 2, 3] and type(a.as_token_ids(ids)[0]) is int
 
@@ -224,7 +338,7 @@ def test_token_ids_by_dlpack():
     capsule = array.__dlpack__()
     a.as_token_ids(capsule)
     with pytest.raises(TypeError, match="DLPack capsule cannot be read"):
-        a.as_token_ids(capsule)     # consumed
+        a.as_token_ids(capsule)  # consumed
     with pytest.raises(TypeError, match="float"):
         a.as_token_ids(Exporter(array.astype(np.float32)))
 
@@ -238,149 +352,93 @@ def test_token_ids_by_torch():
         a.as_token_ids(torch.utils.dlpack.to_dlpack(tensor.to(torch.bfloat16)))
 
 
-@pytest.mark.parametrize("ids, error, text", [
-    ([], ValueError, "empty"), ([[]], ValueError, "empty"), (np.array([], np.int64), ValueError, "empty"),
-    ([1, -1], ValueError, r"input_ids\[1\]=-1 is negative"), ([2**31], ValueError, "beyond 32 bits"),
-    ([2**70], ValueError, "beyond 64 bits"), ([1, True], TypeError, r"input_ids\[1\] must be an int, not bool"),
-    ([1.0], TypeError, "float"), (["a"], TypeError, "str"), ([[1], [2]], ValueError, "one prompt"),
-    (np.zeros((2, 3), int), ValueError, r"\[2, 3\]"), (np.zeros((1, 1, 3), int), ValueError, "shape"),
-    (np.zeros(3), TypeError, "integer type"), (np.array([True]), TypeError, "bool"), ("abc", TypeError, "str"),
-    (None, TypeError, "NoneType"), (7, TypeError, "int"), ({1: 2}, TypeError, "dict")])
+@pytest.mark.parametrize(
+    "ids, error, text",
+    [
+        ([], ValueError, "empty"),
+        ([[]], ValueError, "empty"),
+        (np.array([], np.int64), ValueError, "empty"),
+        ([1, -1], ValueError, r"input_ids\[1\]=-1 is negative"),
+        ([2**31], ValueError, "beyond 32 bits"),
+        ([2**70], ValueError, "beyond 64 bits"),
+        ([1, True], TypeError, r"input_ids\[1\] must be an int, not bool"),
+        ([1.0], TypeError, "float"),
+        (["a"], TypeError, "str"),
+        ([[1], [2]], ValueError, "one prompt"),
+        (np.zeros((2, 3), int), ValueError, r"\[2, 3\]"),
+        (np.zeros((1, 1, 3), int), ValueError, "shape"),
+        (np.zeros(3), TypeError, "integer type"),
+        (np.array([True]), TypeError, "bool"),
+        ("abc", TypeError, "str"),
+        (None, TypeError, "NoneType"),
+        (7, TypeError, "int"),
+        ({1: 2}, TypeError, "dict"),
+    ],
+)
 def test_bad_token_ids(ids, error, text):
     with pytest.raises(error, match=text):
         a.as_token_ids(ids)
 
 
-# --- ResultQueue ---
-
-
-def test_queue_merges_and_ends():
-    q = a.ResultQueue()
-    assert q.GetNoWait() is None and q.Get(1) is None and q.GenerateStatus() is Status.Init
-    for i in range(3):
-        q.put(elements(i))
-    q.put(elements(9, sample=1))
-    q.put(elements(3))
-    assert q.GeneratedLength() == 5
-    assert q.Get().ids_from_generate == [0, 1, 2]
-    second = q.Get()
-    assert (second.ids_from_generate, second.sample_index) == ([9], 1)
-    q.set_status(Status.Generating)
-    q.set_status(Status.ContextFinished)    # never back
-    assert q.GenerateStatus() is Status.Generating
-    q.update_stat({"context_token_length": 4, "unknown": 1})
-    q.finish(Status.GenerateFinished)
-    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_IO_ERROR, "late"))
-    q.put(elements(5))
-    assert q.GenerateStatus() is Status.GenerateFinished and q.GetWithTimeout(10).ids_from_generate == [3]
-    assert q.Get() is None and q.Get(5) is None and q.GetNoWait() is None and list(q) == []
-    assert q.RequestStatInfo().context_token_length == 4
-    for bad, error in ((-1, ValueError), ("x", TypeError), (True, TypeError)):
-        with pytest.raises(error, match="timeout_ms"):
-            q.Get(bad)
-
-
-def test_queue_raises_the_error_after_the_tokens():
-    q = a.ResultQueue()
-    q.put(elements(1))
-    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "no spans"))
-    assert q.Get().ids_from_generate == [1]
-    for get in (q.Get, q.GetNoWait, lambda: q.Get(1), lambda: list(q)):
-        with pytest.raises(a.AllSparkError, match="^ALLSPARK_CACHE_MEMORY_OUT: no spans"):
-            get()
-
-
-def test_queue_timeout_is_kept():
-    q = a.ResultQueue()
-    start = time.monotonic()
-    assert q.Get(50) is None and 0.04 < time.monotonic() - start < 1.0
-
-
-def test_queue_with_many_threads():
-    q, seen, lock = a.ResultQueue(), [], threading.Lock()
-
-    def read():
-        for e in q:
-            with lock:
-                seen.extend(e.ids_from_generate)
-
-    readers = [threading.Thread(target=read) for _ in range(4)]
-    for t in readers:
-        t.start()
-    for i in range(2000):
-        q.put(elements(i))
-    q.finish(Status.GenerateFinished)
-    for t in readers:
-        t.join(10)
-    assert sorted(seen) == list(range(2000))
-
-
-def test_queue_async():
-    q = a.ResultQueue()
-
-    def feed():
-        for i in range(50):
-            q.put(elements(i))
-            time.sleep(0.001)
-        q.finish(Status.GenerateFinished)
-
-    async def read():
-        got = []
-        async for e in q:
-            got += e.ids_from_generate
-        return got
-
-    async def main():
-        reader = asyncio.create_task(read())
-        threading.Thread(target=feed).start()
-        return await asyncio.wait_for(reader, 10)
-
-    assert asyncio.run(main()) == list(range(50))
-
-
-def test_queue_async_error_cancel_and_closed_loop():
-    q = a.ResultQueue()
-
-    async def one():
-        async for e in q:
-            return e
-
-    async def cancelled():
-        task = asyncio.create_task(one())
-        await asyncio.sleep(0.01)
-        assert len(q._waiters) == 1
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert not q._waiters
-    asyncio.run(cancelled())
-    q._waiters.append((asyncio.new_event_loop(), None))
-    q._waiters[0][0].close()
-    q.put(elements(1))      # a closed loop does not disturb the engine
-    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_IO_ERROR, "x"))
-    assert asyncio.run(one()).ids_from_generate == [1]
-    with pytest.raises(a.AllSparkError, match="ALLSPARK_IO_ERROR"):
-        asyncio.run(one())
-
-
 # --- protobuf ---
 
 
-@pytest.mark.parametrize("config", [
-    a.GenerateConfig(), a.GenerateConfig(eos_token_id=-1), a.GenerateConfig(eos_token_id=5), a.GenerateConfig(eos_token_id=[5, 6]),
-    a.GenerateConfig(do_sample=False, seed=2**64 - 1, temperature=0.3, top_k=4, top_p=0.9, repetition_penalty=1.3,
-                     presence_penalty=-0.25, frequency_penalty=0.125, suppress_repetition_in_generation=True,
-                     no_repeat_ngram_size=3, min_length=2, max_length=77, max_new_tokens=9, early_stopping=False,
-                     stop_words_ids=[[1, 2], [3]], bad_words_ids=[[4]], logprobs=True, top_logprobs=20, lora_name="l",
-                     response_format={"type": "json_object", "x": [1, {"ü": None}]}, vocab={"a": 0, "b": 1},
-                     vocab_type=a.VocabType.VOCAB_TYPE_BPE, uuid="u", user_request_id="r", priority=-3, cache_salt="s", n=2)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        a.GenerateConfig(),
+        a.GenerateConfig(eos_token_id=-1),
+        a.GenerateConfig(eos_token_id=5),
+        a.GenerateConfig(eos_token_id=[5, 6]),
+        a.GenerateConfig(
+            do_sample=False,
+            seed=2**64 - 1,
+            temperature=0.3,
+            top_k=4,
+            top_p=0.9,
+            repetition_penalty=1.3,
+            presence_penalty=-0.25,
+            frequency_penalty=0.125,
+            suppress_repetition_in_generation=True,
+            no_repeat_ngram_size=3,
+            min_length=2,
+            max_length=77,
+            max_new_tokens=9,
+            early_stopping=False,
+            stop_words_ids=[[1, 2], [3]],
+            bad_words_ids=[[4]],
+            logprobs=True,
+            top_logprobs=20,
+            lora_name="l",
+            response_format={"type": "json_object", "x": [1, {"ü": None}]},
+            vocab={"a": 0, "b": 1},
+            vocab_type=a.VocabType.VOCAB_TYPE_BPE,
+            uuid="u",
+            user_request_id="r",
+            priority=-3,
+            cache_salt="s",
+            n=2,
+        ),
+    ],
+)
 def test_generate_config_crosses_the_wire(config):
-    message = type(convert.generate_config_to_pb(config)).FromString(convert.generate_config_to_pb(config).SerializeToString())
+    message = type(convert.generate_config_to_pb(config)).FromString(
+        convert.generate_config_to_pb(config).SerializeToString()
+    )
     assert convert.generate_config_from_pb(message) == config
 
 
 def test_model_config_crosses_the_wire():
-    config = a.AsModelConfig("m", "/p", compute_unit="CPU:0,1", cache_mode="AsCacheQuantI8", target_token_latency=2.5,
-                             lora_names=["a", "b"], enable_prefix_cache=False, cache_memory=1 << 40)
+    config = a.AsModelConfig(
+        "m",
+        "/p",
+        compute_unit="CPU:0,1",
+        cache_mode="AsCacheQuantI8",
+        target_token_latency=2.5,
+        lora_names=["a", "b"],
+        enable_prefix_cache=False,
+        cache_memory=1 << 40,
+    )
     assert convert.model_config_from_pb(convert.model_config_to_pb(config)) == config
     message = convert.model_config_to_pb(config)
     message.fields["engine_max_lenght"].number = 4
@@ -388,10 +446,14 @@ def test_model_config_crosses_the_wire():
         convert.model_config_from_pb(message)
 
 
-@pytest.mark.parametrize("spec", [
-    RequestSpec("m", input_ids=[1, 2], generated=[3], config=a.GenerateConfig(top_k=3)),
-    RequestSpec("m", text="ü", want_text=True),
-    RequestSpec("m", messages=[{"role": "user", "content": "x"}], want_text=True)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RequestSpec("m", input_ids=[1, 2], generated=[3], config=a.GenerateConfig(top_k=3)),
+        RequestSpec("m", text="ü", want_text=True),
+        RequestSpec("m", messages=[{"role": "user", "content": "x"}], want_text=True),
+    ],
+)
 def test_requests_cross_the_wire(spec):
     assert convert.request_from_pb(convert.request_to_pb(spec)) == spec
 
@@ -404,11 +466,31 @@ def test_results_cross_the_wire():
     assert convert.model_info_from_pb(convert.model_info_to_pb(info)) == info
     stat = a.AsEngineStat("m", total_token=10, prefix_cache_hit_rate=0.5)
     assert convert.engine_stat_from_pb(convert.engine_stat_to_pb(stat)) == stat and "total_token: 10" in stat.ToString()
-    assert convert.stat_from_pb(convert.stat_to_pb({"finish_time": 1.5, "context_token_length": 3.0, "?": 1}))["finish_time"] == 1.5
+    assert (
+        convert.stat_from_pb(convert.stat_to_pb({"finish_time": 1.5, "context_token_length": 3.0, "?": 1}))[
+            "finish_time"
+        ]
+        == 1.5
+    )
 
 
 def test_stats_of_a_pool_add_up():
-    total = a.AsEngineStat.merged([
-        a.AsEngineStat("m", total_token=100, free_token=50, pendding_request=1, prefix_cache_hit_token=3, prefix_cache_hit_rate=1),
-        a.AsEngineStat("m", total_token=100, free_token=100, pendding_request=2, prefix_cache_miss_token=1)])
-    assert (total.total_token, total.pending_request, total.token_usage_percentage, total.prefix_cache_hit_rate) == (200, 3, 25, 0.75)
+    total = a.AsEngineStat.merged(
+        [
+            a.AsEngineStat(
+                "m",
+                total_token=100,
+                free_token=50,
+                pendding_request=1,
+                prefix_cache_hit_token=3,
+                prefix_cache_hit_rate=1,
+            ),
+            a.AsEngineStat("m", total_token=100, free_token=100, pendding_request=2, prefix_cache_miss_token=1),
+        ]
+    )
+    assert (total.total_token, total.pending_request, total.token_usage_percentage, total.prefix_cache_hit_rate) == (
+        200,
+        3,
+        25,
+        0.75,
+    )

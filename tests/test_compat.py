@@ -1,4 +1,5 @@
 """DashInfer's import lines, and that importing the client stays light."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +9,9 @@ import time
 
 
 def run(code: str, *, cwd=None) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, cwd=cwd)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, cwd=cwd
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -59,12 +62,15 @@ def test_server_names_and_star_import():
 def test_a_real_dashinfer_is_left_alone(tmp_path):
     (tmp_path / "dashinfer").mkdir()
     (tmp_path / "dashinfer" / "__init__.py").write_text("real = True\n")
-    run("""
+    run(
+        """
         import sys; sys.path.insert(0, "")
         import allspark_client.compat as c
         import dashinfer
         assert dashinfer.real and not c.install()
-        """, cwd=tmp_path)
+        """,
+        cwd=tmp_path,
+    )
 
 
 def test_importing_the_client_is_quick_and_light():
@@ -75,7 +81,7 @@ def test_importing_the_client_is_quick_and_light():
         assert not heavy, heavy
         """)
     times = []
-    for _ in range(4):      # the best of several: other processes share the machine
+    for _ in range(4):  # the best of several: other processes share the machine
         start = time.perf_counter()
         run("import allspark_client")
         times.append(time.perf_counter() - start)

@@ -1,16 +1,12 @@
-"""Service and ClientEngine against an engine without a model: streams, broken connections, resumption, pools, errors."""
+"""Service and ClientEngine against an engine without a model: streams, errors, addresses, tokens, TLS, other programs."""
+
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import grpc
 import pytest
@@ -20,44 +16,14 @@ from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_server.service import Service
-from fake_core import FakeCore, token_at
-
-HERE = Path(__file__).parent
-MODEL = AsModelConfig("m", "/none")
-
-
-def expected(prompt, count, sample=0):
-    return [token_at(prompt, sample, i) for i in range(count)]
-
-
-def tokens(queue):
-    return [t for e in queue for t in e.ids_from_generate]
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not within the time allowed"
-        time.sleep(0.01)
+from fake_core import FakeCore
+from fake_service import MODEL, expected, serving, tokens, wait_until
 
 
 @pytest.fixture(autouse=True)
 def short_first_contact(monkeypatch):
     """Waiting for a server that is not there is tested once at full length."""
     monkeypatch.setattr(client_module, "_FIRST_CONTACT_SECONDS", 1.0)
-
-
-@contextlib.contextmanager
-def serving(address="127.0.0.1:0", core=None, **options):
-    core = core or FakeCore()
-    service = Service(core, [address], **options)
-    try:
-        core.models.setdefault("m", True)
-        service.start()
-        yield core, service.addresses[0]
-    finally:
-        service.stop()
-        core.close()
 
 
 @pytest.fixture
@@ -72,25 +38,14 @@ def client(served):
         yield engine
 
 
-@contextlib.contextmanager
-def server_process(address, fingerprint="fp"):
-    process = subprocess.Popen([sys.executable, str(HERE / "fake_server.py"), address, fingerprint], stdout=subprocess.PIPE,
-                               text=True, env={**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"})
-    try:
-        yield process, process.stdout.readline().strip()
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 # --- requests ---
 
 
 def test_stream_and_release(served, client):
     core, _ = served
-    status, handle, queue = client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 30, "logprobs": True,
-                                                                              "top_logprobs": 2})
+    status, handle, queue = client.start_request(
+        "m", {"input_ids": [1, 2]}, {"max_new_tokens": 30, "logprobs": True, "top_logprobs": 2}
+    )
     assert status is AsStatus.ALLSPARK_SUCCESS
     first = queue.Get()
     assert first.prefix_cache_len == 3 and first.token_logprobs_list[0] == -0.5
@@ -100,7 +55,7 @@ def test_stream_and_release(served, client):
     assert queue.GenerateStatus() is Status.GenerateFinished and queue.GeneratedLength() == 30
     assert queue.RequestStatInfo().generated_token_length == 30 and queue.RequestStatInfo().context_tps == 2.5
     assert client.get_wait("m", queue) == [] and client.get_request_status("m", queue) is Status.GenerateFinished
-    client.stop_request("m", handle)    # harmless after the end
+    client.stop_request("m", handle)  # harmless after the end
     client.release_request("m", handle)
     wait_until(lambda: not core.handles, 1)
     for call in (client.stop_request, client.release_request, client.sync_request):
@@ -127,7 +82,9 @@ def test_many_threads_share_one_stream(served, client):
 def test_text_messages_and_samples(client):
     _, handle, queue = client.start_request_text("m", None, "hey", {"max_new_tokens": 3})
     assert "".join(e.text for e in queue) == "".join(f"<{t}>" for t in expected(list(b"hey"), 3))
-    _, handle, queue = client.start_request("m", {"messages": [{"role": "user", "content": "x"}]}, {"max_new_tokens": 2})
+    _, handle, queue = client.start_request(
+        "m", {"messages": [{"role": "user", "content": "x"}]}, {"max_new_tokens": 2}
+    )
     assert len(tokens(queue)) == 2
     _, handle, queue = client.start_request("m", {"input_ids": [4]}, {"max_new_tokens": 5, "n": 3})
     by_sample = {0: [], 1: [], 2: []}
@@ -164,15 +121,22 @@ def test_one_message_a_step(served):
     core, address = served
     core.interval = 0.03
     channel = grpc.insecure_channel(address)
-    call = channel.stream_stream("/allspark.Allspark/Session", pb.SessionRequest.SerializeToString,
-                                 pb.SessionResponse.FromString)
+    call = channel.stream_stream(
+        "/allspark.Allspark/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+    )
     hold = threading.Event()
 
     def requests():
         yield pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL))
         for i in range(1, 9):
-            yield pb.SessionRequest(start=pb.StartRequest(id=i, request=pb.GenerateRequest(
-                model="m", input_ids=pb.TokenIds(ids=[i]), config=pb.GenerateConfig(max_new_tokens=15))))
+            yield pb.SessionRequest(
+                start=pb.StartRequest(
+                    id=i,
+                    request=pb.GenerateRequest(
+                        model="m", input_ids=pb.TokenIds(ids=[i]), config=pb.GenerateConfig(max_new_tokens=15)
+                    ),
+                )
+            )
         hold.wait(10)
 
     steps, ended, with_tokens, sizes = core.steps, 0, 0, []
@@ -200,29 +164,47 @@ def test_a_request_that_fails_later(client):
 # --- errors as in process ---
 
 
-@pytest.mark.parametrize("call, error, text", [
-    (lambda e: e.start_model("x"), AllSparkError, "ALLSPARK_PARAM_ERROR: no model named 'x' is installed; installed: 'm'"),
-    (lambda e: e.get_as_engine_stat("x"), AllSparkError, "no model named 'x'"),
-    (lambda e: e.start_request("x", {"input_ids": [1]}), AllSparkError, "no model named 'x'"),
-    (lambda e: e.stop_request("x", 1), AllSparkError, "no model named 'x'"),
-    (lambda e: e.stop_request("m", "1"), TypeError, "request_handle must be the int"),
-    (lambda e: e.stop_model(3), TypeError, "model_name must be a str"),
-    (lambda e: e.start_request("m", {"input_ids": [1000]}), ValueError, r"input_ids\[0\]=1000 is not in the vocabulary"),
-    (lambda e: e.start_request("m", {"input_id": [1]}), ValueError, "did you mean 'input_ids'"),
-    (lambda e: e.start_request("m", {}), ValueError, "exactly one of"),
-    (lambda e: e.start_request("m", [1]), TypeError, "inputs must be a dict"),
-    (lambda e: e.start_request("m", {"input_ids": [1]}, {"top_kk": 1}), ValueError, "did you mean 'top_k'"),
-    (lambda e: e.start_request("m", {"messages": [{"role": "user"}]}), ValueError, r"messages\[0\]"),
-    (lambda e: e.start_request("m", {"input_ids": [666]}), AllSparkError, "ALLSPARK_UNKNOWN_ERROR: RuntimeError: a defect"),
-    (lambda e: e.install_model(MODEL), AllSparkError, "is installed already"),
-    (lambda e: e.install_model({}), TypeError, "config must be an AsModelConfig"),
-    (lambda e: e.install_model(AsModelConfig("i", "/x", weight_dtype="int8")), AllSparkError,
-     "ALLSPARK_INVALID_CALL_ERROR: weight_dtype='int8' is not available yet"),
-    (lambda e: e.start_request("m", {"input_ids": [1]}, {"mm_info": 1}), AllSparkError, "is not available yet"),
-    (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "is not available yet"),
-    (lambda e: e.load_lora("m", "l"), AllSparkError, "ALLSPARK_INVALID_CALL_ERROR: LoRA is not available yet"),
-    (lambda e: e.unload_device_mem("m"), AllSparkError, "is not available yet"),
-])
+@pytest.mark.parametrize(
+    "call, error, text",
+    [
+        (
+            lambda e: e.start_model("x"),
+            AllSparkError,
+            "ALLSPARK_PARAM_ERROR: no model named 'x' is installed; installed: 'm'",
+        ),
+        (lambda e: e.get_as_engine_stat("x"), AllSparkError, "no model named 'x'"),
+        (lambda e: e.start_request("x", {"input_ids": [1]}), AllSparkError, "no model named 'x'"),
+        (lambda e: e.stop_request("x", 1), AllSparkError, "no model named 'x'"),
+        (lambda e: e.stop_request("m", "1"), TypeError, "request_handle must be the int"),
+        (lambda e: e.stop_model(3), TypeError, "model_name must be a str"),
+        (
+            lambda e: e.start_request("m", {"input_ids": [1000]}),
+            ValueError,
+            r"input_ids\[0\]=1000 is not in the vocabulary",
+        ),
+        (lambda e: e.start_request("m", {"input_id": [1]}), ValueError, "did you mean 'input_ids'"),
+        (lambda e: e.start_request("m", {}), ValueError, "exactly one of"),
+        (lambda e: e.start_request("m", [1]), TypeError, "inputs must be a dict"),
+        (lambda e: e.start_request("m", {"input_ids": [1]}, {"top_kk": 1}), ValueError, "did you mean 'top_k'"),
+        (lambda e: e.start_request("m", {"messages": [{"role": "user"}]}), ValueError, r"messages\[0\]"),
+        (
+            lambda e: e.start_request("m", {"input_ids": [666]}),
+            AllSparkError,
+            "ALLSPARK_UNKNOWN_ERROR: RuntimeError: a defect",
+        ),
+        (lambda e: e.install_model(MODEL), AllSparkError, "is installed already"),
+        (lambda e: e.install_model({}), TypeError, "config must be an AsModelConfig"),
+        (
+            lambda e: e.install_model(AsModelConfig("i", "/x", weight_dtype="int8")),
+            AllSparkError,
+            "ALLSPARK_INVALID_CALL_ERROR: weight_dtype='int8' is not available yet",
+        ),
+        (lambda e: e.start_request("m", {"input_ids": [1]}, {"mm_info": 1}), AllSparkError, "is not available yet"),
+        (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "is not available yet"),
+        (lambda e: e.load_lora("m", "l"), AllSparkError, "ALLSPARK_INVALID_CALL_ERROR: LoRA is not available yet"),
+        (lambda e: e.unload_device_mem("m"), AllSparkError, "is not available yet"),
+    ],
+)
 def test_errors_are_those_of_the_engine(client, call, error, text):
     with pytest.raises(error, match=text):
         call(client)
@@ -266,195 +248,19 @@ def test_closing_a_client_ends_its_requests(served):
     wait_until(lambda: not core.live and not core.handles, 1)
 
 
-# --- clients that vanish, or do not read ---
-
-VANISHING = """
-import sys, time
-from allspark_client import ClientEngine
-e = ClientEngine(sys.argv[1])
-for i in range(5):
-    e.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 10**6})
-print("started", flush=True)
-time.sleep(100)
-"""
-
-
-@contextlib.contextmanager
-def client_process(address):
-    process = subprocess.Popen([sys.executable, "-c", VANISHING, address], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "started\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_a_killed_client_is_forgotten_within_a_second(served):
-    core, address = served
-    with client_process(address) as process:
-        wait_until(lambda: len(core.live) == 5, 5)
-        process.kill()
-        wait_until(lambda: not core.live and not core.handles, 1)
-
-
-def test_a_silent_client_is_forgotten_within_15_seconds(tmp_path):
-    with serving(f"unix:{tmp_path}/s.sock", core=FakeCore(interval=0.05)) as (core, address):
-        with client_process(address) as process:
-            wait_until(lambda: len(core.live) == 5, 5)
-            process.send_signal(signal.SIGSTOP)
-            with ClientEngine(address) as other:    # others are served meanwhile
-                _, handle, queue = other.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 5})
-                assert tokens(queue) == expected([1], 5)
-                other.release_request("m", handle)
-                wait_until(lambda: not core.live and not core.handles, 15)
-
-
-def test_a_client_that_does_not_read_is_disconnected(tmp_path):
-    with serving(f"unix:{tmp_path}/s.sock", core=FakeCore(interval=0.001, padding="x" * 10_000), max_pending=2000) as (core, address):
-        channel = grpc.insecure_channel(address)
-        call = channel.stream_stream("/allspark.Allspark/Session", pb.SessionRequest.SerializeToString,
-                                     pb.SessionResponse.FromString)
-        hold = threading.Event()
-
-        def requests():
-            yield pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL))
-            for i in range(1, 21):
-                yield pb.SessionRequest(start=pb.StartRequest(id=i, request=pb.GenerateRequest(
-                    model="m", text="x", config=pb.GenerateConfig(max_new_tokens=10**6))))
-            hold.wait(20)
-
-        stream = call(requests())
-        wait_until(lambda: len(core.live) == 20, 5)
-        steps = core.steps
-        wait_until(lambda: not core.live and not core.handles, 10)
-        assert core.steps > steps   # the engine went on meanwhile
-        with pytest.raises(grpc.RpcError) as caught:
-            for _ in stream:
-                pass
-        assert "unread" in caught.value.details()
-        hold.set()
-        channel.close()
-
-
-# --- servers that vanish ---
-
-
-def test_resume_on_another_member(tmp_path):
-    with server_process(f"unix:{tmp_path}/a") as (a, address_a), server_process(f"unix:{tmp_path}/b") as (b, address_b):
-        with ClientEngine([address_a, address_b], resume=True, reconnect_timeout=20) as engine:
-            started = [engine.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 60}) for i in range(6)]
-            samples = engine.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 500, "n": 2})
-            assert {engine._requests[h].session.address for _, h, _ in started} == {address_a, address_b}    # by load
-            victim = engine._requests[samples[1]].session.address
-            wait_until(lambda: all(q.GeneratedLength() > 5 for _, _, q in started), 10)
-            (a if victim == address_a else b).kill()
-            for i, (_, handle, queue) in enumerate(started):
-                assert tokens(queue) == expected([i], 60)
-                assert queue.GenerateStatus() is Status.GenerateFinished
-                assert queue.RequestStatInfo().generated_token_length == 60
-                engine.release_request("m", handle)
-            with pytest.raises(AllSparkError, match="n=2 samples cannot be resumed"):
-                tokens(samples[2])
-            # Calls go to the one that is left.
-            assert engine.get_model_info("m").name == "m"
-            _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
-            assert tokens(queue) == expected([3], 4)
-
-
-def test_resume_on_the_same_server_once_it_is_back(tmp_path):
-    address = f"unix:{tmp_path}/s.sock"
-    with contextlib.ExitStack() as stack:
-        process, _ = stack.enter_context(server_process(address))
-        engine = stack.enter_context(ClientEngine(address, reconnect_timeout=20))
-        _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 50})
-        _, stopped, interrupted = engine.start_request("m", {"input_ids": [6]}, {"max_new_tokens": 50_000})
-        wait_until(lambda: queue.GeneratedLength() > 5, 5)
-        process.kill()
-        process.wait()
-        waiting = threading.Thread(target=engine.get_model_info, args=("m",))    # calls wait
-        waiting.start()
-        time.sleep(0.3)
-        assert waiting.is_alive() and not queue.GenerateStatus().final
-        engine.stop_request("m", stopped)
-        assert interrupted.GenerateStatus() is Status.GenerateInterrupted
-        stack.enter_context(server_process(address))    # its stale socket is no obstacle
-        assert tokens(queue) == expected([5], 50)
-        waiting.join(10)
-        assert not waiting.is_alive()
-
-
-def test_no_resumption_where_the_fingerprint_differs(tmp_path):
-    with server_process(f"unix:{tmp_path}/a", "one") as (a, address_a):
-        with contextlib.ExitStack() as stack:
-            engine = stack.enter_context(ClientEngine(address_a, reconnect_timeout=20))
-            _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
-            queue.Get()
-            a.kill()
-            a.wait()
-            stack.enter_context(server_process(address_a, "two"))
-            with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: .*fingerprint differs"):
-                tokens(queue)
-            assert queue.GenerateStatus() is Status.InternalError
-
-
-@pytest.mark.parametrize("options, text", [({"resume": False}, "resume=False"), ({"reconnect_timeout": 0.6}, "gave up after 0.6 s")])
-def test_a_dead_server_is_a_clear_error(tmp_path, options, text):
-    with server_process(f"unix:{tmp_path}/s") as (process, address):
-        with ClientEngine(address, **options) as engine:
-            _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
-            queue.Get()
-            process.kill()
-            start = time.monotonic()
-            with pytest.raises(AllSparkError, match=f"ALLSPARK_RUNTIME_ERROR: .*{text}"):
-                tokens(queue)
-            for call in (lambda: engine.get_as_engine_stat("m"), lambda: engine.start_request("m", {"input_ids": [1]})):
-                with pytest.raises(AllSparkError, match=f"the server at {address} cannot be reached"):
-                    call()
-            engine.stop_request("m", handle)
-            engine.release_request("m", handle)
-            assert time.monotonic() - start < 6
-
-
-def test_nobody_listens(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    start = time.monotonic()
-    with pytest.raises(AllSparkError, match=f"ALLSPARK_IO_ERROR: the server at unix:{tmp_path}/none cannot be reached"):
-        ClientEngine(f"unix:{tmp_path}/none")
-    assert time.monotonic() - start < 8
-    for bad in ("nonsense", "host:0x1", "host:99999", ""):
-        with pytest.raises(ValueError, match="allowed: 'host:port' or 'unix:/path'"):
-            ClientEngine(bad)
-
-
-def test_pool_goes_on_with_the_members_there_are(served, tmp_path):
-    core, address = served
-    with ClientEngine([f"unix:{tmp_path}/none", address], reconnect_timeout=1) as engine:
-        _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
-        assert tokens(queue) == expected([3], 4)
-        assert engine.get_as_engine_stat("m").total_token == 100
-        with pytest.raises(AllSparkError, match="none cannot be reached.*pool member"):
-            engine.install_model(AsModelConfig("other", "/none"))
-
-
-def test_address_from_the_environment(served, monkeypatch):
-    monkeypatch.setenv("ALLSPARK_ADDRESS", f" {served[1]} ")
-    with ClientEngine() as engine:
-        assert engine.list_models()[0].name == "m"
-
-
 # --- addresses, tokens, TLS, other languages ---
 
 
 def test_port_in_use_and_bad_addresses(served, tmp_path):
     core, address = served
     (tmp_path / "file").write_text("x")
-    for wanted, text in ((address, f"cannot listen on {address}: the port is in use"),
-                         ("nonsense", "neither host:port nor unix:/path"),
-                         (f"unix:{tmp_path}/no/s.sock", "there is no directory"),
-                         (f"unix:{tmp_path}/{'x' * 120}", "Unix allows 107"),
-                         (f"unix:{tmp_path}/file", "is not a socket")):
+    for wanted, text in (
+        (address, f"cannot listen on {address}: the port is in use"),
+        ("nonsense", "neither host:port nor unix:/path"),
+        (f"unix:{tmp_path}/no/s.sock", "there is no directory"),
+        (f"unix:{tmp_path}/{'x' * 120}", "Unix allows 107"),
+        (f"unix:{tmp_path}/file", "is not a socket"),
+    ):
         with pytest.raises(AllSparkError, match=text):
             Service(core, [wanted]).start()
 
@@ -462,7 +268,7 @@ def test_port_in_use_and_bad_addresses(served, tmp_path):
 def test_stale_and_live_unix_sockets(tmp_path):
     path = tmp_path / "s.sock"
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))       # bound, and closed without unlink: nobody listens
+        stale.bind(str(path))  # bound, and closed without unlink: nobody listens
     with serving(f"unix:{path}") as (core, address):
         with ClientEngine(address) as engine:
             assert engine.get_rank_nums() == 1
@@ -481,17 +287,40 @@ def test_token():
             _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
             assert tokens(queue) == expected([3], 4)
         from grpc_health.v1 import health_pb2
-        with grpc.insecure_channel(address) as channel:     # probes have no token
-            check = channel.unary_unary("/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest.SerializeToString,
-                                        health_pb2.HealthCheckResponse.FromString)
+
+        with grpc.insecure_channel(address) as channel:  # probes have no token
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
             assert check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_tls(tmp_path):
     made = subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-         "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"], capture_output=True)
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-keyout",
+            tmp_path / "key.pem",
+            "-out",
+            tmp_path / "cert.pem",
+        ],
+        capture_output=True,
+    )
     if made.returncode:
         pytest.skip("no openssl command")
     pem = {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem"), "ca": str(tmp_path / "cert.pem")}
@@ -500,7 +329,7 @@ def test_tls(tmp_path):
             assert engine.get_rank_nums() == 1
         with pytest.raises(AllSparkError, match="cannot be reached"):
             ClientEngine(address)
-        with pytest.raises(AllSparkError, match="cannot be reached"):    # a client certificate is needed
+        with pytest.raises(AllSparkError, match="cannot be reached"):  # a client certificate is needed
             ClientEngine(address, tls=pem["ca"])
     with pytest.raises(AllSparkError, match="ALLSPARK_IO_ERROR: a TLS file cannot be read"):
         Service(FakeCore(), ["127.0.0.1:0"], tls={"cert": "/none", "key": "/none"}).start()
@@ -509,16 +338,20 @@ def test_tls(tmp_path):
 def test_generate_health_and_reflection(served):
     core, address = served
     from grpc_reflection.v1alpha import reflection_pb2 as r
+
     with grpc.insecure_channel(address) as channel:
-        generate = channel.unary_stream("/allspark.Allspark/Generate", pb.GenerateRequest.SerializeToString,
-                                        pb.GenerateResponse.FromString)
+        generate = channel.unary_stream(
+            "/allspark.Allspark/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+        )
         answers = list(generate(pb.GenerateRequest(model="m", text="hey", config=pb.GenerateConfig(max_new_tokens=4))))
         assert [i for m in answers for e in m.elements for i in e.ids] == expected(list(b"hey"), 4)
         assert "".join(e.text for m in answers for e in m.elements).startswith("<")
         assert answers[-1].status == pb.GENERATE_FINISHED
-        for request, text in ((pb.GenerateRequest(model="x", text="hey"), "no model named 'x'"),
-                              (pb.GenerateRequest(model="m"), "no prompt"),
-                              (pb.GenerateRequest(model="m", text="x", config=pb.GenerateConfig(top_k=-1)), "top_k=-1")):
+        for request, text in (
+            (pb.GenerateRequest(model="x", text="hey"), "no model named 'x'"),
+            (pb.GenerateRequest(model="m"), "no prompt"),
+            (pb.GenerateRequest(model="m", text="x", config=pb.GenerateConfig(top_k=-1)), "top_k=-1"),
+        ):
             with pytest.raises(grpc.RpcError) as caught:
                 list(generate(request))
             assert text in caught.value.details()
@@ -526,23 +359,34 @@ def test_generate_health_and_reflection(served):
         next(live)
         live.cancel()
         wait_until(lambda: not core.live, 1)
-        info = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-                                     r.ServerReflectionRequest.SerializeToString, r.ServerReflectionResponse.FromString)
+        info = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            r.ServerReflectionRequest.SerializeToString,
+            r.ServerReflectionResponse.FromString,
+        )
         listed = next(info(iter([r.ServerReflectionRequest(list_services="")])))
         assert {s.name for s in listed.list_services_response.service} >= {"allspark.Allspark", "grpc.health.v1.Health"}
 
 
-@pytest.mark.parametrize("messages, text", [
-    ([pb.SessionRequest(hello=pb.Hello(protocol=99))], "version 99"),
-    ([pb.SessionRequest(stop=1)], "no version"),
-    ([pb.SessionRequest(hello=pb.Hello(protocol=1)), pb.SessionRequest()], "start, stop and release"),
-    ([pb.SessionRequest(hello=pb.Hello(protocol=1))] + 2 * [pb.SessionRequest(start=pb.StartRequest(
-        id=1, request=pb.GenerateRequest(model="m", text="x")))], "id 1 is in use")])
+@pytest.mark.parametrize(
+    "messages, text",
+    [
+        ([pb.SessionRequest(hello=pb.Hello(protocol=99))], "version 99"),
+        ([pb.SessionRequest(stop=1)], "no version"),
+        ([pb.SessionRequest(hello=pb.Hello(protocol=1)), pb.SessionRequest()], "start, stop and release"),
+        (
+            [pb.SessionRequest(hello=pb.Hello(protocol=1))]
+            + 2 * [pb.SessionRequest(start=pb.StartRequest(id=1, request=pb.GenerateRequest(model="m", text="x")))],
+            "id 1 is in use",
+        ),
+    ],
+)
 def test_what_other_programs_may_send(served, messages, text):
     core, address = served
     with grpc.insecure_channel(address) as channel:
-        call = channel.stream_stream("/allspark.Allspark/Session", pb.SessionRequest.SerializeToString,
-                                     pb.SessionResponse.FromString)
+        call = channel.stream_stream(
+            "/allspark.Allspark/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+        )
         with pytest.raises(grpc.RpcError) as caught:
             list(call(iter(messages)))
         assert text in caught.value.details()

@@ -1,0 +1,65 @@
+"""What the tests of service and client share: servers around the fake engine, in this process or in one to be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from allspark_client import AsModelConfig
+from allspark_server.service import Service
+from fake_core import FakeCore, token_at
+
+HERE = Path(__file__).parent
+MODEL = AsModelConfig("m", "/none")
+
+
+def expected(prompt, count, sample=0):
+    """What the fake engine answers."""
+    return [token_at(prompt, sample, i) for i in range(count)]
+
+
+def tokens(queue):
+    """All ids of a queue, until its end."""
+    return [t for e in queue for t in e.ids_from_generate]
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not within the time allowed"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(address="127.0.0.1:0", core=None, **options):
+    """A service in this process; yields (core, address)."""
+    core = core or FakeCore()
+    service = Service(core, [address], **options)
+    try:
+        core.models.setdefault("m", True)
+        service.start()
+        yield core, service.addresses[0]
+    finally:
+        service.stop()
+        core.close()
+
+
+@contextlib.contextmanager
+def server_process(address, fingerprint="fp"):
+    """A service in a process of its own; yields (process, address)."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "fake_server.py"), address, fingerprint],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"},
+    )
+    try:
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

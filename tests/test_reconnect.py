@@ -1,0 +1,220 @@
+"""Clients that vanish or do not read, servers that die: nothing leaks, nothing hangs, requests go on elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine, convert
+from allspark_client import GenerateRequestStatus as Status
+from allspark_client import client as client_module
+from allspark_client._proto import allspark_pb2 as pb
+from fake_core import FakeCore
+from fake_service import expected, server_process, serving, tokens, wait_until
+
+
+@pytest.fixture(autouse=True)
+def short_first_contact(monkeypatch):
+    """Waiting for a server that is not there is tested once at full length."""
+    monkeypatch.setattr(client_module, "_FIRST_CONTACT_SECONDS", 1.0)
+
+
+@pytest.fixture
+def served():
+    with serving() as (core, address):
+        yield core, address
+
+
+# --- clients that vanish, or do not read ---
+
+VANISHING = """
+import sys, time
+from allspark_client import ClientEngine
+e = ClientEngine(sys.argv[1])
+for i in range(5):
+    e.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 10**6})
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+@contextlib.contextmanager
+def client_process(address):
+    process = subprocess.Popen([sys.executable, "-c", VANISHING, address], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "started\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_killed_client_is_forgotten_within_a_second(served):
+    core, address = served
+    with client_process(address) as process:
+        wait_until(lambda: len(core.live) == 5, 5)
+        process.kill()
+        wait_until(lambda: not core.live and not core.handles, 1)
+
+
+def test_a_silent_client_is_forgotten_within_15_seconds(tmp_path):
+    with serving(f"unix:{tmp_path}/s.sock", core=FakeCore(interval=0.05)) as (core, address):
+        with client_process(address) as process:
+            wait_until(lambda: len(core.live) == 5, 5)
+            process.send_signal(signal.SIGSTOP)
+            with ClientEngine(address) as other:  # others are served meanwhile
+                _, handle, queue = other.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 5})
+                assert tokens(queue) == expected([1], 5)
+                other.release_request("m", handle)
+                wait_until(lambda: not core.live and not core.handles, 15)
+
+
+def test_a_client_that_does_not_read_is_disconnected(tmp_path):
+    with serving(f"unix:{tmp_path}/s.sock", core=FakeCore(interval=0.001, padding="x" * 10_000), max_pending=2000) as (
+        core,
+        address,
+    ):
+        channel = grpc.insecure_channel(address)
+        call = channel.stream_stream(
+            "/allspark.Allspark/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+        )
+        hold = threading.Event()
+
+        def requests():
+            yield pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL))
+            for i in range(1, 21):
+                yield pb.SessionRequest(
+                    start=pb.StartRequest(
+                        id=i,
+                        request=pb.GenerateRequest(model="m", text="x", config=pb.GenerateConfig(max_new_tokens=10**6)),
+                    )
+                )
+            hold.wait(20)
+
+        stream = call(requests())
+        wait_until(lambda: len(core.live) == 20, 5)
+        steps = core.steps
+        wait_until(lambda: not core.live and not core.handles, 10)
+        assert core.steps > steps  # the engine went on meanwhile
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in stream:
+                pass
+        assert "unread" in caught.value.details()
+        hold.set()
+        channel.close()
+
+
+# --- servers that vanish ---
+
+
+def test_resume_on_another_member(tmp_path):
+    with server_process(f"unix:{tmp_path}/a") as (a, address_a), server_process(f"unix:{tmp_path}/b") as (b, address_b):
+        with ClientEngine([address_a, address_b], resume=True, reconnect_timeout=20) as engine:
+            started = [engine.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 60}) for i in range(6)]
+            samples = engine.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 500, "n": 2})
+            assert {engine._requests[h].session.address for _, h, _ in started} == {address_a, address_b}  # by load
+            victim = engine._requests[samples[1]].session.address
+            wait_until(lambda: all(q.GeneratedLength() > 5 for _, _, q in started), 10)
+            (a if victim == address_a else b).kill()
+            for i, (_, handle, queue) in enumerate(started):
+                assert tokens(queue) == expected([i], 60)
+                assert queue.GenerateStatus() is Status.GenerateFinished
+                assert queue.RequestStatInfo().generated_token_length == 60
+                engine.release_request("m", handle)
+            with pytest.raises(AllSparkError, match="n=2 samples cannot be resumed"):
+                tokens(samples[2])
+            # Calls go to the one that is left.
+            assert engine.get_model_info("m").name == "m"
+            _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
+            assert tokens(queue) == expected([3], 4)
+
+
+def test_resume_on_the_same_server_once_it_is_back(tmp_path):
+    address = f"unix:{tmp_path}/s.sock"
+    with contextlib.ExitStack() as stack:
+        process, _ = stack.enter_context(server_process(address))
+        engine = stack.enter_context(ClientEngine(address, reconnect_timeout=20))
+        _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 50})
+        _, stopped, interrupted = engine.start_request("m", {"input_ids": [6]}, {"max_new_tokens": 50_000})
+        wait_until(lambda: queue.GeneratedLength() > 5, 5)
+        process.kill()
+        process.wait()
+        waiting = threading.Thread(target=engine.get_model_info, args=("m",))  # calls wait
+        waiting.start()
+        time.sleep(0.3)
+        assert waiting.is_alive() and not queue.GenerateStatus().final
+        engine.stop_request("m", stopped)
+        assert interrupted.GenerateStatus() is Status.GenerateInterrupted
+        stack.enter_context(server_process(address))  # its stale socket is no obstacle
+        assert tokens(queue) == expected([5], 50)
+        waiting.join(10)
+        assert not waiting.is_alive()
+
+
+def test_no_resumption_where_the_fingerprint_differs(tmp_path):
+    with server_process(f"unix:{tmp_path}/a", "one") as (a, address_a):
+        with contextlib.ExitStack() as stack:
+            engine = stack.enter_context(ClientEngine(address_a, reconnect_timeout=20))
+            _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
+            queue.Get()
+            a.kill()
+            a.wait()
+            stack.enter_context(server_process(address_a, "two"))
+            with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: .*fingerprint differs"):
+                tokens(queue)
+            assert queue.GenerateStatus() is Status.InternalError
+
+
+@pytest.mark.parametrize(
+    "options, text", [({"resume": False}, "resume=False"), ({"reconnect_timeout": 0.6}, "gave up after 0.6 s")]
+)
+def test_a_dead_server_is_a_clear_error(tmp_path, options, text):
+    with server_process(f"unix:{tmp_path}/s") as (process, address):
+        with ClientEngine(address, **options) as engine:
+            _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
+            queue.Get()
+            process.kill()
+            start = time.monotonic()
+            with pytest.raises(AllSparkError, match=f"ALLSPARK_RUNTIME_ERROR: .*{text}"):
+                tokens(queue)
+            for call in (lambda: engine.get_as_engine_stat("m"), lambda: engine.start_request("m", {"input_ids": [1]})):
+                with pytest.raises(AllSparkError, match=f"the server at {address} cannot be reached"):
+                    call()
+            engine.stop_request("m", handle)
+            engine.release_request("m", handle)
+            assert time.monotonic() - start < 6
+
+
+def test_nobody_listens(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    start = time.monotonic()
+    with pytest.raises(AllSparkError, match=f"ALLSPARK_IO_ERROR: the server at unix:{tmp_path}/none cannot be reached"):
+        ClientEngine(f"unix:{tmp_path}/none")
+    assert time.monotonic() - start < 8
+    for bad in ("nonsense", "host:0x1", "host:99999", ""):
+        with pytest.raises(ValueError, match="allowed: 'host:port' or 'unix:/path'"):
+            ClientEngine(bad)
+
+
+def test_pool_goes_on_with_the_members_there_are(served, tmp_path):
+    core, address = served
+    with ClientEngine([f"unix:{tmp_path}/none", address], reconnect_timeout=1) as engine:
+        _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
+        assert tokens(queue) == expected([3], 4)
+        assert engine.get_as_engine_stat("m").total_token == 100
+        with pytest.raises(AllSparkError, match="none cannot be reached.*pool member"):
+            engine.install_model(AsModelConfig("other", "/none"))
+
+
+def test_address_from_the_environment(served, monkeypatch):
+    monkeypatch.setenv("ALLSPARK_ADDRESS", f" {served[1]} ")
+    with ClientEngine() as engine:
+        assert engine.list_models()[0].name == "m"

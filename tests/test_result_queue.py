@@ -1,0 +1,126 @@
+"""The result queue: merging, ends and errors, threads, event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+import allspark_client as a
+
+Status = a.GenerateRequestStatus
+
+
+def elements(*ids: int, sample: int = 0) -> a.GeneratedElements:
+    return a.GeneratedElements(list(ids), sample_index=sample)
+
+
+def test_queue_merges_and_ends():
+    q = a.ResultQueue()
+    assert q.GetNoWait() is None and q.Get(1) is None and q.GenerateStatus() is Status.Init
+    for i in range(3):
+        q.put(elements(i))
+    q.put(elements(9, sample=1))
+    q.put(elements(3))
+    assert q.GeneratedLength() == 5
+    assert q.Get().ids_from_generate == [0, 1, 2]
+    second = q.Get()
+    assert (second.ids_from_generate, second.sample_index) == ([9], 1)
+    q.set_status(Status.Generating)
+    q.set_status(Status.ContextFinished)  # never back
+    assert q.GenerateStatus() is Status.Generating
+    q.update_stat({"context_token_length": 4, "unknown": 1})
+    q.finish(Status.GenerateFinished)
+    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_IO_ERROR, "late"))
+    q.put(elements(5))
+    assert q.GenerateStatus() is Status.GenerateFinished and q.GetWithTimeout(10).ids_from_generate == [3]
+    assert q.Get() is None and q.Get(5) is None and q.GetNoWait() is None and list(q) == []
+    assert q.RequestStatInfo().context_token_length == 4
+    for bad, error in ((-1, ValueError), ("x", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="timeout_ms"):
+            q.Get(bad)
+
+
+def test_queue_raises_the_error_after_the_tokens():
+    q = a.ResultQueue()
+    q.put(elements(1))
+    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "no spans"))
+    assert q.Get().ids_from_generate == [1]
+    for get in (q.Get, q.GetNoWait, lambda: q.Get(1), lambda: list(q)):
+        with pytest.raises(a.AllSparkError, match="^ALLSPARK_CACHE_MEMORY_OUT: no spans"):
+            get()
+
+
+def test_queue_timeout_is_kept():
+    q = a.ResultQueue()
+    start = time.monotonic()
+    assert q.Get(50) is None and 0.04 < time.monotonic() - start < 1.0
+
+
+def test_queue_with_many_threads():
+    q, seen, lock = a.ResultQueue(), [], threading.Lock()
+
+    def read():
+        for e in q:
+            with lock:
+                seen.extend(e.ids_from_generate)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for t in readers:
+        t.start()
+    for i in range(2000):
+        q.put(elements(i))
+    q.finish(Status.GenerateFinished)
+    for t in readers:
+        t.join(10)
+    assert sorted(seen) == list(range(2000))
+
+
+def test_queue_async():
+    q = a.ResultQueue()
+
+    def feed():
+        for i in range(50):
+            q.put(elements(i))
+            time.sleep(0.001)
+        q.finish(Status.GenerateFinished)
+
+    async def read():
+        got = []
+        async for e in q:
+            got += e.ids_from_generate
+        return got
+
+    async def main():
+        reader = asyncio.create_task(read())
+        threading.Thread(target=feed).start()
+        return await asyncio.wait_for(reader, 10)
+
+    assert asyncio.run(main()) == list(range(50))
+
+
+def test_queue_async_error_cancel_and_closed_loop():
+    q = a.ResultQueue()
+
+    async def one():
+        async for e in q:
+            return e
+
+    async def cancelled():
+        task = asyncio.create_task(one())
+        await asyncio.sleep(0.01)
+        assert len(q._waiters) == 1
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert not q._waiters
+
+    asyncio.run(cancelled())
+    q._waiters.append((asyncio.new_event_loop(), None))
+    q._waiters[0][0].close()
+    q.put(elements(1))  # a closed loop does not disturb the engine
+    q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_IO_ERROR, "x"))
+    assert asyncio.run(one()).ids_from_generate == [1]
+    with pytest.raises(a.AllSparkError, match="ALLSPARK_IO_ERROR"):
+        asyncio.run(one())
