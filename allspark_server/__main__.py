@@ -65,7 +65,8 @@ def model_config(text: str):
     from allspark_client.config import AsModelConfig
     if text.lstrip().startswith("{"):
         return AsModelConfig.from_dict(json.loads(text))
-    return AsModelConfig(model_name=Path(text).resolve().name, model_path=str(Path(text).resolve()))
+    path = Path(text).expanduser().resolve()
+    return AsModelConfig(model_name=path.stem if path.suffix == ".asgraph" else path.name, model_path=str(path))
 
 
 class Rank:

@@ -57,9 +57,9 @@ examples:
   allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
   echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
     p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
-    p.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint directory (default: the shipped model)")
+    p.add_argument("--model", metavar="DIR", help="a Hugging Face directory or NAME.asgraph (default: the shipped model)")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    p.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default %(default)s")
+    p.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
     p.add_argument("--greedy", action="store_true", help="always the likeliest token")
     p.add_argument("--temperature", type=float, default=None)
     p.add_argument("--top-p", type=float, default=None)
@@ -147,7 +147,8 @@ def _model_config(options: argparse.Namespace, directory: str) -> dict:
     path = Path(directory).expanduser().resolve()
     if not path.exists():
         raise ValueError(f"--model {directory}: there is no such file or directory")
-    config = {"model_name": options.model_name or path.name, "model_path": str(path)}
+    name = path.stem if path.suffix == ".asgraph" else path.name
+    config = {"model_name": options.model_name or name, "model_path": str(path)}
     for key, value in (("engine_max_length", options.max_length), ("engine_max_batch", options.max_batch),
                        ("weight_dtype", options.weight_dtype)):
         if value is not None:

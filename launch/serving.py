@@ -190,15 +190,16 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         notify = environment.pop("NOTIFY_SOCKET", "")
         supervisor = Supervisor(plan.words, environment, len(plan.placement.ranks), runtime_dir,
                                 shared_memory=shared_memory, ready_file=Path(ready_file) if ready_file else None,
-                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: _tell_systemd(notify),
+                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: tell_systemd(notify),
                                 on_progress=on_progress)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup means to go on
+                signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
         supervisor.run()
 
 
-def _tell_systemd(path: str) -> None:
-    """Type=notify services are started once they say so."""
+def tell_systemd(path: str) -> None:
+    """Type=notify services count as started once they say so. path: $NOTIFY_SOCKET, "" without systemd."""
     if path:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
             s.sendto(b"READY=1", "\0" + path[1:] if path.startswith("@") else path)

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from allspark_launch import mpi as launch_mpi
 from allspark_launch.cli import main
 from allspark_launch.placement import place
 from allspark_launch.pool import Pool, units
-from allspark_launch.serving import GroupOptions, plan_group
+from allspark_launch.serving import GroupOptions, plan_group, private_folder, tell_systemd
 from allspark_launch.supervisor import GroupFailed, Limits, Supervisor, processes_of_session
 from allspark_launch.topology import format_list, parse_list, read_topology
 
@@ -320,6 +321,23 @@ def test_pool_units(tmp_path, capsys):
 def test_status_of_a_group_that_is_down(capsys, tmp_path):
     assert main(["pool", "status", "--address", f"unix:{tmp_path}/none"]) == 1
     assert "down" in capsys.readouterr().out
+
+
+def test_systemd_is_told(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        tell_systemd(str(tmp_path / "notify"))
+        assert listener.recv(100) == b"READY=1"
+    tell_systemd("")        # not started by systemd
+
+
+def test_folders_of_killed_processes_are_removed(tmp_path):
+    (tmp_path / "allspark-group-old").mkdir()
+    (tmp_path / "allspark-group-old" / "lock").touch()
+    with private_folder(str(tmp_path)) as first:
+        with private_folder(str(tmp_path)) as second:
+            assert first.exists() and second.exists() and not (tmp_path / "allspark-group-old").exists()
+    assert not list(tmp_path.iterdir())
 
 
 # ---- supervisor ----------------------------------------------------------------------------------------------------
