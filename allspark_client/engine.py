@@ -7,6 +7,7 @@ from typing import Any
 
 from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
+from .fields import valid_unicode
 from .queue import ResultQueue
 from .request import RequestSpec
 from .tokens import as_token_ids
@@ -226,7 +227,7 @@ def _text(text: Any) -> str:
         raise TypeError(f"text must be a str, not {type(text).__name__}")
     if not text:
         raise ValueError("text is empty; a prompt needs at least one token")
-    return text
+    return valid_unicode("text", text)
 
 
 def _messages(messages: Any) -> list[dict[str, str]]:
@@ -238,4 +239,6 @@ def _messages(messages: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or set(message) != {"role", "content"} \
                 or not all(isinstance(v, str) for v in message.values()):
             raise ValueError(f"messages[{i}] must be a dict of two str, 'role' and 'content', not {message!r:.80}")
+        for key in message:
+            valid_unicode(f"messages[{i}][{key!r}]", message[key])
     return [dict(m) for m in messages]

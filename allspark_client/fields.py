@@ -42,6 +42,15 @@ def as_int(name: str, value: Any, low: int | None = None, high: int | None = Non
     return value
 
 
+def valid_unicode(name: str, text: str) -> str:
+    """`text`, if it can be encoded; half of a surrogate pair can not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{name} is no valid Unicode: half of a surrogate pair at position {e.start}") from None
+    return text
+
+
 def bool_field(default: bool) -> Any:
     """True or False; not 0 or 1, which are more often a misplaced argument."""
     def check(name: str, value: Any) -> bool:
@@ -77,7 +86,7 @@ def str_field(default: str | None) -> Any:
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str):
             raise wrong_type(name, value, "a str")
-        return value
+        return valid_unicode(name, value)
 
     return _typed(check, default, default is None)
 

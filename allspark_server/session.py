@@ -80,8 +80,8 @@ class Session:
         """Submit a request; its answer (started or refused) becomes part of the next message. Blocks; any thread."""
         self._register(request_id)
         try:
-            handle = self._engine.submit(spec, _RequestSink(self, request_id))
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
+            handle = self._engine.submit(spec, _RequestSink(self, request_id))
         except Exception as error:  # whatever it is, it is this client's to see
             if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                 logger.exception("submitting a request failed")
