@@ -33,28 +33,44 @@ class HuggingFaceModel:
     """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object,
     so that calls can be chained. Code in a checkpoint is never run."""
 
-    def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str = "auto",
+    def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str | None = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
-        """user_set_data_type: of serialized weights: "auto" (as stored), "float32", "bfloat16" or "float16".
-        in_memory_serialize: serialize_to_path writes to memory, too."""
-        if user_set_data_type not in ("auto", *STORED_TYPES):
-            raise ValueError(f"user_set_data_type={user_set_data_type!r} is not known; allowed: "
-                             f"{', '.join(('auto', *STORED_TYPES))}")
-        if not name or Path(name).name != name:
-            raise ValueError(f"name={name!r} is not a plain name; it becomes a file name")
+        """name: of the serialized files; slashes become underscores. user_set_data_type: of serialized weights: "auto"
+        (or None: as stored), "float32", "bfloat16" or "float16". in_memory_serialize: serialize_to_path writes to
+        memory, too."""
+        name = str(name).replace("/", "_")
+        if name in ("", ".", ".."):
+            raise ValueError(f"name={name!r} cannot be a file's name")
         if trust_remote_code:
             logger.warning("trust_remote_code is ignored: code in a checkpoint is never run")
         self.path, self.name = Path(path), name
-        self.data_type, self.in_memory = user_set_data_type, in_memory_serialize
+        self.data_type = self._checked_type("user_set_data_type", user_set_data_type)
+        self.in_memory = in_memory_serialize
         self.model_config: ModelConfig | None = None
         self._model: OpenedModel | None = None
         self._tokenizer: Any = None
         self._files: tuple[Path, Path] | None = None
         self._memory: weakref.finalize | None = None
 
+    @staticmethod
+    def _checked_type(argument: str, value: str | None) -> str:
+        known = ("auto", *STORED_TYPES)
+        if value is not None and value not in known:
+            raise ValueError(f"{argument}={value!r} is not known; allowed: {', '.join(known)}")
+        return value or "auto"
+
     # -- reading -------------------------------------------------------------------------------------------------------
-    def load_model(self) -> "HuggingFaceModel":
-        """Maps the weight files, checks every tensor's presence, type and shape; AllSparkError says what is wrong."""
+    def load_model(self, override_data_type: str | None = None, direct_load: bool = True,
+                   load_format: str = "auto") -> "HuggingFaceModel":
+        """Maps the weight files, checks every tensor's presence, type and shape; AllSparkError says what is wrong.
+
+        override_data_type: as user_set_data_type. direct_load, load_format: of DashInfer's signature; weights always
+        are read without transformers, and their format is recognized.
+        """
+        if override_data_type is not None:
+            self.data_type = self._checked_type("override_data_type", override_data_type)
+        if load_format not in ("auto", "safetensors", "pt"):
+            raise ValueError(f"load_format={load_format!r} is not known; allowed: auto, safetensors, pt")
         self._model = open_model(str(self._directory()))
         stored_types(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
@@ -70,8 +86,8 @@ class HuggingFaceModel:
         self._model = None
         return self
 
-    def init_tokenizer(self) -> "HuggingFaceModel":
-        """Loads the tokenizer: transformers' where that is installed, otherwise this package's own."""
+    def init_tokenizer(self, padding_side: str = "left") -> "HuggingFaceModel":
+        """Loads the tokenizer: transformers' where that is installed, otherwise this package's, which never pads."""
         self._directory()
         try:
             from transformers import AutoTokenizer
@@ -79,8 +95,8 @@ class HuggingFaceModel:
             from allspark_server.text import Tokenizer
             self._tokenizer = Tokenizer.from_dir(self.path)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False,
-                                                            local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False, local_files_only=True,
+                                                            padding_side=padding_side)
         return self
 
     def get_tokenizer(self) -> Any:
@@ -90,18 +106,22 @@ class HuggingFaceModel:
         return self._tokenizer
 
     # -- serializing ---------------------------------------------------------------------------------------------------
-    def serialize_to_path(self, engine: Any, directory: str | os.PathLike, enable_quant: bool = False,
+    def serialize_to_path(self, engine: Any, model_output_dir: str | os.PathLike, enable_quant: bool = False,
                           weight_only_quant: bool = False, customized_quant_config: dict | None = None,
-                          skip_if_exists: bool = False, text_graph: bool = False) -> "HuggingFaceModel":
-        """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `directory`.
+                          skip_if_exists: bool = False, multinode_mode: bool = True, lora_cfg: Any = None,
+                          text_graph: bool = False) -> "HuggingFaceModel":
+        """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `model_output_dir`.
 
-        engine: of DashInfer's signature; not needed. text_graph: write the op list as text.
+        engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
+        text_graph: write the op list as text.
         """
+        if lora_cfg:
+            raise not_available("Serializing with LoRA")
         if enable_quant or weight_only_quant or customized_quant_config:
             raise not_available("Serializing quantized weights")
         if self.in_memory:
             return self.serialize_to_memory(engine, text_graph=text_graph)
-        return self._serialize(Path(directory), skip_if_exists, text_graph)
+        return self._serialize(Path(model_output_dir), skip_if_exists, text_graph)
 
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
                             customized_quant_config: dict | None = None,
@@ -157,9 +177,10 @@ class HuggingFaceModel:
 
     # -- configs -------------------------------------------------------------------------------------------------------
     def create_reference_runtime_config_builder(self, name: str, target_device: TargetDevice | str = TargetDevice.CPU,
-                                                device_ids: list[int] | None = None,
-                                                max_batch: int = 1) -> AsModelRuntimeConfigBuilder:
-        """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself."""
+                                                device_ids: list[int] | None = None, max_batch: int = 1,
+                                                max_context_length: int = -1) -> AsModelRuntimeConfigBuilder:
+        """A builder set up for this model: the serialized files if there are some, otherwise the checkpoint itself.
+        max_context_length: the engine's maximum length; -1: the default, or what the model was made for if less."""
         builder = AsModelRuntimeConfigBuilder().model_name(name).compute_unit(target_device, device_ids)
         builder.max_batch(max_batch)
         if self._files:
@@ -167,16 +188,19 @@ class HuggingFaceModel:
         else:
             builder.model_dir(str(self._directory()))
         config = self._config()
-        if config.rope.type != "dynamic" and config.max_position_embeddings < AsModelConfig().engine_max_length:
+        if max_context_length != -1:
+            builder.max_length(max_context_length)
+        elif config.rope.type != "dynamic" and config.max_position_embeddings < AsModelConfig().engine_max_length:
             builder.max_length(config.max_position_embeddings)
         return builder
 
-    def create_reference_generation_config_builder(self, runtime_config: AsModelConfig) -> ASGenerationConfigBuilder:
+    def create_reference_generation_config_builder(
+            self, runtime_config: AsModelConfig | None = None) -> ASGenerationConfigBuilder:
         """A builder with the sampling settings of the checkpoint's generation_config.json, its end-of-sequence ids, and
         the engine's maximum length."""
         path = self.path / "generation_config.json"
         builder = ASGenerationConfigBuilder(read_json(path) if path.exists() else None)
-        values: dict[str, Any] = {"max_length": runtime_config.engine_max_length}
+        values: dict[str, Any] = {"max_length": runtime_config.engine_max_length} if runtime_config else {}
         if self._config().eos_token_ids:
             values["eos_token_id"] = list(self._config().eos_token_ids)
         return builder.update(values)

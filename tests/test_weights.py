@@ -297,6 +297,19 @@ def test_torch_files_hold_the_same_model(copy, name, shards):
     assert model_hash(open_model(str(directory))) == model_hash(open_model(str(checkpoint(name))))
 
 
+def test_torch_file_of_parameters_and_views(copy):
+    directory = copy()
+    as_torch_files(directory, 1)
+    tensors = torch.load(directory / "pytorch_model.bin")
+    tensors[NORM] = torch.nn.Parameter(tensors[NORM])
+    tensors[DOWN] = tensors[DOWN].T.contiguous().T
+    torch.save(tensors, directory / "pytorch_model.bin")
+    assert model_hash(open_model(str(directory))) == model_hash(open_model(str(checkpoint("qwen2-gqa-tied"))))
+    torch.save([1], directory / "pytorch_model.bin")
+    with pytest.raises(AllSparkError, match="pytorch_model.bin does not hold tensors by name"):
+        open_weights(directory)
+
+
 def test_torch_files_without_torch(copy, monkeypatch):
     directory = copy()
     as_torch_files(directory, 1)
@@ -446,8 +459,15 @@ def test_existing_files_are_kept_if_wanted(serialized):
 def test_what_hugging_face_model_refuses(tmp_path, caplog):
     with pytest.raises(ValueError, match="user_set_data_type='int3' is not known; allowed: auto, float32"):
         HuggingFaceModel(tmp_path, "m", user_set_data_type="int3")
-    with pytest.raises(ValueError, match="plain name"):
-        HuggingFaceModel(tmp_path, "../m")
+    with pytest.raises(ValueError, match="cannot be a file's name"):
+        HuggingFaceModel(tmp_path, "..")
+    assert HuggingFaceModel(tmp_path, "org/m", user_set_data_type=None).name == "org_m"
+    with pytest.raises(ValueError, match="override_data_type='int3'"):
+        HuggingFaceModel(tmp_path, "m").load_model(override_data_type="int3")
+    with pytest.raises(ValueError, match="load_format='x' is not known"):
+        HuggingFaceModel(tmp_path, "m").load_model(load_format="x")
+    with pytest.raises(AllSparkError, match="LoRA is not available yet"):
+        HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, lora_cfg={"x": 1})
     with pytest.raises(AllSparkError, match="quantized weights is not available yet"):
         HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, enable_quant=True)
     with pytest.raises(AllSparkError, match="is not a directory"):

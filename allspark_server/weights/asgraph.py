@@ -121,7 +121,7 @@ def read_graph(path: Path) -> Graph:
 
 
 def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto") -> None:
-    """Writes each tensor that the graph uses, whole, with its crc32. dtype: "auto" (as stored) or one of STORED_TYPES."""
+    """Writes each tensor that the graph uses, whole, with its crc32. dtype: "auto" (as stored) or of STORED_TYPES."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     names = sorted({part.tensor for weight in graph.weights.values() for part in weight.parts})
     tensors = [source.get(name) for name in names]

@@ -108,7 +108,10 @@ class TorchSource:
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except Exception as error:  # torch raises many types; the file is foreign input
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read weight file {path}: {error}") from error
-            self.tensors.update((name, (tensor, path)) for name, tensor in found.items())
+            if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
+                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not hold tensors by name")
+            # Parameters and transposed views are allowed; everything else is seen as it is stored.
+            self.tensors.update((name, (t.detach().contiguous(), path)) for name, t in found.items())
 
     def names(self) -> Iterable[str]:
         return self.tensors.keys()
