@@ -95,8 +95,8 @@ class HuggingFaceModel:
             from allspark_server.text import Tokenizer
             self._tokenizer = Tokenizer.from_dir(self.path)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), trust_remote_code=False, local_files_only=True,
-                                                            padding_side=padding_side)
+            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), padding_side=padding_side,
+                                                            trust_remote_code=False, local_files_only=True)
         return self
 
     def get_tokenizer(self) -> Any:
