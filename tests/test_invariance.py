@@ -169,8 +169,8 @@ def test_everything_at_once(engine, model):
     rng = random.Random(5)
     with installed(engine, model, cache_memory=cache, enable_prefix_cache=True, **fields) as name:
         started = []
-        growing = {**ALWAYS, "max_new_tokens": 200, "priority": 5}
-        for i in range(3):
+        growing = {**ALWAYS, "max_new_tokens": 300, "priority": 5}
+        for i in range(6):
             engine.start_request(name, {"input_ids": prompt_of(10 + i, seed=i)}, growing)
         for _ in range(60):
             index = rng.randrange(len(PROBES))
