@@ -370,7 +370,7 @@ class ClientEngine(AbstractEngine):
         for request in requests:
             request.resumed = True
         # Another member is as good at once as the lost one is when it is back.
-        members = sorted(self._members, key=lambda member: member.address == check_address(lost))
+        members = sorted(self._members, key=lambda member: member.address == lost)
         while requests and not self._closed:
             different = dict.fromkeys(requests, 0)
             for member in members:
