@@ -211,6 +211,8 @@ def run(options: argparse.Namespace) -> int:
             _answer(engine, name, prompt, options)
         return 0
     model = _model_config(options, options.model or str(shipped_model()))
+    if options.max_length is None:          # one short conversation: not more than the model was made for
+        model.setdefault("engine_max_length", _positions(Path(model["model_path"]), 2048))
     arguments = ["--model", model["model_path"], "--model-name", model["model_name"]]
     for key, value in model.items():
         if key not in ("model_path", "model_name"):
@@ -228,6 +230,15 @@ def run(options: argparse.Namespace) -> int:
         with ClientEngine(group.addresses[0]) as engine:
             _answer(engine, model["model_name"], prompt, options)
     return 0
+
+
+def _positions(path: Path, most: int) -> int:
+    """The context length of a checkpoint, at most `most`."""
+    try:
+        found = json.loads((path / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return most         # whatever is wrong with it, loading will say so better
+    return min(found, most) if isinstance(found, int) and found > 0 else most
 
 
 def show_progress(name: str, part: float) -> None:
