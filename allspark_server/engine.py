@@ -72,7 +72,7 @@ class Engine(AbstractEngine):
         an engine that takes this one's place can `restore` them."""
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
-        self._restoring = False
+        self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
@@ -118,30 +118,25 @@ class Engine(AbstractEngine):
     def restore(self) -> list[str]:
         """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
 
-        One that cannot be installed any more is logged and skipped.
+        One that cannot be installed now is logged and skipped, and stays in the file.
         """
         if self._state_file is None or not os.path.exists(self._state_file):
             return []
         try:
             with open(self._state_file, encoding="utf-8") as file:
-                entries = json.load(file)
-        except (OSError, ValueError) as error:
+                entries = {entry["config"]["model_name"]: entry for entry in json.load(file)}
+        except (OSError, ValueError, TypeError, KeyError) as error:
             logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
             return []
-        restored = []
-        self._restoring = True  # the file stays whole until all are back, lest a second crash lose some
-        for entry in entries:
+        self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some
+        for name, entry in entries.items():
             try:
                 config = AsModelConfig.from_dict(entry["config"])
-                self.install_model(config)
-                if entry["started"]:
-                    self.start_model(config.model_name)
-                restored.append(config.model_name)
-            except (AllSparkError, ValueError, TypeError, KeyError) as error:
-                logger.error("a model recorded in %s cannot be restored: %s", self._state_file, error)
-        self._restoring = False
-        self._call(self._save)
-        return restored
+                check_available(check_config(config))
+                self._call(functools.partial(self._install, config, bool(entry.get("started"))))
+            except (AllSparkError, ValueError, TypeError) as error:
+                logger.error("model %r, recorded in %s, cannot be restored: %s", name, self._state_file, error)
+        return list(self._models)
 
     # --- requests ---
 
@@ -359,7 +354,7 @@ class Engine(AbstractEngine):
         except RuntimeError as error:
             logger.warning("closing the group: %s", error)
 
-    def _install(self, config: AsModelConfig) -> None:
+    def _install(self, config: AsModelConfig, start: bool = False) -> None:
         name = config.model_name
         if name in self._models:
             raise AllSparkError(
@@ -383,6 +378,8 @@ class Engine(AbstractEngine):
         except Exception:
             self._group.unload(name)
             raise
+        self._models[name].running = start
+        self._unrestored.pop(name, None)
         self._save()
 
     def _start_model(self, name: str) -> None:
@@ -410,9 +407,10 @@ class Engine(AbstractEngine):
 
     def _save(self) -> None:
         """Records the installed models; a reader sees the old file or the new one, never half of one."""
-        if self._state_file is None or self._restoring:
+        if self._state_file is None:
             return
         entries = [{"config": m.config.to_dict(), "started": m.running} for m in self._models.values()]
+        entries += self._unrestored.values()
         temporary = f"{self._state_file}.new"
         try:
             with open(temporary, "w", encoding="utf-8") as file:

@@ -296,6 +296,17 @@ def test_state_file_restores_models(make_engine, tmp_path):
     assert [(s.name, s.running) for s in second.list_models()] == [("m", True), ("installed", False)]
     assert second.get_model_info("installed").span_size == 64
     assert run(second, [1], max_new_tokens=2) == expected_output([1], 2)
+    second.close()
+    with open(path, encoding="utf-8") as file:
+        entries = json.load(file)
+    entries[0]["config"]["weight_dtype"] = "int8"  # recorded by a newer version, say
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(entries, file)
+    third = make_engine(None, state_file=path)
+    assert third.restore() == ["installed"]
+    third.release_model("installed")
+    with open(path, encoding="utf-8") as file:
+        assert json.load(file) == entries[:1]
     with open(path, "w", encoding="utf-8") as file:
         file.write("{")
     assert make_engine(None, state_file=path).restore() == []
