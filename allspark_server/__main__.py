@@ -14,6 +14,7 @@ if os.environ.get("ALLSPARK_SUPERVISOR"):
     die_with_parent(signal.SIGKILL)     # before anything slow: an mpirun that is killed must not leave ranks behind
 
 import argparse
+import gc
 import json
 import logging
 import sys
@@ -133,6 +134,8 @@ class Rank:
                 logger.info("loading %s from %s", config.model_name, config.model_path)
                 engine.install_model(config)
                 engine.start_model(config.model_name)
+        gc.collect()
+        gc.freeze()     # what is loaded stays: collections between steps need not go through it
         token = Path(a.token_file).read_text().strip() if a.token_file else None
         service = Service(engine, a.address or [DEFAULT_ADDRESS], token=token, tls=self.tls())
         service.start()

@@ -29,7 +29,8 @@ class Sink(Protocol):
     def on_elements(self, handle: int, elements: GeneratedElements, text: Optional[str]) -> None:
         """New tokens of one sample; `text` is what became decodable, None unless the spec wants text."""
 
-    def on_status(self, handle: int, status: GenerateRequestStatus) -> None: ...
+    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
+        """Progress short of the end: ContextFinished with the first token, Generating with the second."""
 
     def on_finish(
         self, handle: int, status: GenerateRequestStatus, error: Optional[AllSparkError], stat: dict[str, float]

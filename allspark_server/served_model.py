@@ -33,6 +33,7 @@ class Throughput:
         self._seconds: deque[list[float]] = deque(maxlen=_RATE_SECONDS + 1)  # [second, rows, generated]
 
     def add(self, now: float, rows: int, generated: int) -> None:
+        """Counts a step that ended at `now`, in seconds of the monotonic clock."""
         second = int(now)
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append([second, 0, 0])
@@ -57,6 +58,7 @@ class StepBudget:
         self._min, self._target = min(min_rows, max_rows), target_ms / 1e3
 
     def learn(self, rows: int, seconds: float) -> None:
+        """Takes notice of a step of so many rows that took so long."""
         if self._target <= 0:
             return
         if seconds > self._target and rows > self._min:
@@ -104,10 +106,12 @@ class ServedModel:
             self._incoming += samples
 
     def unreserve(self, samples: int) -> None:
+        """Gives places back."""
         with self._lock:
             self._incoming -= samples
 
     def check_running(self) -> None:
+        """Raises AllSparkError unless the model takes requests."""
         if self.failure is not None:
             raise AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
@@ -119,6 +123,7 @@ class ServedModel:
             )
 
     def stat(self) -> AsEngineStat:
+        """Load and counters. Read without a lock: values may be a step apart."""
         scheduler, info = self.scheduler, self.info
         counters, pool = scheduler.counters, scheduler.pool
         rows, generated = self.throughput.rates(time.monotonic())
@@ -148,9 +153,11 @@ class ServedModel:
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has something to do."""
         return self.running and self.failure is None and self.scheduler.has_work
 
     def enqueue(self, request: Request) -> None:
+        """Hands a request for which `reserve` was called to the scheduler."""
         self.unreserve(len(request.sequences))
         if request.done.is_set():  # cancelled before it came here
             return
@@ -179,6 +186,7 @@ class ServedModel:
         request.finish(status, error)
 
     def end_all(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
+        """Ends every live request."""
         for request in list(self.live):
             self.end(request, status, error)
 

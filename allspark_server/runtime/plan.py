@@ -50,6 +50,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
 
     def encode(self) -> bytes:
+        """The sampling block of a new slot."""
         flags = self.do_sample * _DO_SAMPLE | self.logprobs * _LOGPROBS
         flags |= self.suppress_repetition_in_generation * _SUPPRESS
         head = _SAMPLING.pack(
@@ -133,9 +134,11 @@ class StepPlan:
 
     @property
     def rows(self) -> int:
+        """Positions that the step computes."""
         return sum(item.count for item in self.work)
 
     def encode(self) -> bytes:
+        """The wire form."""
         parts = [
             _HEADER.pack(MAGIC, len(self.free), len(self.new), len(self.work)),
             struct.pack(f"<{len(self.free)}i", *self.free),

@@ -85,17 +85,21 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Sequences in the queue."""
         return self._waiting_count
 
     @property
     def running(self) -> int:
+        """Sequences with a slot."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
+        """Whether there is any sequence to plan for."""
         return bool(self._running) or self._waiting_count > 0
 
     def spans_for(self, positions: int) -> int:
+        """Spans that hold so many positions."""
         return -(-positions // self.limits.span_size)
 
     def add(self, sequence: Sequence) -> None:

@@ -8,12 +8,16 @@ from typing import Any, Optional
 
 
 class State(enum.Enum):
+    """Waiting for a slot and spans, or for them again; in the steps; done or cancelled."""
+
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
 
 
 class FinishReason(enum.Enum):
+    """Why a sequence is complete."""
+
     EOS = "eos"
     STOP_WORD = "stop_word"
     LENGTH = "length"
@@ -76,6 +80,7 @@ class Sequence:
     preemptions: int = 0
 
     def lose_cache(self) -> None:
+        """Back to nothing computed."""
         self.slot = -1
         self.computed = self.sent_tokens = self.sent_spans = self.entered = 0
         self.spans = []
