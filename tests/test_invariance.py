@@ -27,10 +27,11 @@ PROBES: list[tuple[list[int], dict[str, Any]]] = [
     (prompt_of(64), {"seed": 2**63 + 7, "temperature": 0.8, "top_k": 50, "top_p": 0.9}),
     (prompt_of(101), {"seed": 3, **PENALTIES, "bad_words_ids": [[5], [7, 9]], "min_length": 110}),
     (prompt_of(230), {"seed": 4, "temperature": 1.5, "n": 2}),
+    (prompt_of(700), {"seed": 5}),
 ]
 OTHERS = [(prompt_of(3 + 19 * i, seed=i), {"seed": 100 + i}) for i in range(17)]
 ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
-PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 512, "engine_max_batch": 24}
+PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 24}
 
 _names = (f"invariance-{i}" for i in itertools.count())
 
@@ -109,7 +110,7 @@ def model(request):
 def test_probes_are_worth_comparing(engine, model):
     runs = first_run(engine, model)
     ids = [tuple(sample[0]) for run in runs for sample in run.values()]
-    assert len(set(ids)) == len(ids) == 6
+    assert len(set(ids)) == len(ids) == len(PROBES) + 1
     assert all(len(set(sample)) > 2 for sample in ids)
 
 
@@ -148,14 +149,13 @@ def test_preemption(engine, model):
     with installed(engine, model) as name:
         info = engine.get_model_info(name)
     span_bytes = info.cache_bytes // info.num_spans
-    with installed(engine, model, cache_memory=10 * span_bytes, engine_max_length=320) as name:
-        long = {**ALWAYS, "max_new_tokens": 180}
-        urgent = [(prompt_of(20 + i, seed=i), {"priority": 1}) for i in range(2)]
-        started = [engine.start_request(name, {"input_ids": p}, {**long, **g}) for p, g in urgent]
-        outputs = [collect(start(engine, name, probe)[2]) for probe in PROBES]
+    with installed(engine, model, cache_memory=26 * span_bytes, engine_max_length=768) as name:
+        growing = {**ALWAYS, "max_new_tokens": 400, "priority": 1}  # two of them alone take more than the cache
+        started = [engine.start_request(name, {"input_ids": prompt_of(20, seed=i)}, growing)[2] for i in range(3)]
+        outputs = run_together(engine, name)
         engine.sync_request(name)
         assert engine.get_as_engine_stat(name).preempted_request > 0
-        assert all(results.GeneratedLength() == 180 for _, _, results in started)
+        assert all(results.GeneratedLength() == 400 for results in started)
         assert outputs == first_run(engine, model)
 
 
@@ -164,8 +164,8 @@ def test_everything_at_once(engine, model):
     expected = first_run(engine, model)
     with installed(engine, model) as name:
         info = engine.get_model_info(name)
-    cache = 16 * (info.cache_bytes // info.num_spans)
-    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "engine_max_length": 320, "num_threads": 0}
+    cache = 28 * (info.cache_bytes // info.num_spans)
+    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "engine_max_length": 768, "num_threads": 0}
     rng = random.Random(5)
     with installed(engine, model, cache_memory=cache, enable_prefix_cache=True, **fields) as name:
         started = []

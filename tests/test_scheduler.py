@@ -10,7 +10,7 @@ import pytest
 from allspark_server.cache import PrefixCache, SpanPool
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
-from fake_group import FakeExecutor, expected_output, next_token
+from fake_group import FakeExecutor, expected_output
 
 
 class Clock:
@@ -318,7 +318,7 @@ def test_random_traffic():
             prefix=rng.random() < 0.7,
             ttl=rng.choice([0.5, 100.0]),
         )
-        live, ended = [], []
+        live = []
         for _ in range(25):
             for _ in range(rng.randrange(3)):
                 base = prompt_of(rng.randrange(1, 24), seed=rng.randrange(3))
