@@ -105,17 +105,17 @@ class Rank:
         from .runtime.mpi import join
         world = join(self.expected, _native.Window.bytes_needed(self.expected))
         window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS)
-        if self.heartbeat:
-            self.heartbeat.watch(window)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
             self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
         else:
             member = Member(world.rank, world.size, window, self.cpus)
             if self.heartbeat:
-                member.progress = self.heartbeat.progress
+                self.heartbeat.watch(member)
                 self.heartbeat.state("ready")
             serve(member)
+        if self.heartbeat:
+            self.heartbeat.stop()
         world.finalize()
 
     def lead(self, group) -> None:
@@ -124,7 +124,7 @@ class Rank:
         from .service import Service
         a = self.arguments
         if self.heartbeat:
-            group.member.progress = self.heartbeat.progress
+            self.heartbeat.watch(group.member)
         engine = Engine(group=group, state_file=a.state_file)
         restored = engine.restore() if a.state_file else []
         # After a restart the state file has the last word: a client may have released a model of the command line.

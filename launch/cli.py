@@ -57,7 +57,7 @@ examples:
   allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
   echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
     p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
-    p.add_argument("--model", metavar="DIR", help="a Hugging Face directory or NAME.asgraph (default: the shipped model)")
+    p.add_argument("--model", metavar="DIR", help="Hugging Face directory or NAME.asgraph (default: the shipped model)")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     p.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
     p.add_argument("--greedy", action="store_true", help="always the likeliest token")

@@ -153,10 +153,11 @@ def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
 
 
 def group_command(mpi: Installation, placement: Placement, python: str, server_words: list[str],
-                  use_numactl: bool | None = None, bind_memory: bool = True) -> list[str]:
+                  use_numactl: bool | None = None, bind_memory: bool = True, rank_words: list[str] = ()) -> list[str]:
     """The whole mpirun line, one application context per rank.
 
-    python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …).
+    python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …). rank_words:
+    arguments for every rank.
     use_numactl: None uses it if it is installed; without it each rank is told to bind itself.
     """
     if use_numactl is None:
@@ -176,6 +177,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
                 words += ["--bind-memory", str(rank.memory_node)]
         if placement.oversubscribed:
             words.append("--no-spin")
+        words += rank_words
         if rank.rank == 0:
             words += server_words
     return words

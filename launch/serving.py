@@ -135,9 +135,8 @@ def plan_group(options: GroupOptions) -> GroupPlan:
     for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "state_file"):
         if getattr(options, name):
             words += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    if options.log_level != "info":
-        words += ["--log-level", options.log_level]
-    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory)
+    everywhere = ["--log-level", options.log_level] if options.log_level != "info" else []
+    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory, rank_words=everywhere)
     return GroupPlan(placement, mpi, command, mpi_environment(mpi))
 
 

@@ -39,6 +39,7 @@ class Limits:
     """Times in seconds."""
     heartbeat_timeout: float = 10.0
     start_timeout: float = 120.0        # until every rank has sent its first heartbeat
+    step_timeout: float = 300.0         # a step takes milliseconds to seconds; ranks that hang in one are stuck
     stop_timeout: float = 10.0          # for a clean end, before processes are killed
     kill_timeout: float = 3.0           # between SIGTERM to mpirun and SIGKILL to everything
     fast_failure: float = 30.0          # a group that served for less than this counts as a fast failure
@@ -54,6 +55,7 @@ class Rank:
     last: float
     state: str = "starting"
     loaded: float = 1.0         # part of the model that is being loaded
+    step_seconds: float = 0.0   # how long its present step has been going on
 
 
 @dataclass
@@ -215,6 +217,8 @@ class Supervisor:
         for number, rank in sorted(run.ranks.items()):
             if now - rank.last > self._limits.heartbeat_timeout:
                 return f"rank {number} (process {rank.pid}) has been silent for {now - rank.last:.0f} s"
+            if rank.step_seconds > self._limits.step_timeout:
+                return f"rank {number} (process {rank.pid}) has been in one step for {rank.step_seconds:.0f} s"
         if len(run.ranks) < self._ranks and now - run.started > self._limits.start_timeout:
             missing = sorted(set(range(self._ranks)) - set(run.ranks))
             return f"no sign of rank(s) {missing} {self._limits.start_timeout:.0f} s after the start"
@@ -241,6 +245,7 @@ class Supervisor:
             return                                          # of a life that is over
         rank = run.ranks.setdefault(int(message["rank"]), Rank(pid, 0.0))
         rank.pid, rank.last, rank.state = pid, time.monotonic(), message["state"]
+        rank.step_seconds = float(message.get("step_seconds", 0.0))
         if "loading" in message:
             rank.loaded = float(message["part"])
             if self._on_progress is not None:

@@ -360,6 +360,8 @@ if mode == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 else:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+if mode == "stuck":
+    heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
 while True:
     time.sleep(60)
@@ -383,7 +385,8 @@ from allspark_launch.supervisor import GroupFailed, Limits, Supervisor
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
-limits = Limits(heartbeat_timeout=2.5, stop_timeout=3, kill_timeout=1, first_backoff=0.1, max_fast_failures=3)
+limits = Limits(heartbeat_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1, first_backoff=0.1,
+                max_fast_failures=3)
 s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
 for n in (signal.SIGTERM, signal.SIGINT):
     signal.signal(n, lambda *_: s.request_stop("signal"))
@@ -512,6 +515,16 @@ def test_a_silent_rank_is_noticed(fake):
     f.process.terminate()
     _, log = f.finish()
     assert "has been silent for" in log
+
+
+def test_a_rank_stuck_in_a_step_is_noticed(fake):
+    f = fake("stuck")
+    f.wait_ready()
+    before = set(f.ranks())
+    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    f.process.terminate()
+    _, log = f.finish()
+    assert "has been in one step for" in log
 
 
 def test_supervisor_gives_up_with_the_last_lines(fake):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import time
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Callable, Protocol
@@ -114,6 +115,7 @@ class Member:
         self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
         self.runners: dict[str, ModelRunner] = {}
         self.progress: Callable[[str, float], None] = lambda name, part: None
+        self.step_began = 0.0       # on the monotonic clock; 0.0 between steps. The heartbeat reads it
 
     def load(self, config: AsModelConfig) -> int:
         """First phase: weights. Returns how many spans this rank could hold."""
@@ -134,7 +136,11 @@ class Member:
         return self.runners[name].allocate_cache(num_spans)
 
     def step(self, name: str, plan: bytes):
-        return self.runners[name].step(plan)
+        self.step_began = time.monotonic()
+        try:
+            return self.runners[name].step(plan)
+        finally:
+            self.step_began = 0.0
 
     def unload(self, name: str) -> None:
         """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""

@@ -76,16 +76,24 @@ class Heartbeat:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(path)
         self._socket.setblocking(False)
-        self._aborted: Callable[[], str | None] = lambda: None
-        self._beat: Callable[[], None] = lambda: None
+        self._member: Member | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self.send()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        self._thread.start()
 
-    def watch(self, window) -> None:
-        """From now on also count in the window, and end the process if the window says that the group was aborted."""
-        self._aborted, self._beat = window.aborted, window.beat
+    def stop(self) -> None:
+        """No more beats; to be called before the window's memory goes away, at a clean end."""
+        self._stop.set()
+        self._thread.join()
+
+    def watch(self, member: Member) -> None:
+        """From now on also tell of the member's loads and how long its step has been going on, count in its window,
+        and end the process if the window says that the group was aborted."""
+        self._member = member
+        member.progress = self.progress
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
@@ -101,6 +109,9 @@ class Heartbeat:
             self.send(loading=name, part=part)
 
     def send(self, **details) -> None:
+        began = self._member.step_began if self._member else 0.0
+        if began:
+            details["step_seconds"] = time.monotonic() - began
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
         try:
             self._socket.send(json.dumps(message).encode())
@@ -111,12 +122,13 @@ class Heartbeat:
             os._exit(EXIT_SUPERVISOR_LOST)
 
     def _run(self) -> None:
-        pause = threading.Event()
-        while not pause.wait(HEARTBEAT_SECONDS):
-            self._beat()
-            message = self._aborted()
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            window = self._member.window if self._member else None
+            if window is not None:
+                window.beat()
+            message = window.aborted() if window is not None else None
             if message:
-                pause.wait(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
+                time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
                 logger.error("the group was aborted: %s", message)
                 self.send(error=message)
                 os._exit(EXIT_FAILED)
