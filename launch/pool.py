@@ -196,8 +196,9 @@ def _status(options: argparse.Namespace) -> int:
                   + (", ".join(models) or "-"))
         except grpc.RpcError as error:
             down += 1
-            why = f"{error.code().name}: {error.details()}"
-            print(f"{target.name:<12} {target.address:<28} {'down':<12} {'':>5}  {why}")
+            refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            print(f"{target.name:<12} {target.address:<28} {'refused' if refused else 'down':<12} {'':>5}  "
+                  f"{error.code().name}: {error.details()}")
         finally:
             member.close()
     return 1 if down else 0

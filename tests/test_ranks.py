@@ -350,6 +350,27 @@ def test_a_port_in_use_is_told(tmp_path):
                 pass
 
 
+@pytest.mark.parametrize("size,on_host,message", [
+    (1, 1, "sees an MPI world of 1, but 2 ranks were started"),
+    (2, 1, "2 ranks are on several hosts .* not available yet"),
+])
+def test_worlds_that_are_refused(size, on_host, message, monkeypatch):
+    from allspark_server.runtime.mpi import MpiError, join
+    world = SimpleNamespace(size=size, rank=0, Split_type=lambda kind: SimpleNamespace(size=on_host))
+    mpi = SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=0, THREAD_FUNNELED=1, Init_thread=lambda level: None)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(rc=SimpleNamespace(), MPI=mpi))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(MpiError, match=message):
+        join(2, 4096)
+
+
+def test_window_larger_than_shared_memory_is_told(monkeypatch):
+    from allspark_server.runtime.mpi import MpiError, join
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(MpiError, match="docker run --shm-size"):
+        join(2, 1 << 50)
+
+
 # ---- groups without mpirun: threads as ranks -----------------------------------------------------------------------
 
 class FakeRunner:

@@ -20,6 +20,7 @@ EXIT_FAILED = 3             # the group cannot go on; a supervisor starts it aga
 EXIT_SUPERVISOR_LOST = 4
 HEARTBEAT_SECONDS = 1.0
 PROGRESS_SECONDS = 0.1      # between two reports of how far a load is
+MAX_ERROR = 8000            # characters of an error that fit a datagram, whatever they are
 WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals again; waiting uses no CPU
 
 
@@ -112,6 +113,8 @@ class Heartbeat:
         began = self._member.step_began if self._member else 0.0
         if began:
             details["step_seconds"] = time.monotonic() - began
+        if "error" in details:
+            details["error"] = details["error"][:MAX_ERROR]
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
         try:
             self._socket.send(json.dumps(message).encode())
