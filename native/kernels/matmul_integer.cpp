@@ -66,7 +66,9 @@ inline int32_t four_bytes(const void* p) {
 // acc + four products of u8 weights and s8 activations in every lane
 inline vi dot(vi acc, vi w, vi a) {
 #if defined(AS_ISA_AVX512_VNNI)
-  return _mm512_dpbusd_epi32(acc, w, a);
+  // Not the intrinsic: GCC 12 copies the accumulator before and after each.
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+  return acc;
 #else
   const int16x8_t a16 = vmovl_s8(vget_low_s8(vreinterpretq_s8_s32(a)));
   auto two = [&](uint8x8_t bytes) {
@@ -82,14 +84,14 @@ struct W8A8 {
   static constexpr int kMiddle = 128, kUnit = 4;
   using Value = int8_t;
   template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* const (&a)[R], vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi raw[NV];
       __builtin_prefetch(w + kPrefetch);
       __builtin_prefetch(w + kPrefetch + 64);
       for (int v = 0; v < NV; v++) raw[v] = iload(w + v * W * 4);
       for (int r = 0; r < R; r++) {
-        const vi value = iset(four_bytes(a[r] + i));
+        const vi value = iset(four_bytes(a + r * stride + i));
         for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], raw[v], value);
       }
     }
@@ -100,7 +102,7 @@ struct W4A8 {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
   template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* const (&a)[R], vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
     const vi mask = iset(0x0f0f0f0f);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi low[NV], high[NV];
@@ -111,7 +113,7 @@ struct W4A8 {
         low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
       }
       for (int r = 0; r < R; r++) {
-        const vi first = iset(four_bytes(a[r] + i)), second = iset(four_bytes(a[r] + i + 4));
+        const vi first = iset(four_bytes(a + r * stride + i)), second = iset(four_bytes(a + r * stride + i + 4));
         for (int v = 0; v < NV; v++) acc[r][v] = dot(dot(acc[r][v], low[v], first), high[v], second);
       }
     }
@@ -124,7 +126,7 @@ struct W8A8 {
   static constexpr int kMiddle = 128, kUnit = 4;
   using Value = int16_t;  // of four k in the order 0, 2, 1, 3: as the even and the odd bytes of a lane are unpacked
   template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* const (&a)[R], vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
     const vi mask = iset(0x00ff00ff);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi even[NV], odd[NV];
@@ -134,7 +136,7 @@ struct W8A8 {
         even[v] = iand(raw, mask), odd[v] = shift_right16<8>(raw);
       }
       for (int r = 0; r < R; r++) {
-        const vi first = iset(four_bytes(a[r] + 2 * i)), second = iset(four_bytes(a[r] + 2 * i + 4));
+        const vi first = iset(four_bytes(a + r * stride + 2 * i)), second = iset(four_bytes(a + r * stride + 2 * i + 4));
         for (int v = 0; v < NV; v++) acc[r][v] = iadd(iadd(acc[r][v], pairs16(even[v], first)), pairs16(odd[v], second));
       }
     }
@@ -145,7 +147,7 @@ struct W4A8 {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
   template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* const (&a)[R], vi (&acc)[R][NV]) {
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
     const vi mask = iset(0x0f0f0f0f), ones = iset(0x00010001);
     for (int k0 = 0; k0 < k; k0 += 32) {  // eight pairs: as many as 16 bits hold
       vi part[R][NV];
@@ -159,7 +161,7 @@ struct W4A8 {
           low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
         }
         for (int r = 0; r < R; r++) {
-          const vi first = iset(four_bytes(a[r] + i)), second = iset(four_bytes(a[r] + i + 4));
+          const vi first = iset(four_bytes(a + r * stride + i)), second = iset(four_bytes(a + r * stride + i + 4));
           for (int v = 0; v < NV; v++) part[r][v] = iadd16(iadd16(part[r][v], pairs8(low[v], first)), pairs8(high[v], second));
         }
       }
@@ -175,31 +177,29 @@ struct W4A8 {
 template <typename F, int R>
 void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel, const float* bias, float* y, int ldy) {
   vf total[R][NV];
-  const char* prepared[R];
-  for (int r = 0; r < R; r++) {
-    prepared[r] = a.prepared + (row + r) * a.stride;
+  const char* first = a.prepared + row * a.stride;
+  for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) total[r][v] = vzero();
-  }
   for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
     vi acc[R][NV];
-    const char* values[R];
-    int32_t sums[R];
     for (int r = 0; r < R; r++) {
-      values[r] = prepared[r] + at.values_at + k0 * sizeof(typename F::Value);
-      sums[r] = four_bytes(prepared[r] + 4 * g);
-      for (int v = 0; v < NV; v++) acc[r][v] = iset(-F::kMiddle * sums[r]);
+      const vi start = iset(-F::kMiddle * four_bytes(first + r * a.stride + 4 * g));
+      for (int v = 0; v < NV; v++) acc[r][v] = start;
     }
-    F::template group<R>(w.weights(panel, g), w.group_k(g), values, acc);
+    F::template group<R>(w.weights(panel, g), w.group_k(g), first + at.values_at + k0 * sizeof(typename F::Value), a.stride, acc);
+    vi chains[R * NV];
+    spill(acc, chains);
     const float* scale = w.scales(panel, g);
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++) {
+      const vf sum = vset((float)four_bytes(first + r * a.stride + 4 * g));
       for (int v = 0; v < NV; v++)
-        total[r][v] = vfma(vload(scale + NR + v * W), vset((float)sums[r]),
-                           vfma(vload(scale + v * W), to_float(acc[r][v]), total[r][v]));
+        total[r][v] = vfma(vload(scale + NR + v * W), sum, vfma(vload(scale + v * W), to_float(chains[r * NV + v]), total[r][v]));
+    }
   }
   const int column = panel * NR, columns = w.n - column;
   for (int r = 0; r < R; r++) {
     float scale;
-    std::memcpy(&scale, prepared[r] + at.scale_at, 4);
+    std::memcpy(&scale, first + r * a.stride + at.scale_at, 4);
     float* out = y + (size_t)(row + r) * ldy + column;
     alignas(64) float edge[NR];
     for (int v = 0; v < NV; v++) vstore(edge + v * W, vmul(total[r][v], vset(scale)));

@@ -121,11 +121,13 @@ void few_rows(const Packed& w, const Activations& a, int row, int panel, const f
     const char* data[P];
     for (int p = 0; p < P; p++) data[p] = w.weights(panel + p, g);
     chain<F, R, P>(data, w.group_k(g), a.x + (size_t)row * a.ldx + k0, a.ldx, acc);
+    vf chains[R * P * NV];
+    spill(acc, chains);
     for (int r = 0; r < R; r++) {
       const vf sum = vset(sums_of(a, row + r)[g]);
       for (int v = 0; v < P * NV; v++) {
         const float* scale = w.scales(panel + v / NV, g) + v % NV * W;
-        total[r][v] = vfma(vload(scale + NR), sum, vfma(vload(scale), acc[r][v], total[r][v]));
+        total[r][v] = vfma(vload(scale + NR), sum, vfma(vload(scale), chains[r * P * NV + v], total[r][v]));
       }
     }
   }
@@ -164,8 +166,9 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
         with_constant<MR>(std::min(MR, rows - r0), [&](auto count) {
           constexpr int R = decltype(count)::value;
           vf acc[R][NV];
+          vf* kept = reinterpret_cast<vf*>(chains + r0 * NR);
           for (int r = 0; r < R; r++)
-            for (int v = 0; v < NV; v++) acc[r][v] = begins ? vzero() : vload(chains + (r0 + r) * NR + v * W);
+            for (int v = 0; v < NV; v++) acc[r][v] = begins ? vzero() : kept[r * NV + v];
           const float* x = a.x + (size_t)(row + r0) * a.ldx + first + k0;
           for (int i = 0; i < kn; i++) {
             vf b[NV];
@@ -175,17 +178,14 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
               for (int v = 0; v < NV; v++) acc[r][v] = vfma(value, b[v], acc[r][v]);
             }
           }
-          for (int r = 0; r < R; r++) {
-            if (!ends) {
-              for (int v = 0; v < NV; v++) vstore(chains + (r0 + r) * NR + v * W, acc[r][v]);
-              continue;
-            }
+          spill(acc, kept);
+          for (int r = 0; ends && r < R; r++) {
             const vf sum = vset(sums_of(a, row + r0 + r)[g]);
             for (int v = 0; v < NV; v++) {
               float* total = totals + (r0 + r) * NR + v * W;
               const float* scale = w.scales(panel, g) + v * W;
               const vf before = g ? vload(total) : vzero();
-              vstore(total, vfma(vload(scale + NR), sum, vfma(vload(scale), acc[r][v], before)));
+              vstore(total, vfma(vload(scale + NR), sum, vfma(vload(scale), kept[r * NV + v], before)));
             }
           }
         });

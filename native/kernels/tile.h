@@ -28,5 +28,15 @@ inline void with_constant(int n, F&& f) {
   if constexpr (N > 1) with_constant<N - 1>(n, f);
 }
 
+// Writes accumulators out in a loop that is sure to be unrolled: any that is indexed at run time makes the compiler keep all
+// of them in memory, through the multiplying loop too. What is to be done with them is done from `out`.
+template <int R, int N, typename V>
+__attribute__((always_inline)) inline void spill(const V (&acc)[R][N], V* out) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) out[r * N + v] = acc[r][v];
+}
+
 }  // namespace AS_ISA
 }  // namespace as
