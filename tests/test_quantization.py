@@ -233,6 +233,99 @@ def test_what_cannot_be_is_refused():
         executor.add_matrix(1, 140_000, "w8a8")
 
 
+# -- whole models ------------------------------------------------------------------------------------------------------
+WHOLE = [("int8", 0), ("int4", 64), ("w8a8", 0), ("w4a8", 64)]
+
+
+def quantized_weights(directory, dtype, group):
+    """The checkpoint's matrices as the format recovers them."""
+    from allspark_server.weights.checkpoint import open_model
+
+    model = open_model(str(directory))
+    return model, lambda values: (lambda q, s, o: q * s + o)(*instant_quant(values, FORMATS[dtype][0], group))
+
+
+@pytest.mark.parametrize("dtype, group", [("int8", 0), ("int8", 32), ("int4", 32)])
+def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
+    """Head and embedding included: against the op list in float64 over weights that are quantized in NumPy."""
+    from allspark_server.runtime.lowering import add_ops
+    from allspark_server.weights.loader import Loader
+    from checkpoints import check_logits, checkpoint, prompt_of
+    from driver import Driver
+    from numpy_executor import NumpyExecutor, forward
+
+    directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(33)
+    model, quantize = quantized_weights(directory, dtype, group)
+    executor = NumpyExecutor()
+    weights = Loader(model.graph, model.source, executor, 0, 1, "float32").load()
+    executor.weights = [quantize(w).astype(np.float64) if w.ndim == 2 else w for w in executor.weights]
+    add_ops(model.graph, executor, weights, 0, 1)
+    with Driver(directory, weight_dtype=dtype, weight_group_size=group) as driver:
+        check_logits(driver.generate(prompt, 1)[1][0], forward([executor], prompt))
+        assert (driver.info.weight_dtype, driver.info.weight_group_size) == (dtype, group)
+
+
+@pytest.mark.parametrize("dtype, group", WHOLE)
+def test_two_ranks_agree_with_one(dtype, group):
+    """Ranks quantize their own slices, along K too, so they differ by as much as quantization does, and no more."""
+    from checkpoints import checkpoint, prompt_of
+    from driver import Driver
+
+    directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(40)
+    logits = {}
+    for world, kind in ((1, "float32"), (1, dtype), (2, dtype)):
+        fields = {"weight_group_size": group} if kind == dtype else {}
+        with Driver(directory, world, weight_dtype=kind, **fields) as driver:
+            logits[world, kind] = driver.generate(prompt, 1)[1][0]
+    noise = np.abs(logits[1, dtype] - logits[1, "float32"]).max()
+    assert 0 < noise and np.abs(logits[2, dtype] - logits[1, dtype]).max() < 2.5 * noise
+
+
+@pytest.mark.parametrize("dtype, group", WHOLE)
+def test_shipped_model_answers_and_a_request_alone_is_as_in_a_batch(dtype, group):
+    import pathlib
+
+    import allspark_server
+    from allspark_client import AsModelConfig
+
+    fable = pathlib.Path(allspark_server.__file__).parent / "assets" / "fable"
+    sums = [(12, 30), (7, 8), (41, 55), (60, 19), (3, 4), (27, 27), (70, 15), (36, 48)]
+    requests = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in sums]
+    requests.append([{"role": "user", "content": "Tell me a story about a brave fox named Mia."}])
+    greedy = {"do_sample": False, "max_new_tokens": 40, "logprobs": True}
+    with allspark_server.Engine() as engine:
+        engine.install_model(AsModelConfig("fable", str(fable), weight_dtype=dtype, weight_group_size=group,
+                                           engine_max_length=256, num_threads=2, enable_prefix_cache=False))
+        engine.start_model("fable")
+
+        def start(messages):
+            return engine.start_request("fable", {"messages": messages}, greedy)[2]
+
+        def collect(queue):
+            ids, logprobs = [], []
+            for elements in queue:
+                ids += elements.ids_from_generate
+                logprobs += elements.token_logprobs_list
+            return ids, bits_of(logprobs).tolist()
+
+        alone = [collect(start(messages)) for messages in requests]
+        together = [collect(queue) for queue in [start(messages) for messages in requests]]
+        assert alone == together
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(str(fable / "tokenizer.json"))
+    answers = [tokenizer.decode(ids) for ids, _ in alone]
+    assert sum(str(a + b) in answer for (a, b), answer in zip(sums, answers)) >= 7, answers
+    assert "Mia" in answers[-1] and len(set(answers[-1].split())) > 10, answers[-1]
+
+
+def test_fingerprint_covers_format_and_group_size():
+    from allspark_client.types import ModelInfo
+    from allspark_server.engine import _fingerprint
+
+    infos = [ModelInfo(weight_dtype=dtype, weight_group_size=group) for dtype in FORMATS for group in (0, 64)]
+    assert len({_fingerprint(info) for info in infos}) == len(infos)
+
+
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
 @pytest.mark.parametrize("isa", _native.isas()[1:])
 def test_lower_instruction_sets_pass_the_same_tests(isa):

@@ -90,6 +90,7 @@ AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& 
 }
 
 typedef uint8_t Byte16 __attribute__((vector_size(16)));
+typedef uint64_t Long2 __attribute__((vector_size(16)));
 
 AS_INLINE Byte16 mix(Byte16 a, Byte16 b, Byte16 order) {
 #if defined(__clang__)
@@ -107,14 +108,17 @@ AS_INLINE void transpose_bytes(const uint8_t* in, long stride, char* out, long o
   const Byte16 upper = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   Byte16 a[4], b[4];
   for (int i = 0; i < 4; i++) {
-    Byte16 first{}, second{};
+    uint64_t first, second;
     std::memcpy(&first, in + i * stride, 8);
     std::memcpy(&second, in + (i + 4) * stride, 8);
-    a[i] = mix(first, second, lower);
+    a[i] = mix((Byte16)Long2{first, 0}, (Byte16)Long2{second, 0}, lower);
   }
   b[0] = mix(a[0], a[2], lower), b[1] = mix(a[0], a[2], upper), b[2] = mix(a[1], a[3], lower), b[3] = mix(a[1], a[3], upper);
   const Byte16 c[4] = {mix(b[0], b[2], lower), mix(b[0], b[2], upper), mix(b[1], b[3], lower), mix(b[1], b[3], upper)};
-  for (int i = 0; i < 8; i++) std::memcpy(out + i * out_stride, reinterpret_cast<const char*>(c) + 8 * i, 8);
+  for (int i = 0; i < 8; i++) {
+    const uint64_t column = ((Long2)c[i / 2])[i % 2];
+    std::memcpy(out + i * out_stride, &column, 8);
+  }
 }
 
 // Lays q of `rows` rows and n k, from k0 of a group on, at lane `lane` of the group's weights.
