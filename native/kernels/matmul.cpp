@@ -23,7 +23,7 @@ inline void micro(const T* w, int k, const float* x, int ldx, float* c, int ldc,
   for (int i = 0; i < k; i++) {
     vf b[NV];
     for (int v = 0; v < NV; v++) b[v] = vload_as<T>(w + (size_t)i * NR + v * W);
-    if (R <= 2) __builtin_prefetch(reinterpret_cast<const char*>(w + (size_t)i * NR) + 2048);
+    for (size_t line = 0; line < NR * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w + (size_t)i * NR) + 2048 + line);
     for (int r = 0; r < R; r++) {
       const vf a = vset(x[(size_t)r * ldx + i]);
       for (int v = 0; v < NV; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
