@@ -410,8 +410,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     if isinstance(config, AsModelConfig):
         if config.compute_unit.startswith("CUDA"):
             raise not_available(f"compute_unit={config.compute_unit!r}")
-        if config.cache_mode is not AsCacheMode.AsCacheDefault:
-            raise not_available(f"cache_mode=AsCacheMode.{config.cache_mode.name}")
         if config.speculation != "off":
             raise not_available(f"speculation={config.speculation!r}")
         if config.lora_names:

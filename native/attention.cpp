@@ -6,14 +6,13 @@
 #include <algorithm>
 #include <limits>
 
-#include "bf16.h"
 #include "executor.h"
 
 namespace as {
 
-// A layer's spans are adjacent, a span's KV heads within: [layer][span][kv head]{K [head_dim][16] groups, V [tokens][padded_dim]}.
+// A layer's spans are adjacent, a span's KV heads within: [layer][span][kv head]{span_layout.h}.
 char* Executor::span_address(int layer, int span, int kv_head) const {
-  return cache_.as() + head_span_bytes_ * (((size_t)layer * num_spans_ + span) * shape_.kv_heads + kv_head);
+  return cache_.as() + layout_.bytes * (((size_t)layer * num_spans_ + span) * shape_.kv_heads + kv_head);
 }
 
 void Executor::make_tiles(const Plan& plan) {
@@ -44,19 +43,7 @@ void Executor::make_tiles(const Plan& plan) {
 }
 
 void Executor::write_cache(const Op& op, int thread) {
-  const int dim = shape_.head_dim, padded = shape_.padded_dim, width = in(op).width;
-  const size_t v_offset = (size_t)span_size_ * dim;
-  auto write = [&](auto* span, int token, const float* key, const float* value) {
-    using T = std::remove_pointer_t<decltype(span)>;
-    auto rounded = [](float x) {
-      if constexpr (sizeof(T) == 4) return x;
-      else return float_to_bf16(x);
-    };
-    T* k = span + (size_t)(token / kKeyGroup) * kKeyGroup * dim + token % kKeyGroup;
-    T* v = span + v_offset + (size_t)token * padded;
-    for (int d = 0; d < dim; d++) k[(size_t)d * kKeyGroup] = rounded(key[d]), v[d] = rounded(value[d]);
-    for (int d = dim; d < padded; d++) v[d] = 0;
-  };
+  const int dim = shape_.head_dim, width = in(op).width;
   const auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
   for (int r = r0; r < r1; r++) {
     const Row& row = rows_[r];
@@ -64,10 +51,7 @@ void Executor::write_cache(const Op& op, int thread) {
     const float* qkv = in(op).data + (size_t)r * width;
     for (int h = 0; h < shape_.kv_heads; h++) {
       const float* key = qkv + (size_t)(shape_.q_heads + h) * dim;
-      const float* value = qkv + (size_t)(shape_.q_heads + shape_.kv_heads + h) * dim;
-      char* address = span_address(op.layer, span, h);
-      if (cache_dtype_ == DType::f32) write(reinterpret_cast<float*>(address), token, key, value);
-      else write(reinterpret_cast<uint16_t*>(address), token, key, value);
+      write_token(layout_, span_address(op.layer, span, h), token, key, key + (size_t)shape_.kv_heads * dim);
     }
   }
 }
@@ -78,19 +62,15 @@ void Executor::attend_block(const Op& op, const Tile& tile, int block, float* ma
   const void* spans[kBlockTokens / 16];
   AttentionTile a;
   a.rows = tile.positions * heads;
-  a.head_dim = shape_.head_dim, a.padded_dim = shape_.padded_dim;
   for (int i = 0; i < tile.positions; i++)
     for (int h = 0; h < heads; h++) {
       a.q[i * heads + h] = in(op).data + (size_t)(tile.row + i) * in(op).width + (size_t)(tile.head0 + h) * shape_.head_dim;
       a.limit[i * heads + h] = tile.position + i + 1 - begin;
     }
   a.scale = shape_.scale;
-  a.span_size = span_size_;
   a.tokens = std::min(kBlockTokens, tile.position + tile.positions - begin);
   for (int t = 0; t < a.tokens; t += span_size_) spans[t / span_size_] = span_address(op.layer, slot.spans[(begin + t) / span_size_], tile.kv_head);
-  a.spans = spans;
-  a.v_offset = (size_t)span_size_ * shape_.head_dim;
-  a.dtype = cache_dtype_;
+  a.spans = spans, a.layout = &layout_;
   a.maximum = maximum, a.sum = sum, a.out = out;
   k_.attend(a);
 }

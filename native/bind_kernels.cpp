@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-#include "bf16.h"
+#include "bindings.h"
 #include "executor.h"
 
 namespace py = pybind11;
@@ -34,37 +34,64 @@ void bind_kernels(py::module_& m) {
   });
   k.def(
       "attend",
-      [](Floats q, Floats keys, Floats values, std::vector<int> limits, float scale, int span_size, bool bf16) {
+      [](Floats q, Floats keys, Floats values, std::vector<int> limits, float scale, int span_size, const std::string& dtype) {
         // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
-        const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0), padded = (dim + 15) / 16 * 16;
+        const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0);
         if (rows > kTileRows || tokens > kBlockTokens || (int)limits.size() != rows) throw std::invalid_argument("at most 16 rows, 128 tokens, a limit a row");
-        const size_t element = bf16 ? 2 : 4, span_elements = (size_t)span_size * (dim + padded);
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim);
         const int count = (tokens + span_size - 1) / span_size;
-        std::vector<char> memory(span_elements * element * count, (char)0xff);  // NaN wherever nothing is written
+        std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written
         std::vector<const void*> spans(count);
-        for (int s = 0; s < count; s++) spans[s] = memory.data() + span_elements * element * s;
-        auto put = [&](size_t at, float x) {
-          if (bf16) reinterpret_cast<uint16_t*>(memory.data())[at] = float_to_bf16(x);
-          else reinterpret_cast<float*>(memory.data())[at] = x;
-        };
-        for (int t = 0; t < tokens; t++) {
-          const size_t base = span_elements * (t / span_size);
-          const int u = t % span_size;
-          for (int d = 0; d < padded; d++) {
-            if (d < dim) put(base + (size_t)(u / kKeyGroup * dim + d) * kKeyGroup + u % kKeyGroup, keys.at(t, d));
-            put(base + (size_t)span_size * dim + (size_t)u * padded + d, d < dim ? values.at(t, d) : 0);
-          }
-        }
+        for (int s = 0; s < count; s++) spans[s] = memory.data() + layout.bytes * s;
+        for (int t = 0; t < tokens; t++)
+          write_token(layout, memory.data() + layout.bytes * (t / span_size), t % span_size, keys.data(t, 0), values.data(t, 0));
         AttentionTile a{};
-        a.rows = rows, a.head_dim = dim, a.padded_dim = padded, a.scale = scale, a.span_size = span_size, a.tokens = tokens;
-        Floats maximum(rows), sum(rows), out({rows, padded});
+        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = spans.data();
+        Floats maximum(rows), sum(rows), out({rows, layout.padded_dim});
         for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.limit[r] = limits[r];
-        a.spans = spans.data(), a.v_offset = (size_t)span_size * dim, a.dtype = bf16 ? DType::bf16 : DType::f32;
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
         kernels().attend(a);
         return py::make_tuple(maximum, sum, out);
       },
       "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
+  k.def(
+      "attend_seconds",
+      [](int rows, int dim, int span_size, const std::string& dtype, int tokens, int heads, std::vector<int> cpus, int threads, int repeats) {
+        // Each thread has its own part of `heads` caches of `tokens` tokens, as an executor's: the heads of a span adjacent.
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim);
+        const int spans = tokens / span_size, blocks = tokens / kBlockTokens;
+        Buffer memory(layout.bytes * spans * heads, "measuring attention");
+        std::vector<float> x((size_t)std::max(rows, 2) * dim);
+        for (size_t i = 0; i < x.size(); i++) x[i] = (float)(i * 7919 % 1009) / 1009 - 0.5f;
+        for (int t = 0; t < spans * span_size; t++)
+          for (int h = 0; h < heads; h++)
+            write_token(layout, memory.as() + layout.bytes * (t / span_size * heads + h), t % span_size, x.data(), x.data() + dim);
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        double best = 1e9;
+        for (int repeat = 0; repeat < repeats; repeat++) {
+          const auto start = std::chrono::steady_clock::now();
+          pool.run([&](int thread) {
+            std::vector<float> out((size_t)rows * (layout.padded_dim + 2));
+            const void* at[kBlockTokens / kKeyGroup];
+            AttentionTile a{};
+            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at;
+            for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.limit[r] = kBlockTokens;
+            a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
+            const auto [b0, b1] = part((long)blocks * heads, thread, threads);
+            for (int b = b0; b < b1; b++) {
+              const int first = b % blocks * (kBlockTokens / span_size);
+              for (int s = 0; s < kBlockTokens / span_size; s++) at[s] = memory.as() + layout.bytes * ((first + s) * heads + b / blocks);
+              kernels().attend(a);
+            }
+          });
+          best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        }
+        return std::make_pair(best, (double)memory.size());
+      },
+      py::arg("rows"), py::arg("dim"), py::arg("span_size"), py::arg("dtype"), py::arg("tokens"), py::arg("heads"),
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "(least seconds, bytes) of attending once to all of a cache that is `heads` KV heads wide, `rows` query heads each.");
   m.def(
       "measure_ceilings",
       [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {

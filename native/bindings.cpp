@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "bindings.h"
 #include "executor.h"
 #include "isa.h"
 
@@ -15,13 +16,15 @@ namespace as {
 void bind_sampler(py::module_& m);
 void bind_kernels(py::module_& m);
 
-namespace {
-
-DType dtype_of(const std::string& name) {
+DType cache_dtype_of(const std::string& name) {
   if (name == "float32") return DType::f32;
   if (name == "bfloat16") return DType::bf16;
-  throw std::invalid_argument("dtype must be float32 or bfloat16, got " + name);
+  if (name == "int8") return DType::i8;
+  if (name == "uint4") return DType::u4;
+  throw std::invalid_argument("cache dtype must be float32, bfloat16, int8 or uint4, got " + name);
 }
+
+namespace {
 
 Format format_of(const std::string& name) {
   const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16}, {"int8", Format::int8},
@@ -107,7 +110,7 @@ void bind_executor(py::module_& m) {
       .def("allocate",
            [](Executor& e, int max_rows, int max_slots, int max_length, int layers, int kv_heads, int head_dim, int span_size, int num_spans,
               const std::string& dtype) {
-             e.allocate(max_rows, max_slots, max_length, layers, kv_heads, head_dim, span_size, num_spans, dtype_of(dtype));
+             e.allocate(max_rows, max_slots, max_length, layers, kv_heads, head_dim, span_size, num_spans, cache_dtype_of(dtype));
            },
            py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("layers"), py::arg("kv_heads"), py::arg("head_dim"),
            py::arg("span_size"), py::arg("num_spans"), py::arg("cache_dtype"))
@@ -230,6 +233,9 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
+  m.def("span_bytes",
+        [](int span_size, int head_dim, const std::string& dtype) { return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim).bytes; },
+        py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), "Memory of a span of the KV cache, for one layer and KV head.");
   as::bind_window(m);
   as::bind_executor(m);
   as::bind_sampler(m);

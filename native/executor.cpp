@@ -228,10 +228,10 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(span_size));
   if (max_rows < 1 || max_slots < 1 || num_spans < 1 || layers < 1) throw std::invalid_argument("allocate: sizes must be positive");
   max_rows_ = max_rows, max_slots_ = max_slots, max_length_ = max_length, layers_ = layers;
-  span_size_ = span_size, num_spans_ = num_spans, cache_dtype_ = cache_dtype;
+  span_size_ = span_size, num_spans_ = num_spans;
   plan_buffers();
-  head_span_bytes_ = (size_t)span_size * (shape_.head_dim + shape_.padded_dim) * dtype_size(cache_dtype);
-  cache_ = Buffer(head_span_bytes_ * layers * num_spans * kv_heads, "the KV cache");
+  layout_ = span_layout(cache_dtype, span_size, head_dim);
+  cache_ = Buffer(layout_.bytes * layers * num_spans * kv_heads, "the KV cache");
   const size_t blocks = (max_length + kBlockTokens - 1) / kBlockTokens;
   partials_ = Buffer((size_t)4 * pool_.size() * blocks * kTileRows * (shape_.padded_dim + 2) * sizeof(float), "partial results of attention");
   size_t prepared = 0;

@@ -155,8 +155,7 @@ class Executor {
   bool profiling_ = false, allocated_ = false;
 
   int max_rows_ = 0, max_slots_ = 0, max_length_ = 0, layers_ = 0, span_size_ = 0, num_spans_ = 0;
-  DType cache_dtype_ = DType::f32;
-  size_t head_span_bytes_ = 0;  // K and V of one span, layer and KV head
+  SpanLayout layout_;  // of one span, layer and KV head
   Buffer activations_, cache_, partials_, prepared_;
   std::vector<float> cosine_, sine_;
 

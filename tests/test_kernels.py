@@ -133,7 +133,8 @@ def test_attention_block(bf16, dim, tokens, span_size):
     limits = [int(x) for x in rng.integers(1, tokens + 1, 13)]
     limits[0], limits[1] = tokens, 1
     scale = dim**-0.5
-    maximum, total, out = _native.kernels.attend(q, keys, values, limits, scale, span_size, bf16)
+    dtype = "bfloat16" if bf16 else "float32"
+    maximum, total, out = _native.kernels.attend(q, keys, values, limits, scale, span_size, dtype)
     if bf16:
         keys, values = from_bf16(to_bf16(keys)), from_bf16(to_bf16(values))
     for r, limit in enumerate(limits):
@@ -142,7 +143,7 @@ def test_attention_block(bf16, dim, tokens, span_size):
         assert np.isclose(maximum[r], scores.max(), atol=1e-5) and np.isclose(total[r], p.sum(), rtol=1e-5)
         assert np.allclose(out[r, :dim], p @ values[:limit], rtol=1e-4, atol=1e-5)
         # Alone the row gives the same bits as among the others.
-        alone = _native.kernels.attend(q[r:r + 1], keys[:limit], values[:limit], [limit], scale, span_size, bf16)
+        alone = _native.kernels.attend(q[r:r + 1], keys[:limit], values[:limit], [limit], scale, span_size, dtype)
         assert np.array_equal(np.asarray(alone[2]).view(np.uint32)[0], np.asarray(out).view(np.uint32)[r])
         assert alone[0][0] == maximum[r] and alone[1][0] == total[r]
 

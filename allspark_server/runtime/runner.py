@@ -9,7 +9,7 @@ from typing import Iterator
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.types import ModelInfo
+from allspark_client.types import AsCacheMode, ModelInfo
 from allspark_server.models import Graph
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.binding import pages_by_node
@@ -27,8 +27,8 @@ DEFAULT_STEP_TOKENS = 256
 # Of the memory that is left beside the weights, what a cache of unspecified size takes at most; and what it may take if
 # that is needed for even one request of full length.
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
+UNQUANTIZED = ("float32", "bfloat16")
+QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
@@ -55,7 +55,7 @@ class ModelRunner:
 
     weight_dtype "auto" keeps bfloat16 matrices as they are and makes everything else float32: float16 values are exact
     in float32, not in bfloat16. cache_dtype "auto" is the weights' type, or what "auto" would make it if they are
-    quantized.
+    quantized; a quantized cache_mode comes before it.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
@@ -136,10 +136,11 @@ class ModelRunner:
     def _choose_types(self, stored: set[str]) -> None:
         unquantized = "bfloat16" if stored == {"BF16"} else "float32"
         self.weight_dtype = unquantized if self.config.weight_dtype == "auto" else self.config.weight_dtype
-        quantized = self.weight_dtype not in ELEMENT_BYTES
+        quantized = self.weight_dtype not in UNQUANTIZED
         self.weight_group_size = self.config.weight_group_size if quantized else 0
         computed = unquantized if quantized else self.weight_dtype
-        self.cache_dtype = computed if self.config.cache_dtype == "auto" else self.config.cache_dtype
+        plain = computed if self.config.cache_dtype == "auto" else self.config.cache_dtype
+        self.cache_dtype = QUANTIZED_CACHES.get(self.config.cache_mode, plain)
 
     def _rows_of_step(self) -> int:
         """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
@@ -177,9 +178,8 @@ class ModelRunner:
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
-        padded = -(-graph.config.head_dim // HEAD_PADDING) * HEAD_PADDING
-        per_token = (graph.config.head_dim + padded) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
-        return per_token * self.config.cache_span_size * graph.config.num_layers
+        head = native_library().span_bytes(self.config.cache_span_size, graph.config.head_dim, self.cache_dtype)
+        return head * self._kv_heads(graph) * graph.config.num_layers
 
     def _spans(self, available: int, fixed: int) -> int:
         """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""

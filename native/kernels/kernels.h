@@ -7,31 +7,25 @@
 #include <cstdint>
 
 #include "format.h"
+#include "span_layout.h"
 
 namespace as {
-
-// Types of the KV cache.
-enum class DType : int { f32 = 0, bf16 = 1 };
-inline size_t dtype_size(DType t) { return t == DType::f32 ? 4 : 2; }
 
 // Attention of a tile of rows (query heads that share one KV head) over one block of context.
 struct AttentionTile {
   int rows;                // <= kTileRows
-  int head_dim, padded_dim;
   const float* q[16];      // each [head_dim]
   int limit[16];           // row sees tokens [0, limit) of this block; <= 0: none
   float scale;
-  int span_size, tokens;   // tokens of the block that any row sees
-  const void* const* spans;  // the block's spans: K at [0], V at [v_offset], of this layer and KV head
-  size_t v_offset;         // elements
-  DType dtype;
+  int tokens;              // of the block, that any row sees
+  const SpanLayout* layout;
+  const void* const* spans;  // the block's, of this layer and KV head
   float* maximum;          // [rows]
   float* sum;              // [rows]
   float* out;              // [rows][padded_dim], not normalized
 };
 constexpr int kTileRows = 16;
 constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
-constexpr int kKeyGroup = 16;      // keys are stored [head_dim][16 tokens], so that a lane is a token
 
 enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
 
