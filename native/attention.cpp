@@ -59,7 +59,7 @@ void Executor::write_cache(const Op& op, int thread) {
 void Executor::attend_block(const Op& op, const Tile& tile, int block, float* maximum, float* sum, float* out) const {
   const Slot& slot = slots_[tile.slot];
   const int heads = tile.head1 - tile.head0, begin = block * kBlockTokens;
-  const void* spans[kBlockTokens / 16];
+  const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
   AttentionTile a;
   a.rows = tile.positions * heads;
   for (int i = 0; i < tile.positions; i++)
@@ -69,8 +69,13 @@ void Executor::attend_block(const Op& op, const Tile& tile, int block, float* ma
     }
   a.scale = shape_.scale;
   a.tokens = std::min(kBlockTokens, tile.position + tile.positions - begin);
-  for (int t = 0; t < a.tokens; t += span_size_) spans[t / span_size_] = span_address(op.layer, slot.spans[(begin + t) / span_size_], tile.kv_head);
-  a.spans = spans, a.layout = &layout_;
+  const int per_block = kBlockTokens / span_size_;
+  for (int i = 0; i * span_size_ < a.tokens; i++) {
+    const int s = block * per_block + i, following = s + per_block;
+    spans[i] = span_address(op.layer, slot.spans[s], tile.kv_head);
+    next[i] = following * span_size_ < tile.position + tile.positions ? span_address(op.layer, slot.spans[following], tile.kv_head) : spans[i];
+  }
+  a.spans = spans, a.next = next, a.layout = &layout_;
   a.maximum = maximum, a.sum = sum, a.out = out;
   k_.attend(a);
 }

@@ -46,7 +46,7 @@ void bind_kernels(py::module_& m) {
         for (int t = 0; t < tokens; t++)
           write_token(layout, memory.data() + layout.bytes * (t / span_size), t % span_size, keys.data(t, 0), values.data(t, 0));
         AttentionTile a{};
-        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = spans.data();
+        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = a.next = spans.data();
         Floats maximum(rows), sum(rows), out({rows, layout.padded_dim});
         for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.limit[r] = limits[r];
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
@@ -73,15 +73,18 @@ void bind_kernels(py::module_& m) {
           const auto start = std::chrono::steady_clock::now();
           pool.run([&](int thread) {
             std::vector<float> out((size_t)rows * (layout.padded_dim + 2));
-            const void* at[kBlockTokens / kKeyGroup];
+            const void *at[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
             AttentionTile a{};
-            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at;
+            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at, a.next = next;
             for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.limit[r] = kBlockTokens;
             a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
             const auto [b0, b1] = part((long)blocks * heads, thread, threads);
             for (int b = b0; b < b1; b++) {
-              const int first = b % blocks * (kBlockTokens / span_size);
-              for (int s = 0; s < kBlockTokens / span_size; s++) at[s] = memory.as() + layout.bytes * ((first + s) * heads + b / blocks);
+              const int first = b % blocks * (kBlockTokens / span_size), step = b % blocks + 1 < blocks ? kBlockTokens / span_size : 0;
+              for (int s = 0; s < kBlockTokens / span_size; s++) {
+                at[s] = memory.as() + layout.bytes * ((first + s) * heads + b / blocks);
+                next[s] = memory.as() + layout.bytes * ((first + s + step) * heads + b / blocks);
+              }
               kernels().attend(a);
             }
           });

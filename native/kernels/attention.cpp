@@ -6,6 +6,9 @@
 // rows see. Keys are stored by groups of 16 tokens (span_layout.h): a lane is a token and no score needs a horizontal sum.
 // Blocks are merged in ascending order (Milakov and Gimelshein, 2018).
 //
+// Spans are too short for the processor's own prefetching to get going: while keys are read the same tokens' values are
+// prefetched, while values are read the keys of the next block.
+//
 //   float32, bfloat16   score = one chain of fused multiply-adds over the head dimension, times scale.
 //   int8, uint4         the query is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of 8-bit keys)
 //                       and multiplied with the keys as they are stored, in exact integer sums: two products an instruction,
@@ -112,18 +115,21 @@ template <int Part> inline vf value_u4(const char* p) {
 // The types of the cache: vector v of the values at `p`, and of pairs of keys at `p`.
 template <typename T> struct Floats {
   static constexpr bool quantized = false;
+  static constexpr size_t bits = 8 * sizeof(T);
   template <int V> static vf value(const char* p) { return vload_as<T>(reinterpret_cast<const T*>(p) + V * W); }
   static vf keys(const char* p, int v) { return vload_as<T>(reinterpret_cast<const T*>(p) + v * W); }
   static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d (quantized: pair of d) of a group of keys
 };
 struct Int8 {
   static constexpr bool quantized = true;
+  static constexpr size_t bits = 8;
   template <int V> static vf value(const char* p) { return value_i8(p + V * W); }
   static vi keys(const char* p, int v) { return pairs_i8(p + v * W * 2); }
   static constexpr size_t row = kKeyGroup * 2;
 };
 struct UInt4 {
   static constexpr bool quantized = true;
+  static constexpr size_t bits = 4;
   template <int V> static vf value(const char* p) { return value_u4<V * W % 16 / W>(p + V * W / 16 * 8); }
   static vi keys(const char* p, int v) { return pairs_u4(p + v * W); }
   static constexpr size_t row = kKeyGroup;
@@ -166,13 +172,14 @@ void round_queries(const AttentionTile& a, int levels, Queries& out) {
 
 // Scores of rows [r0, r0 + R) with a group of keys.
 template <int R, typename C>
-inline void scores_floats(const char* keys, const AttentionTile& a, int r0, float* out) {
+inline void scores_floats(const char* keys, const char* ahead, const AttentionTile& a, int r0, float* out) {
   vf acc[R][KV];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < KV; v++) acc[r][v] = vzero();
   for (int d = 0; d < a.layout->head_dim; d++) {
     vf k[KV];
     for (int v = 0; v < KV; v++) k[v] = C::keys(keys + d * C::row, v);
+    __builtin_prefetch(ahead + d * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const vf x = vset(a.q[r0 + r][d]);
@@ -186,13 +193,15 @@ inline void scores_floats(const char* keys, const AttentionTile& a, int r0, floa
 }
 
 template <int R, typename C>
-inline void scores_integers(const char* keys, const Queries& queries, int r0, int pairs, const float* scale, const float* minimum, float* out) {
+inline void scores_integers(const char* keys, const char* ahead, const Queries& queries, int r0, int pairs, const float* scale,
+                            const float* minimum, float* out) {
   vi acc[R][KV];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < KV; v++) acc[r][v] = izero();
   for (int p = 0; p < pairs; p++) {
     vi k[KV];
     for (int v = 0; v < KV; v++) k[v] = C::keys(keys + p * C::row, v);
+    __builtin_prefetch(ahead + p * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
@@ -212,13 +221,15 @@ inline void scores_integers(const char* keys, const Queries& queries, int r0, in
 
 // out[r][0 .. V * W) = sum over tokens of p[r][token] * values[token], continuing the chain in `out`.
 template <int R, typename C, int... V>
-inline void weigh(std::integer_sequence<int, V...>, const char* values, size_t stride, int padded_dim, const float* p, int tokens, float* out) {
+inline void weigh(std::integer_sequence<int, V...>, const char* values, const char* ahead, size_t stride, int padded_dim, const float* p, int tokens,
+                  float* out) {
   constexpr int N = sizeof...(V);
   vf acc[R][N];
   for (int r = 0; r < R; r++)
     for (int v = 0; v < N; v++) acc[r][v] = vload(out + (size_t)r * padded_dim + v * W);
   for (int t = 0; t < tokens; t++) {
     const vf x[N] = {C::template value<V>(values + t * stride)...};
+    for (size_t line = 0; line < N * W * C::bits / 8; line += 64) __builtin_prefetch(ahead + t * stride + line);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const vf a = vset(p[r * kBlockTokens + t]);
@@ -256,13 +267,15 @@ void attend_typed(const AttentionTile& a, int levels) {
   for (int t = 0; t < padded; t += kKeyGroup) {
     const char* span = static_cast<const char*>(a.spans[t / s.span_size]);
     const char* keys = span + t % s.span_size / kKeyGroup * s.group_bytes;
+    const char* values = span + s.value_offset + t % s.span_size * s.value_bytes;
     [[maybe_unused]] const float* scales = reinterpret_cast<const float*>(span + s.scale_offset) + t % s.span_size;
     for (int r = 0; r < a.rows; r += QR)
       with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
         float* out = p + r * kBlockTokens + t;
+        const char* ahead = r ? keys : values;
         if constexpr (C::quantized)
-          scores_integers<rows, C>(keys, queries, r, (s.head_dim + 1) / 2, scales, scales + s.span_size, out);
-        else scores_floats<rows, C>(keys, a, r, out);
+          scores_integers<rows, C>(keys, ahead, queries, r, (s.head_dim + 1) / 2, scales, scales + s.span_size, out);
+        else scores_floats<rows, C>(keys, ahead, a, r, out);
       });
     if constexpr (C::quantized) {
       std::copy_n(scales + 2 * s.span_size, kKeyGroup, scale + t);
@@ -292,12 +305,15 @@ void attend_typed(const AttentionTile& a, int levels) {
       with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
         const float* weights = p + r * kBlockTokens + t;
         float* out = a.out + (size_t)r * s.padded_dim;
-        const size_t block_bytes = s.value_bytes / blocks;
+        const char* ahead = r ? values : static_cast<const char*>(a.next[t / s.span_size]);
+        const size_t block_bytes = 2 * C::bits;
         int b = 0;
         for (; b + B <= blocks; b += B)
-          weigh<rows, C>(std::make_integer_sequence<int, OV>(), values + b * block_bytes, s.value_bytes, s.padded_dim, weights, tokens, out + 16 * b);
+          weigh<rows, C>(std::make_integer_sequence<int, OV>(), values + b * block_bytes, ahead + b * block_bytes, s.value_bytes, s.padded_dim,
+                         weights, tokens, out + 16 * b);
         for (; b < blocks; b++)
-          weigh<rows, C>(std::make_integer_sequence<int, 16 / W>(), values + b * block_bytes, s.value_bytes, s.padded_dim, weights, tokens, out + 16 * b);
+          weigh<rows, C>(std::make_integer_sequence<int, 16 / W>(), values + b * block_bytes, ahead + b * block_bytes, s.value_bytes,
+                         s.padded_dim, weights, tokens, out + 16 * b);
       });
   }
 }

@@ -20,6 +20,7 @@ struct AttentionTile {
   int tokens;              // of the block, that any row sees
   const SpanLayout* layout;
   const void* const* spans;  // the block's, of this layer and KV head
+  const void* const* next;   // where to prefetch: the following block's, or again the block's
   float* maximum;          // [rows]
   float* sum;              // [rows]
   float* out;              // [rows][padded_dim], not normalized
