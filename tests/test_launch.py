@@ -356,10 +356,8 @@ if mode == "crash":
 if mode == "fatal":
     heartbeat.state("failed", error=f"rank {rank}: the port is in use", fatal=True)
     time.sleep(60)
-if mode == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-else:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
 if mode == "stuck":
     heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
