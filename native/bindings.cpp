@@ -125,18 +125,19 @@ void bind_executor(py::module_& m) {
            },
            py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(),
            "x w^T (+ bias) with one matrix, for tests and microbenchmarks.")
-      .def("set_profiling", &Executor::set_profiling)
+      .def("set_profiling", &Executor::set_profiling, py::arg("on"), "On: count anew from now. Off: what was counted stays. Between steps.")
       .def("profile",
            [](const Executor& e) {
              py::list all;
              for (const Op& op : e.ops()) {
                py::dict d;
                d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
+               d["bytes"] = op.bytes, d["operations"] = op.operations;
                all.append(d);
              }
              return all;
            },
-           "Per op of the list: name, how often, least, most and total seconds on thread 0 (with set_profiling).")
+           "Per op of the list: name, how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
       .def("memory",
            [](const Executor& e) {
              py::list all;

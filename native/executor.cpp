@@ -282,6 +282,7 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   want_logits_ = want_logits;
   if (rows_.empty()) return {};
   make_tiles(plan);
+  if (profiling_) measure_attention(plan);
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto last = Clock::now();
@@ -290,12 +291,8 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
       if (!pool_.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        const double seconds = std::chrono::duration<double>(now - last).count();
+        record(op, std::chrono::duration<double>(now - last).count());
         last = now;
-        op.least = op.count ? std::min(op.least, seconds) : seconds;
-        op.most = std::max(op.most, seconds);
-        op.total += seconds;
-        op.count++;
       }
     }
   };
@@ -325,11 +322,6 @@ void Executor::run_op(Op& op, int thread) {
     case OpType::select_rows: return select_rows(op, thread);
     case OpType::sample: return sample(op, thread);
   }
-}
-
-void Executor::set_profiling(bool on) {
-  profiling_ = on;
-  for (Op& op : ops_) op.count = 0, op.total = op.least = op.most = 0;
 }
 
 size_t Executor::weight_bytes() const {

@@ -395,9 +395,9 @@ def test_statistics(engine):
 def test_operator_times(engine):
     run(engine, max_new_tokens=3)
     lines = engine.get_op_profiling_info(NAME).splitlines()
-    assert lines[0].split() == ["op", "count", "min", "max", "mean", "sum", "%"]
+    assert lines[0].split()[:7] == ["op", "count", "min", "max", "mean", "sum", "%"]
     assert {"linear", "span_attention", "sample"} <= {line.split()[0] for line in lines}
-    assert sum(float(line.split()[-1]) for line in lines[1:]) == pytest.approx(100, abs=0.1)
+    assert sum(float(line.split()[6]) for line in lines[1:]) == pytest.approx(100, abs=0.1)
 
 
 def test_not_available_yet(engine, tiny_model):

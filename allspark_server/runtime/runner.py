@@ -15,6 +15,7 @@ from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
+from allspark_server.runtime.profile import Profile, Profiler, measured_ceilings, summarize
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
 from allspark_server.weights.loader import Loader, Progress, stored_types
 
@@ -65,6 +66,7 @@ class ModelRunner:
         self.progress: Progress | None = None
         self._executor = None
         self._model: OpenedModel | None = None
+        self._profiler: Profiler | None = None
         self._hash = ""
 
     def load(self) -> int:
@@ -100,7 +102,7 @@ class ModelRunner:
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
                                     model.graph.config.num_layers, self._kv_heads(model.graph),
                                     model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
-        self._executor.set_profiling(True)  # two clock readings an op
+        self._profiler = Profiler(self._executor) if self.rank == 0 else None
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -114,15 +116,19 @@ class ModelRunner:
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
+        if self._profiler is not None and self._profiler.active:
+            self._profiler.before_step()
         return self._executor.step(plan, want_logits)
 
-    def profile(self) -> list[dict]:
-        """Time per op: op, count, min, max, mean, sum (seconds)."""
-        return self._executor.profile()
+    def profile(self) -> Profile:
+        """What the ops of the steps profiled last cost (rank 0 only); measures the ceilings when called first."""
+        model = self._loaded()
+        return Profile(summarize(self._profiler.read(model.graph)),
+                       measured_ceilings(tuple(self._pinned()), self._threads()))
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
-        self._executor = self._model = None
+        self._executor = self._model = self._profiler = None
 
     # -- choices -------------------------------------------------------------------------------------------------------
     def _loaded(self) -> OpenedModel:
