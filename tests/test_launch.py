@@ -296,7 +296,6 @@ def test_topology_and_doctor_for_programs(capsys):
     assert len(report["ranks"]) == 2 and report["nodes"]
     main(["doctor", "--json"])
     assert {"python", "MPI"} <= {f["subject"] for f in json.loads(capsys.readouterr().out)}
-    assert main(["bench"]) == 2
 
 
 def test_pool_units(tmp_path, capsys):
