@@ -81,7 +81,7 @@ def plot(run: Run, path: Path) -> bool:
         axis.set_xticks(range(len(cells)), [title_of(kind, cell) for cell in cells])
         axis.set_title(TITLES[kind] + " (best; line: ceiling)")
         axis.grid(axis="y", alpha=0.3)
-    axes[0, 0].legend(fontsize="small")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.suptitle(f"{Path(run.settings['model']).name}, {run.machine['threads']} threads, {run.machine['isa']}")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

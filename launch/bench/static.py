@@ -84,7 +84,8 @@ def add_static(modes) -> None:
     g.add_argument("--output", type=_list_of(_positive), metavar="LIST",
                    help="and output lengths; what is not given of these three is 1, 128, 64")
     g.add_argument("--cell", type=_list_of(Cell.parse), metavar="BxPxO", action="extend", default=[],
-                   help=f"single cells instead of, or beside, the grid; repeatable (default: {' '.join(DEFAULT_CELLS)})")
+                   help="single cells instead of, or beside, the grid; repeatable "
+                        f"(default: {' '.join(DEFAULT_CELLS)})")
     g.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything in turn (default %(default)s)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
     g = p.add_argument_group("where")
