@@ -16,7 +16,7 @@ from adapter import Cell, Job, PeerFormat, main
 FORMATS = [PeerFormat("float32", 32, ("float32", "bfloat16"))]
 NAME = "model"
 TYPES = {"qwen2": "Qwen_v20", "llama": "LLaMA_v2"}
-NO_TOKEN = 1 << 20
+SPARE = 32      # tokens of engine_max_length beside those of a request: it wants two, and the warm-up has 18
 
 
 def older_checkpoint(job: Job) -> Path:
@@ -52,7 +52,7 @@ class DashInferModel:
         ids = torch.randint(10, self.vocab_size, (1, cell.prompt), dtype=torch.int64)
         options = dict(num_beams=1, num_return_sequences=1, temperature=1.0, do_sample=True, early_stopping=False,
                        top_k=1, top_p=0.8, repetition_penalty=1.0, presence_penalty=0.0, length_penalty=1.0,
-                       no_repeat_ngram_size=0, min_length=0, max_length=cell.length, eos_token_id=NO_TOKEN, seed=1,
+                       no_repeat_ngram_size=0, min_length=0, max_length=cell.length, eos_token_id=0, seed=1,
                        uuid=str(number))
         return self.engine.start_request(NAME, {"input_ids": to_dlpack(ids)}, generate_config=options)[1:]
 
@@ -88,7 +88,7 @@ def load(job: Job, form: PeerFormat) -> Iterator[DashInferModel]:
         serialize(engine, job, folder)
     config = allspark.AsModelConfig(model_name=NAME, model_path=str(folder / f"{NAME}.dimodel"),
                                     weights_path=str(folder / f"{NAME}.ditensors"),
-                                    engine_max_length=max(32, *(cell.length for cell in job.cells)),
+                                    engine_max_length=max(cell.length for cell in job.cells) + SPARE,
                                     engine_max_batch=max(cell.batch for cell in job.cells))
     config.compute_unit, config.num_threads, config.matmul_precision = "CPU:0", job.threads, "highest"
     config.cache_mode = allspark.AsCacheMode.AsCacheDefault
