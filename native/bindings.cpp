@@ -125,7 +125,7 @@ void bind_executor(py::module_& m) {
            },
            py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(),
            "x w^T (+ bias) with one matrix, for tests and microbenchmarks.")
-      .def("set_profiling", &Executor::set_profiling, py::arg("on"), "On: count anew from now. Off: what was counted stays. Between steps.")
+      .def("set_profiling", &Executor::set_profiling)
       .def("profile",
            [](const Executor& e) {
              py::list all;
