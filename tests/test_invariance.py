@@ -160,7 +160,7 @@ def test_preemption(engine, model):
 
 
 def test_everything_at_once(engine, model):
-    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: whoever finishes has the same bytes."""
+    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: who finishes has the same bytes."""
     expected = first_run(engine, model)
     with installed(engine, model) as name:
         info = engine.get_model_info(name)
