@@ -16,7 +16,7 @@ from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, check_available
 from .connection import Member, Request, Session, Unavailable, check_address
 from .engine import AbstractEngine, check_config, check_handle
-from .errors import AllSparkError, AsStatus, closed_engine, illegal_handle, unknown_model
+from .errors import AllSparkError, AsStatus, closed_engine, forked_engine, illegal_handle, unknown_model
 from .local_group import SelfStartedGroup
 from .queue import ResultQueue
 from .request import RequestSpec
@@ -54,6 +54,7 @@ class ClientEngine(AbstractEngine):
             raise ValueError(f"reconnect_timeout={reconnect_timeout!r} must be a number of seconds, at least 0")
         self._resume_requests = bool(resume)
         self._reconnect_timeout = float(reconnect_timeout)
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._requests: dict[int, Request] = {}
         self._handles = itertools.count(1)
@@ -219,7 +220,10 @@ class ClientEngine(AbstractEngine):
     # --- end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the connections (the server cancels what is live), and stop the group that this engine started."""
+        """Close the connections (the server cancels what is live), and stop the group that this engine started. In a
+        forked child this does nothing: all that is the parent's."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -319,6 +323,8 @@ class ClientEngine(AbstractEngine):
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
     def _check_open(self) -> None:
+        if os.getpid() != self._owner:
+            raise forked_engine()
         if self._closed:
             raise closed_engine()
 
