@@ -14,6 +14,7 @@ namespace as {
 
 void bind_sampler(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_ceilings(py::module_& m);
 
 namespace {
 
@@ -213,4 +214,5 @@ PYBIND11_MODULE(_native, m) {
   as::bind_executor(m);
   as::bind_sampler(m);
   as::bind_kernels(m);
+  as::bind_ceilings(m);
 }

@@ -8,9 +8,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of all threads together: bytes/s read from memory, fp32 multiplications and additions/s."""
+    """Measured rates of all threads together: bytes/s read from memory, multiplications and additions/s in fp32, and
+    of 8-bit integers summed in 32 bits (0: not measured)."""
     read: float
     fp32: float
+    int8: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,23 @@ class Workload:
                    2 * net.num_layers * net.num_kv_heads * net.head_dim,
                    net.max_position_embeddings)
 
-    def decode(self, machine: Machine, batch: int, context: float, weight_bytes: float, token_bytes: float) -> Bound:
+    def decode(self, machine: Machine, batch: int, context: float, weight_bytes: float, token_bytes: float,
+               integer: bool = False) -> Bound:
         """One step gives each of `batch` sequences a token. context: tokens that each holds, on average; weight_bytes:
-        of all matrices as packed; token_bytes: of the cache, a token."""
+        of all matrices as packed; token_bytes: of the cache, a token; integer: activations are quantized too."""
         weights = self.layer_weights + self.head_weights
         read = weight_bytes * min(1.0, weights / self.stored_weights) + batch * context * token_bytes
-        operations = batch * (2 * weights + self.attention * context)
-        return _bound(machine, batch, read, operations)
+        return _bound(machine, batch, read, batch * 2 * weights, batch * self.attention * context, integer)
 
-    def prefill(self, machine: Machine, batch: int, prompt: int, weight_bytes: float) -> Bound:
+    def prefill(self, machine: Machine, batch: int, prompt: int, weight_bytes: float, integer: bool = False) -> Bound:
         """`batch` prompts to their first tokens."""
-        operations = batch * (2 * (prompt * self.layer_weights + self.head_weights)
-                              + self.attention * prompt * (prompt + 1) / 2)
-        return _bound(machine, batch * prompt, weight_bytes, operations)
+        products = batch * 2 * (prompt * self.layer_weights + self.head_weights)
+        attention = batch * self.attention * prompt * (prompt + 1) / 2
+        return _bound(machine, batch * prompt, weight_bytes, products, attention, integer)
 
 
-def _bound(machine: Machine, tokens: int, read: float, operations: float) -> Bound:
-    memory, compute = read / machine.read, operations / machine.fp32
+def _bound(machine: Machine, tokens: int, read: float, products: float, attention: float, integer: bool) -> Bound:
+    """Products of matrices are of integers if `integer`; attention is always fp32."""
+    rate = machine.int8 if integer and machine.int8 else machine.fp32
+    memory, compute = read / machine.read, products / rate + attention / machine.fp32
     return Bound(tokens / max(memory, compute), "memory" if memory >= compute else "compute")

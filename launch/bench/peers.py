@@ -3,8 +3,9 @@
 An adapter is `peer_NAME.py` in tests/perf/peers (or --peers-dir). It is run as
     PYTHON peer_NAME.py --probe                                   exit 0 and its version, if its packages are there
     PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,…
-and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), for
-(which of our formats it compares with), cell, prefill and decode in tokens/s (null: not measured), or format and error.
+and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), integer
+(whether activations are quantized), for (which of our formats it compares with), cell, prefill and decode in tokens/s
+(null: not measured), or format and error.
 """
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ class PeerResult:
     cell: Cell | None
     timing: Timing | None
     error: str = ""
+    integer: bool = False
 
 
 def adapters(folder: Path) -> dict[str, Path]:
@@ -114,4 +116,4 @@ def _parse(peer: str, record: dict) -> PeerResult:
     timing = None if "error" in record else Timing(record["prefill"], record["decode"])
     cell = Cell.parse(record["cell"]) if record.get("cell") else None
     return PeerResult(peer, record["format"], record.get("weight_bits", 0.0), tuple(record.get("for", ())), cell,
-                      timing, record.get("error", ""))
+                      timing, record.get("error", ""), record.get("integer", False))

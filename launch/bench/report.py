@@ -29,14 +29,15 @@ def tables(run: Run) -> str:
     part of the ceiling that the best reaches (m: set by memory, c: by arithmetic)."""
     best, median = run.best_machine(), run.median_machine()
     lines = [f"ceilings: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
-             f"({median.fp32 / 1e9:.1f}); best of {len(run.ceilings)} round(s) (median)"]
+             f"({median.fp32 / 1e9:.1f}), {best.int8 / 1e9:.1f} Gop/s int8 ({median.int8 / 1e9:.1f}); best of "
+             f"{len(run.ceilings)} round(s) (median)"]
     width = max([len(row.name) for row in run.rows] + [len("batch x prompt + output")])
     for kind in TITLES:
         cells = cells_of(run, kind)
         for start in range(0, len(cells), COLUMNS):
             part = cells[start:start + COLUMNS]
             lines += ["", f"{TITLES[kind]}: best (median), part of the ceiling set by m: memory, c: arithmetic",
-                      f"{'batch x prompt + output':<{width}}" + "".join(f"{title_of(kind, c):>28}" for c in part)]
+                      f"{'batch x prompt + output':<{width}}" + "".join(f"{title_of(kind, c):>30}" for c in part)]
             lines += [_line(run, kind, row, part, width) for row in run.rows if row.status == "measured"]
     missing = [row for row in run.rows if row.status != "measured"]
     if missing:
@@ -50,10 +51,10 @@ def _line(run: Run, kind: str, row: Row, cells: list[Cell], width: int) -> str:
     for cell in cells:
         figure = run.figure(kind, row, cell)
         if figure is None:
-            text += f"{'-':>28}"
+            text += f"{'-':>30}"
         else:
             share = f"{100 * figure['fraction']:.0f} % {figure['bound_by'][0]}"
-            text += f"{figure['best']:>11.1f} {'(' + format(figure['median'], '.1f') + ')':>9}{share:>7}"
+            text += f"{figure['best']:>11.1f} {'(' + format(figure['median'], '.1f') + ')':>10}{share:>8}"
     return text
 
 

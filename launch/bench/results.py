@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import Callable
 
 from .ceiling import Bound, Machine, Workload
 from .measure import Cell, Timing
@@ -34,6 +35,7 @@ class Row:
     reason: str = ""
     weight_bytes: float = 0.0
     token_bytes: float = 0.0
+    integer: bool = False               # its matrix products are of 8-bit integers
     matches: tuple[str, ...] = ()       # a peer's: our formats that it compares with
     prefill: dict[Cell, Series] = field(default_factory=dict)
     decode: dict[Cell, Series] = field(default_factory=dict)
@@ -59,18 +61,21 @@ class Run:
     rows: list[Row] = field(default_factory=list)
 
     def best_machine(self) -> Machine:
-        return Machine(max(c.read for c in self.ceilings), max(c.fp32 for c in self.ceilings))
+        return self._machine(max)
 
     def median_machine(self) -> Machine:
-        return Machine(statistics.median(c.read for c in self.ceilings),
-                       statistics.median(c.fp32 for c in self.ceilings))
+        return self._machine(statistics.median)
+
+    def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
+        return Machine(*(choose([getattr(c, field) for c in self.ceilings]) for field in ("read", "fp32", "int8")))
 
     def bound(self, kind: str, row: Row, cell: Cell, machine: Machine) -> Bound:
         """The ceiling of one figure. kind: "decode" or "prefill"."""
         if kind == "prefill":
-            return self.workload.prefill(machine, cell.batch, cell.prompt, row.weight_bytes)
+            return self.workload.prefill(machine, cell.batch, cell.prompt, row.weight_bytes, row.integer)
         context = cell.prompt + cell.output / 2
-        return self.workload.decode(machine, cell.batch, context, row.weight_bytes, row.token_bytes)
+        return self.workload.decode(machine, cell.batch, context, row.weight_bytes, row.token_bytes,
+                                    row.integer)
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
         """Best and median with their parts of the best and median ceilings; None if it was not measured."""
@@ -92,7 +97,7 @@ class Run:
             if row.status != "measured":
                 results.append({**entry, "reason": row.reason})
                 continue
-            entry.update(weight_bytes=row.weight_bytes, cache_bytes_per_token=row.token_bytes)
+            entry.update(integer=row.integer, weight_bytes=row.weight_bytes, cache_bytes_per_token=row.token_bytes)
             if row.matches:
                 entry["compares_with"] = list(row.matches)
             results += [{**entry, "batch": cell.batch, "prompt": cell.prompt, "output": cell.output,

@@ -25,6 +25,7 @@ from .results import Row, Run
 
 MODEL = "bench"
 DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int4:64", "w8a8", "w4a8:64")
+INTEGER_FORMATS = ("w8a8", "w4a8")      # activations are quantized, products are of integers
 DEFAULT_CELLS = ("1x128x64", "4x128x64", "8x128x64", "1x1024x1")
 PEER_CACHE_BYTES = 2        # of a cached value: the peers' default
 
@@ -36,10 +37,11 @@ A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens 
   decode    tokens / time, from then until the first request ends: all sequences together
 Ceilings are measured with the same number of threads in every round, before the formats run one after the other:
   decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
-            step / rate of fp32 multiply-adds if that takes longer
-  prefill   operations (matrices, attention, head) / rate of fp32 multiply-adds
-What computes in integers (w8a8, w4a8), or a model small enough for the CPU's caches, may exceed these. Machines drift
-by half from hour to hour: compare figures of one run only."""
+            step / rate of multiply-adds if that takes longer
+  prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
+            w8a8 and w4a8 and of peers that quantize activations
+A model small enough for the CPU's caches may exceed these. Machines drift by half from hour to hour: compare figures of
+one run only."""
 
 EPILOG = """\
 examples:
@@ -191,7 +193,7 @@ def prepare(options: argparse.Namespace, checkpoint: Path) -> tuple[Run, list[pe
     machine = {"cpu": _cpu_name(), "isa": native_library().isa(), "threads": threads, "platform": platform.platform(),
                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     run = Run(settings, machine, workload, cells_from(options, workload.positions))
-    run.rows = [Row("allspark", str(form)) for form in options.formats]
+    run.rows = [Row("allspark", str(form), integer=form.dtype in INTEGER_FORMATS) for form in options.formats]
     return run, peers, sorted(set(cpus)) if len(set(cpus)) == threads else [], threads
 
 
@@ -208,8 +210,9 @@ def _cpu_name() -> str:
 def measure_machine(cpus: list[int], threads: int) -> Machine:
     """The ceilings of that many threads together, now."""
     from allspark_server.runtime.native import native_library
-    measured = native_library().measure_ceilings(cpus, threads)
-    return Machine(measured[0], measured[1])
+    native = native_library()
+    measured = native.measure_ceilings(cpus, threads)
+    return Machine(measured[0], measured[1], native.measure_integer_rate(cpus, threads))
 
 
 @contextlib.contextmanager
@@ -285,7 +288,7 @@ def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, t
         if row is None:
             row = Row(peer.name, result.format, matches=result.matches,
                       weight_bytes=run.workload.stored_weights * result.weight_bits / 8,
-                      token_bytes=float(PEER_CACHE_BYTES * run.workload.cache_values))
+                      token_bytes=float(PEER_CACHE_BYTES * run.workload.cache_values), integer=result.integer)
             run.rows.append(row)
         if result.error:
             row.status, row.reason = "failed", result.error

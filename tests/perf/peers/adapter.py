@@ -31,10 +31,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class PeerFormat:
-    """One of the peer's weight formats: its name there, bits stored for each weight, our formats it compares with."""
+    """One of the peer's weight formats: its name there, bits stored for each weight, our formats it compares with;
+    integer: activations are quantized to 8 bits, products are of integers."""
     name: str
     bits: float
     matches: tuple[str, ...]
+    integer: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def main(packages: dict[str, str], formats: list[PeerFormat],
 
 
 def _measure(job: Job, form: PeerFormat, load) -> None:
-    record = {"format": form.name, "weight_bits": form.bits, "for": list(form.matches)}
+    record = {"format": form.name, "weight_bits": form.bits, "integer": form.integer, "for": list(form.matches)}
     try:
         with load(job, form) as model:
             model.time(Cell(1, min(16, job.cells[0].prompt), 2))

@@ -11,8 +11,8 @@ from typing import Iterator
 import numpy as np
 from adapter import Job, PeerFormat, Stepper, main
 
-FORMATS = [PeerFormat("bf16", 16, ("bfloat16",)), PeerFormat("q8_0", 8.5, ("int8", "w8a8")),
-           PeerFormat("q4_0", 4.5, ("int4", "w4a8"))]
+FORMATS = [PeerFormat("bf16", 16, ("bfloat16",)), PeerFormat("q8_0", 8.5, ("int8", "w8a8"), True),
+           PeerFormat("q4_0", 4.5, ("int4", "w4a8"), True)]
 FILE_TYPES = {"q8_0": 7, "q4_0": 2}     # of llama.h's llama_ftype
 ARCHITECTURES = {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"}
 NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
