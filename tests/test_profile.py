@@ -65,6 +65,14 @@ def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkey
     assert counted() == 1                       # and the reading began a new one
 
 
+def test_an_op_is_measured_by_its_own_ceiling():
+    op = profile.OpProfile("linear", "lm_head", 1, 1.0, 1.0, 1.0, bytes=5e9, operations=100e9)
+    top = profile.Ceilings(20e9, 200e9, 800e9)
+    assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "50.0%"
+    op.integer = True       # 12.5 % of the integers' rate: memory, a quarter, is what binds
+    assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "25.0%"
+
+
 def test_ceilings_are_measured_once(runner):
     prefill(runner, 3)
     first = runner.profile().ceilings

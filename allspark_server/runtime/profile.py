@@ -17,30 +17,35 @@ from allspark_server.runtime.memory import available_memory
 from allspark_server.runtime.native import native_library
 
 PROFILE_SECONDS = 60.0
+INTEGER_FORMATS = ("w8a8", "w4a8")  # activations are quantized too, products are of integers
 _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a number of threads together can do at most: bytes/s read from memory, fp32 operations/s in registers."""
+    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32,
+    and of 8-bit integers (0: not measured)."""
 
     bytes_per_second: float
     operations_per_second: float
+    integer_operations_per_second: float = 0.0
 
 
 @functools.lru_cache(maxsize=None)
 def measured_ceilings(cpus: tuple[int, ...], threads: int) -> Ceilings:
     """Measured at the first call, which takes about a second, and remembered. cpus: to pin the threads to, or ()."""
     mib = max(32, min(_MEASURED_MIB, (available_memory(1) >> 20) // 4))
-    measured = native_library().measure_ceilings(list(cpus), threads, 3, mib)
-    return Ceilings(measured[0], measured[1])
+    native = native_library()
+    measured = native.measure_ceilings(list(cpus), threads, 3, mib)
+    return Ceilings(measured[0], measured[1], native.measure_integer_rate(list(cpus), threads, 3))
 
 
 @dataclass
 class OpProfile:
     """All calls of one kind of op: seconds (least, most, total), bytes and operations in total.
 
-    weight: which matrix a linear op multiplies by, by its role in a layer; "" for other ops.
+    weight: which matrix a linear op multiplies by, by its role in a layer; "" for other ops. integer: operations are
+    those of 8-bit integers.
     """
 
     op: str
@@ -51,6 +56,7 @@ class OpProfile:
     sum: float = 0.0
     bytes: float = 0.0
     operations: float = 0.0
+    integer: bool = False
 
     def add(self, other: OpProfile) -> None:
         """Takes over the calls of another place in the op list."""
@@ -75,9 +81,9 @@ class Profile:
         """As text: times in milliseconds, part of the total, bytes and operations, their rates, the part of its ceiling
         that the op reaches, and the matrix. The last line holds the ceilings.
 
-        The ceiling of an op is the time that its bytes take at the memory's rate, or its operations at the rate of fp32
-        multiply-adds, whichever is longer. What stays in the CPU's caches can exceed the memory's rate, and arithmetic
-        on integers or tiles the rate of fp32.
+        The ceiling of an op is the time that its bytes take at the memory's rate, or its operations at the rate of
+        multiply-adds (fp32, or 8-bit integers where activations are quantized), whichever is longer. What stays in the
+        CPU's caches can exceed the memory's rate. The last line's Gop/s are fp32.
         """
         total = sum(op.sum for op in self.ops) or 1.0
         width = max([len(op.op) for op in self.ops] + [len("ceiling")])
@@ -86,7 +92,8 @@ class Profile:
         top = self.ceilings
         for op in self.ops:
             seconds = op.sum or 1e-12
-            part = max(op.bytes / top.bytes_per_second, op.operations / top.operations_per_second) / seconds
+            rate = op.integer and top.integer_operations_per_second or top.operations_per_second
+            part = max(op.bytes / top.bytes_per_second, op.operations / rate) / seconds
             lines.append(
                 f"{op.op:<{width}} {op.count:>9} {1e3 * op.min:>9.4f} {1e3 * op.max:>9.4f} "
                 f"{1e3 * op.sum / op.count:>9.4f} {1e3 * op.sum:>11.3f} {100 * op.sum / total:>6.2f} "
@@ -112,7 +119,8 @@ def summarize(entries: list[OpProfile]) -> list[OpProfile]:
     """The places of an op list added up by op and weight, without those never run, the most expensive first."""
     kinds: dict[tuple[str, str], OpProfile] = {}
     for entry in entries:
-        kinds.setdefault((entry.op, entry.weight), OpProfile(entry.op, entry.weight)).add(entry)
+        new = OpProfile(entry.op, entry.weight, integer=entry.integer)
+        kinds.setdefault((entry.op, entry.weight), new).add(entry)
     return sorted((kind for kind in kinds.values() if kind.count), key=lambda kind: -kind.sum)
 
 
@@ -143,10 +151,11 @@ class Profiler:
             self._executor.set_profiling(False)
             self.active = False
 
-    def read(self, graph: Graph) -> list[OpProfile]:
-        """What was counted, for each place in the graph's op list; and more will be."""
+    def read(self, graph: Graph, weight_dtype: str) -> list[OpProfile]:
+        """What was counted, for each place in the graph's op list; and more will be. weight_dtype: of the matrices."""
+        integer = weight_dtype in INTEGER_FORMATS
         entries = [OpProfile(entry["op"], role_of(graph, op), entry["count"], entry["min"], entry["max"], entry["sum"],
-                             entry["bytes"], entry["operations"])
+                             entry["bytes"], entry["operations"], integer and op.type == "linear")
                    for entry, op in zip(self._executor.profile(), graph.ops, strict=True)]
         self.prolong()
         return entries

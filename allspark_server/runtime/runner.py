@@ -123,7 +123,7 @@ class ModelRunner:
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); measures the ceilings when called first."""
         model = self._loaded()
-        return Profile(summarize(self._profiler.read(model.graph)),
+        return Profile(summarize(self._profiler.read(model.graph, self.weight_dtype)),
                        measured_ceilings(tuple(self._pinned()), self._threads()))
 
     def close(self) -> None:
