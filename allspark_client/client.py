@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 _RETRY_SECONDS = 0.2
+_MOST_LOSSES = 3                # of servers, while they run one request, until it is given up
 #: how long a client that is being made waits for a server that does not listen, s
 _FIRST_CONTACT_SECONDS = 5.0
 #: how old the load of a pool's members may be when a request chooses one, s
@@ -364,11 +365,22 @@ class ClientEngine(AbstractEngine):
                 _fail(request, f"{error}; the engine was made with resume=False")
             elif request.spec.config.n != 1:
                 _fail(request, f"{error}; a request with n={request.spec.config.n} samples cannot be resumed")
+            elif self._lost_too_often(request):
+                _fail(request, f"{error}; servers were lost {request.losses} times while they ran this request, "
+                               "without a new token: it may be what ends them")
             else:
                 resumable.append(request)
         if resumable:
             threading.Thread(target=self._resume, args=(resumable, session.address, str(error)), daemon=True,
                              name="allspark-resume").start()
+
+    @staticmethod
+    def _lost_too_often(request: Request) -> bool:
+        """Counts a loss. A request that crashes its servers must not be handed from one to the next for ever."""
+        progressed = len(request.received) > request.received_at_loss
+        request.losses = 1 if progressed else request.losses + 1
+        request.received_at_loss = len(request.received)
+        return request.losses > _MOST_LOSSES
 
     def _resume(self, requests: list[Request], lost: str, why: str) -> None:
         """Hand requests, with the tokens they have, to whichever server gives them the same continuation."""

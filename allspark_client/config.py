@@ -52,7 +52,7 @@ class AsModelConfig(Checked):
     #: tokens in a prompt chunk, no limit on prompts; 0: chosen
     engine_max_prefill_length: int = int_field(0, 0, INT32_MAX)
     #: threads a rank; 0: the node's physical cores
-    num_threads: int = int_field(0, 0, 65536)
+    num_threads: int = int_field(0, 0, 1024)
     matmul_precision: str = choice_field("highest", ("highest", "high", "medium", "medium_bf16", "medium_fp16"))
     prefill_mode: AsMHAPrefill = enum_field(AsMHAPrefill, AsMHAPrefill.AsPrefillDefault)
     cache_mode: AsCacheMode = enum_field(AsCacheMode, AsCacheMode.AsCacheDefault)

@@ -75,7 +75,7 @@ void Executor::exchange_samples(const Op& op) {
     if (rank_ == 0) window_->publish(kVerdict, payload);
     else {
       int kind = 0;
-      if (!window_->wait_command(30, kind, payload) || kind != kVerdict) throw std::runtime_error("rank 0 sent no verdict on the nucleus");
+      if (!window_->wait_command(window_->timeout(), kind, payload) || kind != kVerdict) throw std::runtime_error("rank 0 sent no verdict on the nucleus");
       again.resize(payload.size() / sizeof(int));
       std::copy_n(payload.data(), payload.size(), reinterpret_cast<char*>(again.data()));
     }

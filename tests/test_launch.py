@@ -489,7 +489,7 @@ def test_group_is_restarted_after_a_kill(fake, victim):
     f.wait_ready()
     before = set(f.ranks())
     os.kill(f.ranks()[1] if victim == "rank" else f.mpirun()[0], signal.SIGKILL)
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     assert not before & set(f.ranks())
     f.process.terminate()
     _, log = f.finish()
@@ -508,7 +508,7 @@ def test_a_silent_rank_is_noticed(fake):
     f.wait_ready()
     before = set(f.ranks())
     os.kill(max(before), signal.SIGSTOP)
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     f.process.terminate()
     _, log = f.finish()
     assert "has been silent for" in log
@@ -518,7 +518,7 @@ def test_a_rank_stuck_in_a_step_is_noticed(fake):
     f = fake("stuck")
     f.wait_ready()
     before = set(f.ranks())
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     f.process.terminate()
     _, log = f.finish()
     assert "has been in one step for" in log

@@ -9,7 +9,7 @@ extern const int panel_rows_count;
 void matmul(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
-void add(float* x, const float* y, int n);
+void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void attend(const AttentionTile& tile);
