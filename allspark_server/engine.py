@@ -23,7 +23,15 @@ from typing import Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
-from allspark_client.errors import AllSparkError, AsStatus, closed_engine, illegal_handle, not_available, unknown_model
+from allspark_client.errors import (
+    AllSparkError,
+    AsStatus,
+    closed_engine,
+    forked_engine,
+    illegal_handle,
+    not_available,
+    unknown_model,
+)
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
@@ -70,6 +78,7 @@ class Engine(AbstractEngine):
     def __init__(self, *, group: Optional[Group] = None, state_file: Optional[str] = None):
         """`group` None: this process alone, without MPI. `state_file`: where the installed models are recorded, so that
         an engine that takes this one's place can `restore` them."""
+        self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
@@ -253,6 +262,8 @@ class Engine(AbstractEngine):
     # --- end ---
 
     def close(self) -> None:
+        if os.getpid() != self._owner:  # a forked child: the engine's thread is the parent's
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -284,6 +295,8 @@ class Engine(AbstractEngine):
 
     def _post(self, command: Callable[[], Any]) -> None:
         """Puts a command into the queue; the caller holds the lock."""
+        if os.getpid() != self._owner:
+            raise forked_engine()
         if self._closed:
             raise closed_engine()
         self._commands.put(command)

@@ -237,8 +237,8 @@ def test_a_script_in_the_manner_of_dashinfer(engine, tiny_model, tmp_path):
     versions = engine.get_file_information(config.model_path, config.weights_path)
     assert versions.current_version_engine == engine.get_version_full()
     assert versions.create_version_graph and versions.create_version_param
-    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, tmp_path / "no", tmp_path / "no", match="no")
-    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, config.weights_path, config.model_path, match="script")
+    for paths in ((tmp_path / "no", tmp_path / "no"), (config.weights_path, config.model_path)):
+        refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, *paths, match=str(paths[0]))
     assert engine.stop_model("script") is SUCCESS and engine.release_model("script") is SUCCESS
 
 
@@ -288,7 +288,8 @@ def test_async_iteration(engine):
         return [i async for elements in results for i in elements.ids_from_generate]
 
     async def main():
-        return await asyncio.gather(*(read(start(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9)[1]) for i in range(4)))
+        queues = [start(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9)[1] for i in range(4)]
+        return await asyncio.gather(*map(read, queues))
 
     expected = [run(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9) for i in range(4)]
     assert asyncio.run(main()) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -347,3 +348,17 @@ def test_step_budget_holds_a_latency():
     off = StepBudget(1024, 8, 0.0)
     off.learn(1024, 100.0)
     assert off.rows == 1024
+
+
+def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
+    engine = make_engine()
+    child = os.fork()
+    if child == 0:
+        try:
+            refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="fork")
+            engine.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    run(engine, [1, 2, 3], max_new_tokens=3)

@@ -29,12 +29,17 @@ DEFAULT_STEP_TOKENS = 256
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
+BLOCK_TOKENS, TILE_ROWS = 128, 16  # of attention's partial results (native/kernels/kernels.h)
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
 
 def mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // HEAD_PADDING) * HEAD_PADDING
 
 
 @contextmanager
@@ -172,13 +177,15 @@ class ModelRunner:
 
     def _activation_bytes(self, graph: Graph) -> int:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
-                       for tensor in graph.tensors.values())
+        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
+        # Partial results of attention: native/executor.cpp, partials_.
+        blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
+        partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
+        return 4 * (tensors + partials)
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
-        padded = -(-graph.config.head_dim // HEAD_PADDING) * HEAD_PADDING
-        per_token = (graph.config.head_dim + padded) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
+        per_token = (graph.config.head_dim + _padded(graph.config.head_dim)) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
         return per_token * self.config.cache_span_size * graph.config.num_layers
 
     def _spans(self, available: int, fixed: int) -> int:
