@@ -230,6 +230,13 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
+  m.def("prepared_bytes",
+        [](int k, const std::string& dtype, int group_size) {
+          const as::Kernels& kernels = as::kernels();
+          return kernels.prepared(as::layout(1, k, kernels.panel, as::format_of(dtype), group_size)).bytes;
+        },
+        py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+        "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);
   as::bind_sampler(m);

@@ -181,7 +181,10 @@ class ModelRunner:
         # Partial results of attention: native/executor.cpp, partials_.
         blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
         partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
-        return 4 * (tensors + partials)
+        columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
+                                                    for weight in graph.weights.values() if weight.is_matrix)}
+        prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)
+        return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
