@@ -177,7 +177,8 @@ class ModelRunner:
 
     def _activation_bytes(self, graph: Graph) -> int:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
+        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
+                      for tensor in graph.tensors.values())
         # Partial results of attention: native/executor.cpp, partials_.
         blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
         partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
@@ -188,7 +189,8 @@ class ModelRunner:
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
-        per_token = (graph.config.head_dim + _padded(graph.config.head_dim)) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
+        head_values = graph.config.head_dim + _padded(graph.config.head_dim)
+        per_token = head_values * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
         return per_token * self.config.cache_span_size * graph.config.num_layers
 
     def _spans(self, available: int, fixed: int) -> int:
