@@ -24,12 +24,14 @@ ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = "0.1.0"
 
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
+          "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
 # Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
 ISAS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
-                   "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],  # GCC 12's own headers
+        "avx512": AVX512,
+        "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512"],
     },
     "aarch64": {"neon": ["-march=armv8-a"]},
 }

@@ -71,7 +71,7 @@ class AsModelConfig(Checked):
     lora_max_num: int = int_field(5, 0, 65536)
     lora_names: list[str] = custom_field(_strings, factory=list)
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
-    #: 0: per output channel; otherwise length of the groups along K
+    #: of quantized weights. 0: per output channel; otherwise length of the groups along K
     weight_group_size: int = choice_field(0, (0, 32, 64, 128, 256, 512))
     #: bytes per rank for the KV cache; 0: chosen
     cache_memory: int = int_field(0, 0, INT64_MAX)
@@ -414,10 +414,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     if isinstance(config, AsModelConfig):
         if config.compute_unit.startswith("CUDA"):
             raise not_available(f"compute_unit={config.compute_unit!r}")
-        if config.weight_dtype not in ("auto", "float32", "bfloat16"):
-            raise not_available(f"weight_dtype={config.weight_dtype!r}")
-        if config.weight_group_size:
-            raise not_available(f"weight_group_size={config.weight_group_size}")
         if config.cache_mode is not AsCacheMode.AsCacheDefault:
             raise not_available(f"cache_mode=AsCacheMode.{config.cache_mode.name}")
         if config.host_cache_memory:

@@ -136,7 +136,9 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--model-name", metavar="NAME", help="what clients call it (default: the directory's name)")
     g.add_argument("--max-length", type=int, metavar="N", help="prompt and output together (default 2048)")
     g.add_argument("--max-batch", type=int, metavar="N", help="sequences computed together (default 32)")
-    g.add_argument("--weight-dtype", metavar="TYPE", help="auto, float32 or bfloat16")
+    g.add_argument("--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8 or w4a8")
+    g.add_argument("--weight-group-size", type=int, metavar="K",
+                   help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
 
 
@@ -149,7 +151,7 @@ def _model_config(options: argparse.Namespace, directory: str) -> dict:
     name = path.stem if path.suffix == ".asgraph" else path.name
     config = {"model_name": options.model_name or name, "model_path": str(path)}
     for key, value in (("engine_max_length", options.max_length), ("engine_max_batch", options.max_batch),
-                       ("weight_dtype", options.weight_dtype)):
+                       ("weight_dtype", options.weight_dtype), ("weight_group_size", options.weight_group_size)):
         if value is not None:
             config[key] = value
     for item in options.set:

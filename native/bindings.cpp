@@ -24,6 +24,14 @@ DType dtype_of(const std::string& name) {
   throw std::invalid_argument("dtype must be float32 or bfloat16, got " + name);
 }
 
+Format format_of(const std::string& name) {
+  const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16}, {"int8", Format::int8},
+                                                 {"int4", Format::int4},   {"w8a8", Format::w8a8},     {"w4a8", Format::w4a8}};
+  const auto found = formats.find(name);
+  if (found == formats.end()) throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8 or w4a8, got " + name);
+  return found->second;
+}
+
 SourceType source_of(const std::string& name, const py::array& a) {
   const bool two_bytes = a.itemsize() == 2;
   if (name == "F32" && a.dtype().kind() == 'f' && a.itemsize() == 4) return SourceType::f32;
@@ -76,8 +84,9 @@ void bind_executor(py::module_& m) {
   py::class_<Executor>(m, "Executor", "A model's op list, weights and KV cache of one rank.")
       .def(py::init<int, int, std::shared_ptr<Window>, std::vector<int>, int>(), py::arg("rank") = 0, py::arg("world") = 1,
            py::arg("window") = nullptr, py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1)
-      .def("add_matrix", [](Executor& e, int n, int k, const std::string& dtype) { return e.add_matrix(n, k, dtype_of(dtype)); },
-           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"))
+      .def("add_matrix",
+           [](Executor& e, int n, int k, const std::string& dtype, int group_size) { return e.add_matrix(n, k, format_of(dtype), group_size); },
+           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0)
       .def("fill_matrix",
            [](Executor& e, int id, const py::array& a, const std::string& source, long row_offset) {
              if (a.ndim() != 2) throw std::invalid_argument("fill_matrix needs a 2-D array");
@@ -126,6 +135,13 @@ void bind_executor(py::module_& m) {
            },
            py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(),
            "x w^T (+ bias) with one matrix, for tests and microbenchmarks.")
+      .def("read_row",
+           [](const Executor& e, int id, long row) {
+             py::array_t<float> out(e.in_features(id));
+             e.read_row(id, row, out.mutable_data());
+             return out;
+           },
+           py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
       .def("set_profiling", &Executor::set_profiling)
       .def("profile",
            [](const Executor& e) {
@@ -210,6 +226,19 @@ PYBIND11_MODULE(_native, m) {
   as::kernels();  // an unsuitable CPU is an error at import
   m.def("isa", [] { return std::string(as::kernels().name); }, "The instruction set in use.");
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
+  m.def("matrix_bytes",
+        [](int n, int k, const std::string& dtype, int group_size) {
+          return as::matrix_bytes(as::layout(n, k, as::kernels().panel, as::format_of(dtype), group_size));
+        },
+        py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+        "Memory that a matrix takes as this instruction set lays it out.");
+  m.def("prepared_bytes",
+        [](int k, const std::string& dtype, int group_size) {
+          const as::Kernels& kernels = as::kernels();
+          return kernels.prepared(as::layout(1, k, kernels.panel, as::format_of(dtype), group_size)).bytes;
+        },
+        py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+        "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);
   as::bind_sampler(m);

@@ -26,12 +26,17 @@ Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vec
   if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
 }
 
-int Executor::add_matrix(int out_features, int in_features, DType dtype) {
+int Executor::add_matrix(int out_features, int in_features, Format format, int group_size) {
   if (out_features < 1 || in_features < 1)
     throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) + ": both must be positive");
-  const int panels = (out_features + k_.panel - 1) / k_.panel;
-  Buffer buffer((size_t)panels * k_.panel * in_features * dtype_size(dtype) + 4096, "weights");  // + what is prefetched
-  const Packed packed{buffer.as(), out_features, in_features, k_.panel, dtype};
+  if (group_size < 0 || group_size % 32)
+    throw std::invalid_argument("group_size must be 0 or a multiple of 32, got " + std::to_string(group_size));
+  if (has_integer_activations(format) && in_features > kMaxIntegerK)
+    throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
+                                std::to_string(kMaxIntegerK));
+  Packed packed = layout(out_features, in_features, k_.panel, format, group_size);
+  Buffer buffer(matrix_bytes(packed), "weights");
+  packed.data = buffer.as();
   matrices_.push_back({packed, std::move(buffer)});
   return (int)matrices_.size() - 1;
 }
@@ -47,10 +52,14 @@ long Executor::fill_matrix(int id, const void* source, SourceType type, long row
     const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
     const long r0 = std::max(row_offset, (first + p0) * m.panel), r1 = std::min(row_offset + rows, (first + p1) * m.panel);
     if (r0 >= r1) return;
+    if (is_quantized(m.format)) {
+      bad += k_.quantize(m, source, type, stride, row_offset, r0, r1);
+      return;
+    }
     auto pack = [&](auto tag) {
       using S = decltype(tag);
       auto* s = static_cast<const typename S::Storage*>(source);
-      if (m.dtype == DType::f32) bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (float*)m.data);
+      if (m.format == Format::f32) bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (float*)m.data);
       else bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (uint16_t*)m.data);
     };
     if (type == SourceType::f32) pack(F32{});
@@ -241,6 +250,11 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
   cache_ = Buffer(head_span_bytes_ * layers * num_spans * kv_heads, "the KV cache");
   const size_t blocks = (max_length + kBlockTokens - 1) / kBlockTokens;
   partials_ = Buffer((size_t)4 * pool_.size() * blocks * kTileRows * (shape_.padded_dim + 2) * sizeof(float), "partial results of attention");
+  size_t prepared = 0;
+  for (const Op& op : ops_)
+    if (op.type == OpType::linear)
+      prepared = std::max(prepared, prepared_bytes(matrices_[op.weights[0]].packed, in(op).logit_rows ? max_slots : max_rows));
+  prepared_ = Buffer(prepared, "prepared activations");
   cosine_.resize((size_t)max_rows * rotary_.dim / 2), sine_.resize(cosine_.size());
   slots_.assign(max_slots, {});
   rows_.reserve(max_rows), logit_rows_.reserve(max_slots);

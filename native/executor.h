@@ -13,8 +13,6 @@
 
 namespace as {
 
-enum class SourceType { f32, f16, bf16 };
-
 enum class OpType {
   rotary_table, embedding, all_reduce, rms_norm, linear, head_norm, rope, span_attention, silu_mul, add, select_rows, sample
 };
@@ -59,11 +57,15 @@ struct StepOutput {
   int logit_width = 0;
 };
 
+// Bytes of a matrix of this layout: what is prefetched past its end included.
+inline size_t matrix_bytes(const Packed& m) { return m.panels() * m.panel_bytes + 4096; }
+
 class Executor {
  public:
   Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
 
-  int add_matrix(int out_features, int in_features, DType dtype);
+  // group_size: of quantized formats, along in_features; 0: one group a row.
+  int add_matrix(int out_features, int in_features, Format format, int group_size);
   // Copies `rows` x `columns` of source (row stride in elements) into rows row_offset... Returns how many NaN or Inf it has.
   long fill_matrix(int id, const void* source, SourceType type, long rows, long columns, long stride, long row_offset);
   int add_vector(std::vector<float> values);
@@ -74,6 +76,10 @@ class Executor {
   StepOutput step(const std::string& plan, bool want_logits);
   // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
+
+  int in_features(int id) const { return matrices_.at(id).packed.k; }
+  // out [in features]: a row of a matrix as its format recovers it.
+  void read_row(int id, long row, float* out) const;
 
   const std::vector<Op>& ops() const { return ops_; }
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
@@ -109,6 +115,8 @@ class Executor {
   void begin_step(const Plan& plan);
   void make_tiles(const Plan& plan);
   void run_op(Op& op, int thread);
+  void multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows);
+  size_t prepared_bytes(const Packed& m, int rows) const;
 
   // ops.cpp
   void rotary_table(const Op& op, int thread);
@@ -153,7 +161,7 @@ class Executor {
   int max_rows_ = 0, max_slots_ = 0, max_length_ = 0, layers_ = 0, span_size_ = 0, num_spans_ = 0;
   DType cache_dtype_ = DType::f32;
   size_t head_span_bytes_ = 0;  // K and V of one span, layer and KV head
-  Buffer activations_, cache_, partials_;
+  Buffer activations_, cache_, partials_, prepared_;
   std::vector<float> cosine_, sine_;
 
   // of the current step

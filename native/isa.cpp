@@ -15,11 +15,20 @@ struct Isa {
   const Kernels& (*kernels)();
 };
 
+#if defined(AS_HAVE_AVX512)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+}
+#endif
+
 // From best to worst.
 const Isa kIsas[] = {
+#if defined(AS_HAVE_AVX512_VNNI)
+    {"avx512_vnni", [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }, avx512_vnni::kernels},
+#endif
 #if defined(AS_HAVE_AVX512)
-    {"avx512", [] { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"); }, avx512::kernels},
+    {"avx512", has_avx512, avx512::kernels},
 #endif
 #if defined(AS_HAVE_AVX2)
     {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::kernels},

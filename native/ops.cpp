@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "bf16.h"
 #include "executor.h"
 
 namespace as {
@@ -47,11 +46,7 @@ void Executor::embedding(const Op& op, int thread) {
       std::fill_n(y, m.k, 0.0f);
       continue;
     }
-    const size_t base = (size_t)(id / m.panel) * m.panel * m.k + id % m.panel;
-    for (int i = 0; i < m.k; i++) {
-      const size_t at = base + (size_t)i * m.panel;
-      y[i] = m.dtype == DType::f32 ? static_cast<const float*>(m.data)[at] : bf16_to_float(static_cast<const uint16_t*>(m.data)[at]);
-    }
+    k_.read_row(m, id, y);
   }
 }
 
@@ -63,18 +58,43 @@ void Executor::rms_norm(const Op& op, int thread) {
 }
 
 void Executor::linear(const Op& op, int thread) {
-  const Packed& m = matrices_[op.weights[0]].packed;
   const float* bias = op.weights.size() > 1 ? vectors_[op.weights[1]].data() : nullptr;
-  const auto [p0, p1] = part((m.n + m.panel - 1) / m.panel, thread, pool_.size());
-  k_.matmul(m, in(op).data, m.k, bias, out(op).data, m.n, rows_of(in(op)), p0, p1);
+  multiply_on(thread, matrices_[op.weights[0]].packed, in(op).data, bias, out(op).data, rows_of(in(op)));
+}
+
+// Room for what a quantized matrix needs of `rows` rows, or of one row in a copy for each thread.
+size_t Executor::prepared_bytes(const Packed& m, int rows) const {
+  return k_.prepared(m).bytes * std::max(rows, pool_.size());
+}
+
+// One thread's part of a linear. Quantized formats first prepare the rows: threads share them out, but one row each thread
+// prepares for itself, which takes less than waiting for each other.
+void Executor::multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows) {
+  Activations a{x, m.k, prepared_.as(), k_.prepared(m).bytes};
+  if (a.stride && rows == 1) {
+    char* own = prepared_.as() + thread * a.stride;
+    k_.prepare(m, x, own);
+    a.prepared = own;
+  } else if (a.stride) {
+    const auto [r0, r1] = part(rows, thread, pool_.size());
+    for (int r = r0; r < r1; r++) k_.prepare(m, x + (size_t)r * m.k, prepared_.as() + r * a.stride);
+    if (!pool_.barrier()) return;
+  }
+  const auto [p0, p1] = part(m.panels(), thread, pool_.size());
+  k_.matmul(m, a, bias, y, m.n, rows, p0, p1);
 }
 
 void Executor::multiply(int id, const float* x, const float* bias, float* y, int rows) {
   const Packed& m = matrices_.at(id).packed;
-  pool_.run([&](int thread) {
-    const auto [p0, p1] = part((m.n + m.panel - 1) / m.panel, thread, pool_.size());
-    k_.matmul(m, x, m.k, bias, y, m.n, rows, p0, p1);
-  });
+  const size_t need = prepared_bytes(m, rows);
+  if (need > prepared_.size()) prepared_ = Buffer(need, "prepared activations");
+  pool_.run([&](int thread) { multiply_on(thread, m, x, bias, y, rows); });
+}
+
+void Executor::read_row(int id, long row, float* out) const {
+  const Packed& m = matrices_.at(id).packed;
+  if (row < 0 || row >= m.n) throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
+  k_.read_row(m, row, out);
 }
 
 void Executor::head_norm(const Op& op, int thread) {

@@ -27,6 +27,7 @@ inline void vstore(float* p, vf v) { _mm512_storeu_ps(p, v); }
 inline vf vload_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline vf vload_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
 inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
@@ -51,6 +52,7 @@ inline void vstore(float* p, vf v) { _mm256_storeu_ps(p, v); }
 inline vf vload_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+inline vf vload_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline vf vfma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 inline vf vadd(vf a, vf b) { return _mm256_add_ps(a, b); }
 inline vf vsub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -72,6 +74,7 @@ inline vf vset(float x) { return vdupq_n_f32(x); }
 inline vf vload(const float* p) { return vld1q_f32(p); }
 inline void vstore(float* p, vf v) { vst1q_f32(p, v); }
 inline vf vload_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline vf vload_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline vf vfma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 inline vf vadd(vf a, vf b) { return vaddq_f32(a, b); }
 inline vf vsub(vf a, vf b) { return vsubq_f32(a, b); }

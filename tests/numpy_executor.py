@@ -18,7 +18,7 @@ class NumpyExecutor:
         self.widths: list[int] = []
         self.ops: list[tuple[str, list[int], list[int], list[int], dict]] = []
 
-    def add_matrix(self, out_features: int, in_features: int, dtype: str) -> int:
+    def add_matrix(self, out_features: int, in_features: int, dtype: str, group_size: int = 0) -> int:
         self.weights.append(np.full((out_features, in_features), np.nan))
         return len(self.weights) - 1
 

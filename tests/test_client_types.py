@@ -278,12 +278,9 @@ def test_model_builder():
         *[
             a.AsModelConfig("m", "p", **v)
             for v in (
-                {"weight_dtype": "int8"},
-                {"weight_dtype": "w4a8"},
                 {"cache_mode": a.AsCacheMode.AsCacheQuantU4},
                 {"compute_unit": "CUDA:0"},
                 {"speculation": "prompt_lookup"},
-                {"weight_group_size": 64},
                 {"lora_names": ["x"]},
                 {"host_cache_memory": 1 << 20},
             )
@@ -300,7 +297,8 @@ def test_what_is_not_built_yet_says_so(config):
 
 
 def test_what_is_built_passes():
-    check_available(a.AsModelConfig("m", "p", weight_dtype="bfloat16"))
+    for dtype in ("bfloat16", "int8", "int4", "w8a8", "w4a8"):
+        check_available(a.AsModelConfig("m", "p", weight_dtype=dtype, weight_group_size=64))
     check_available(a.GenerateConfig(logprobs=True, n=2, vocab=["a"]))
 
 

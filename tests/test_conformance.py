@@ -410,7 +410,6 @@ def test_not_available_yet(engine, tiny_model):
         args = (NAME, {"input_ids": [1]}, generate)
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, *args, match="not available yet")
     later = {
-        "weight_dtype": "int8",
         "cache_mode": "AsCacheQuantI8",
         "compute_unit": "CUDA:0",
         "speculation": "prompt_lookup",

@@ -11,6 +11,7 @@ from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
 from allspark_server.models import Graph
+from allspark_server.models.graph import Weight
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
@@ -59,7 +60,8 @@ class ModelRunner:
     """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
 
     weight_dtype "auto" keeps bfloat16 matrices as they are and makes everything else float32: float16 values are exact
-    in float32, not in bfloat16. cache_dtype "auto" is the weights' type.
+    in float32, not in bfloat16. cache_dtype "auto" is the weights' type, or what "auto" would make it if they are
+    quantized.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
@@ -92,7 +94,7 @@ class ModelRunner:
         source.verify(self.rank, self.world)
         with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
             weights = Loader(graph, source, self._executor, self.rank, self.world, self.weight_dtype,
-                             self._report()).load()
+                             self._report(), self.weight_group_size).load()
         add_ops(graph, self._executor, weights, self.rank, self.world)
         self._hash = model_hash(self._model)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
@@ -117,7 +119,8 @@ class ModelRunner:
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
             isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
             model_hash=self._hash, tokenizer_dir=model.tokenizer_dir,
-            dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0)
+            dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
+            weight_group_size=self.weight_group_size)
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
@@ -142,11 +145,12 @@ class ModelRunner:
         return self._model
 
     def _choose_types(self, stored: set[str]) -> None:
-        if self.config.weight_dtype == "auto":
-            self.weight_dtype = "bfloat16" if stored == {"BF16"} else "float32"
-        else:
-            self.weight_dtype = self.config.weight_dtype
-        self.cache_dtype = self.weight_dtype if self.config.cache_dtype == "auto" else self.config.cache_dtype
+        unquantized = "bfloat16" if stored == {"BF16"} else "float32"
+        self.weight_dtype = unquantized if self.config.weight_dtype == "auto" else self.config.weight_dtype
+        quantized = self.weight_dtype not in ELEMENT_BYTES
+        self.weight_group_size = self.config.weight_group_size if quantized else 0
+        computed = unquantized if quantized else self.weight_dtype
+        self.cache_dtype = computed if self.config.cache_dtype == "auto" else self.config.cache_dtype
 
     def _rows_of_step(self) -> int:
         """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
@@ -168,21 +172,31 @@ class ModelRunner:
         return end - begin
 
     def _weight_bytes(self, graph: Graph) -> int:
-        element = ELEMENT_BYTES[self.weight_dtype]
-        return sum(weight.elements_of(self.rank, self.world) * (element if weight.is_matrix else 4)
-                   for weight in graph.weights.values())
+        def size(weight: Weight) -> int:
+            if not weight.is_matrix:
+                return 4 * weight.elements_of(self.rank, self.world)
+            first, last = weight.column_range_of(self.rank, self.world)
+            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype,
+                                                 self.weight_group_size)
+
+        return sum(size(weight) for weight in graph.weights.values())
 
     def _activation_bytes(self, graph: Graph) -> int:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows] for tensor in graph.tensors.values())
+        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
+                      for tensor in graph.tensors.values())
         # Partial results of attention: native/executor.cpp, partials_.
         blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
         partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
-        return 4 * (tensors + partials)
+        columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
+                                                    for weight in graph.weights.values() if weight.is_matrix)}
+        prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)
+        return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
-        per_token = (graph.config.head_dim + _padded(graph.config.head_dim)) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
+        head_values = graph.config.head_dim + _padded(graph.config.head_dim)
+        per_token = head_values * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
         return per_token * self.config.cache_span_size * graph.config.num_layers
 
     def _spans(self, available: int, fixed: int) -> int:

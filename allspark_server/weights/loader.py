@@ -55,10 +55,12 @@ class Loader:
     """Loads one rank's part of a model into an executor."""
 
     def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, weight_dtype: str,
-                 progress: Progress | None = None):
-        """weight_dtype: of the matrices, "float32" or "bfloat16". progress: gets (elements done, of how many)."""
+                 progress: Progress | None = None, weight_group_size: int = 0):
+        """weight_dtype: of the matrices, as AsModelConfig has it but for "auto"; weight_group_size: of quantized ones, 0
+        per output channel. progress: gets (elements done, of how many)."""
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.weight_dtype, self.progress = rank, world, weight_dtype, progress
+        self.weight_group_size = weight_group_size
         self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
 
     def load(self) -> dict[str, int]:
@@ -68,7 +70,8 @@ class Loader:
 
     def _matrix(self, weight: Weight) -> int:
         first, last = weight.column_range_of(self.rank, self.world)
-        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype)
+        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype,
+                                            self.weight_group_size)
         offset = 0
         for part in weight.parts:
             tensor = stored_tensor(self.source, weight, part)

@@ -6,18 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "format.h"
+
 namespace as {
 
+// Types of the KV cache.
 enum class DType : int { f32 = 0, bf16 = 1 };
 inline size_t dtype_size(DType t) { return t == DType::f32 ? 4 : 2; }
-
-// A matrix [n, k] packed for matmul: panels of `panel` rows, each [k][panel], the last one padded with zero rows.
-// Reading a panel from front to back is reading memory in order; a lane of a vector is an output feature.
-struct Packed {
-  const void* data;
-  int n, k, panel;
-  DType dtype;
-};
 
 // Attention of a tile of rows (query heads that share one KV head) over one block of context.
 struct AttentionTile {
@@ -38,13 +33,21 @@ constexpr int kTileRows = 16;
 constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
 constexpr int kKeyGroup = 16;      // keys are stored [head_dim][16 tokens], so that a lane is a token
 
+enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
+
 struct LogitKernels;
 
 struct Kernels {
   const char* name;
   int panel;  // rows of a packed panel
-  // y[m, n] for panels [p0, p1): y = x w^T (+ bias). x [m, k] with row stride ldx, y with row stride ldy, in floats.
-  void (*matmul)(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1);
+  // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Quantized formats need prepared activations.
+  void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+  PreparedLayout (*prepared)(const Packed& w);
+  void (*prepare)(const Packed& w, const float* x, char* out);
+  // Quantizes rows [r0, r1) of w, whose row `row_offset` is at source, rows `stride` elements apart; threads must not share
+  // a panel. Returns how many values are NaN or infinite (their groups become NaN).
+  long (*quantize)(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1);
+  void (*read_row)(const Packed& w, long row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*add)(float* x, const float* y, size_t n);
@@ -66,6 +69,9 @@ namespace avx2 { const Kernels& kernels(); }
 #endif
 #if defined(AS_HAVE_AVX512)
 namespace avx512 { const Kernels& kernels(); }
+#endif
+#if defined(AS_HAVE_AVX512_VNNI)
+namespace avx512_vnni { const Kernels& kernels(); }
 #endif
 #if defined(AS_HAVE_NEON)
 namespace neon { const Kernels& kernels(); }

@@ -1,30 +1,18 @@
-// y = x w^T + bias with packed weights (kernels.h: Packed).
+// y = x w^T + bias with packed weights (format.h: Packed).
 //
 // Recipe of every output, whatever the number of rows: one chain of fused multiply-adds over k in ascending order, from
 // zero, then + bias. Cutting K into blocks only spills the chain to memory between blocks, which rounds nothing.
 //
-// Register tile: MR rows x NV vectors of accumulators. The two FMA ports need latency 4 x 2 = 8 independent chains;
-// registers allow 12 of AVX2's 16 (4 x 3; 3 for the weights, 1 broadcast) and 24 of AVX-512's 32 (12 x 2).
 // With one row a panel gives NV chains: NV * W / 4 weights a cycle, still 2 to 4 times what memory delivers to a core.
 #include <algorithm>
 #include "kernels.h"
 #include "simd.h"
 #include "tables.h"
+#include "tile.h"
 
 namespace as {
 namespace AS_ISA {
 namespace {
-
-#if defined(AS_ISA_AVX512)
-constexpr int NV = 2, MR = 12;
-#elif defined(AS_ISA_AVX2)
-constexpr int NV = 3, MR = 4;
-#else
-constexpr int NV = 4, MR = 6;
-#endif
-constexpr int NR = NV * W;
-constexpr int KC = 256;       // k of a block: KC x NR floats of weights stay in the first-level cache or just behind it
-constexpr int MB = MR * 20;   // rows of a block: MB x KC floats of x stay in the second-level cache
 
 // c [R, NR] (row stride ldc) = (load ? c : 0) + x [R, k] w [k, NR]
 template <int R, typename T>
@@ -35,7 +23,7 @@ inline void micro(const T* w, int k, const float* x, int ldx, float* c, int ldc,
   for (int i = 0; i < k; i++) {
     vf b[NV];
     for (int v = 0; v < NV; v++) b[v] = vload_as<T>(w + (size_t)i * NR + v * W);
-    if (R <= 2) __builtin_prefetch(reinterpret_cast<const char*>(w + (size_t)i * NR) + 2048);
+    for (size_t line = 0; line < NR * sizeof(T); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w + (size_t)i * NR) + 2048 + line);
     for (int r = 0; r < R; r++) {
       const vf a = vset(x[(size_t)r * ldx + i]);
       for (int v = 0; v < NV; v++) acc[r][v] = vfma(a, b[v], acc[r][v]);
@@ -90,7 +78,7 @@ void matmul_typed(const Packed& w, const float* x, int ldx, const float* bias, f
     const int rows = std::min(MB, m - m0);
     for (int p = p0; p < p1; p++) {
       const int column = p * NR;
-      panel_rows<T>(static_cast<const T*>(w.data) + (size_t)p * NR * w.k, w.k, x + (size_t)m0 * ldx, ldx,
+      panel_rows<T>(reinterpret_cast<const T*>(w.data + p * w.panel_bytes), w.k, x + (size_t)m0 * ldx, ldx,
                     bias ? bias + column : nullptr, y + (size_t)m0 * ldy + column, ldy, rows, std::min(NR, w.n - column));
     }
   }
@@ -100,9 +88,11 @@ void matmul_typed(const Packed& w, const float* x, int ldx, const float* bias, f
 
 const int panel_rows_count = NR;
 
-void matmul(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  if (w.dtype == DType::f32) matmul_typed<float>(w, x, ldx, bias, y, ldy, m, p0, p1);
-  else matmul_typed<uint16_t>(w, x, ldx, bias, y, ldy, m, p0, p1);
+void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  if (w.format == Format::f32) matmul_typed<float>(w, a.x, a.ldx, bias, y, ldy, m, p0, p1);
+  else if (w.format == Format::bf16) matmul_typed<uint16_t>(w, a.x, a.ldx, bias, y, ldy, m, p0, p1);
+  else if (has_integer_activations(w.format)) matmul_integer(w, a, bias, y, ldy, m, p0, p1);
+  else matmul_weight_only(w, a, bias, y, ldy, m, p0, p1);
 }
 
 }  // namespace AS_ISA

@@ -7,7 +7,7 @@ namespace as {
 namespace AS_ISA {
 
 const Kernels& kernels() {
-  static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, matmul, rms_norm, silu_mul, add, sum_partials,
+  static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, matmul, prepared, prepare, quantize, read_row, rms_norm, silu_mul, add, sum_partials,
                                 attend, merge, rope, logit_kernels, read_memory, multiply_add};
   return table;
 }

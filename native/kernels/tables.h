@@ -6,7 +6,13 @@ namespace as {
 namespace AS_ISA {
 
 extern const int panel_rows_count;
-void matmul(const Packed& w, const float* x, int ldx, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_weight_only(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+PreparedLayout prepared(const Packed& w);
+void prepare(const Packed& w, const float* x, char* out);
+long quantize(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1);
+void read_row(const Packed& w, long row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void add(float* x, const float* y, size_t n);

@@ -1,0 +1,89 @@
+// Formats of a weight matrix and how each is laid out in memory.
+//
+// A matrix [n, k] is cut into panels of `panel` rows (output features), the last one padded with zero rows, so that
+// reading a panel from front to back is reading memory in order and a lane of a vector is an output feature.
+//   float32, bfloat16   [k][panel]
+//   int8                [k][panel] bytes q - 128 of every group
+//   w8a8                [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
+//   w4a8                [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b and, in its upper half, of k = 4 + b
+//   int4                the same of q - 8, as 4-bit two's complement
+// Quantized panels are a sequence of groups along k, each led by its scales [panel] and offsets [panel] in float32, and
+// padded to whole lanes. A weight is recovered as scale * (q - middle) + offset, middle = 2^(bits - 1): InstantQuant's
+// scale * (q - zero point), written so that both terms are no larger than the group's largest weight.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+// Compiled for every instruction set: an out-of-line copy of one could be taken for that of another.
+#define AS_INLINE __attribute__((always_inline)) inline
+
+namespace as {
+
+enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8 };
+
+AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
+AS_INLINE bool has_integer_activations(Format f) { return f >= Format::w8a8; }
+AS_INLINE int bits_of(Format f) { return f == Format::f32 ? 32 : f == Format::bf16 ? 16 : f == Format::int8 || f == Format::w8a8 ? 8 : 4; }
+// How many k are padded to a whole.
+AS_INLINE int unit_of(Format f) { return bits_of(f) == 4 ? 8 : f == Format::w8a8 ? 4 : 1; }
+
+struct Packed {
+  char* data;
+  int n, k, panel;
+  Format format;
+  int group;           // k of a group (the last one may be shorter); k itself for the others
+  size_t panel_bytes;
+
+  AS_INLINE int panels() const { return (n + panel - 1) / panel; }
+  AS_INLINE int groups() const { return (k + group - 1) / group; }
+  AS_INLINE int group_k(int g) const { return std::min(group, k - g * group); }  // k of group g
+  // Scales, offsets and weights of group g of panel p.
+  AS_INLINE char* group_data(int p, int g) const { return data + p * panel_bytes + (size_t)g * group_bytes(group); }
+  AS_INLINE float* scales(int p, int g) const { return reinterpret_cast<float*>(group_data(p, g)); }
+  AS_INLINE float* offsets(int p, int g) const { return scales(p, g) + panel; }
+  AS_INLINE char* weights(int p, int g) const { return reinterpret_cast<char*>(scales(p, g) + 2 * panel); }
+  AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(float) * panel + weight_bytes(length); }
+  AS_INLINE size_t weight_bytes(int length) const {
+    const int unit = unit_of(format);
+    return (size_t)(length + unit - 1) / unit * unit * panel * bits_of(format) / 8;
+  }
+};
+
+// group_size 0: one group a row.
+AS_INLINE Packed layout(int n, int k, int panel, Format format, int group_size) {
+  Packed m{nullptr, n, k, panel, format, group_size && is_quantized(format) ? std::min(group_size, k) : k, 0};
+  const int last = m.groups() - 1;
+  m.panel_bytes = is_quantized(format) ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
+  if (is_quantized(format)) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
+  return m;
+}
+
+// What quantized formats need of a row of activations, computed once a linear. One row's block:
+//   [groups] sums of x within each group: float32 (weight-only) or int32 (integer activations)
+//   then, for integer activations, float32 scale, and from the next multiple of 64 bytes the values, zero-padded: int8,
+//   or int16 for kernels that multiply 16-bit values.
+struct PreparedLayout {
+  size_t scale_at = 0, values_at = 0, bytes = 0;
+};
+AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
+  if (!is_quantized(m.format)) return {};
+  const size_t sums = (size_t)m.groups() * 4;
+  auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
+  if (!has_integer_activations(m.format)) return {0, 0, aligned(sums)};
+  const size_t values_at = aligned(sums + 4);
+  return {sums, values_at, values_at + aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes)};
+}
+
+// Rows of activations: x [m, k] with row stride ldx, and what prepare() made of them, `stride` bytes a row.
+struct Activations {
+  const float* x;
+  int ldx;
+  const char* prepared;
+  size_t stride;
+};
+
+// The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (127 * 128).
+constexpr int kMaxIntegerK = 132'000;
+
+}  // namespace as

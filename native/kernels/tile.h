@@ -1,0 +1,42 @@
+// The register tile of the matrix products: MR rows x NV vectors of accumulators; a panel has NR = NV * W features.
+//
+// The two FMA ports need latency 4 x 2 = 8 independent chains; registers allow 12 of AVX2's 16 (4 x 3; 3 for the weights,
+// 1 broadcast) and 24 of AVX-512's 32 (12 x 2).
+#pragma once
+#include <type_traits>
+
+#include "simd.h"
+
+namespace as {
+namespace AS_ISA {
+
+#if defined(AS_ISA_AVX512)
+constexpr int NV = 2, MR = 12;
+#elif defined(AS_ISA_AVX2)
+constexpr int NV = 3, MR = 4;
+#else
+constexpr int NV = 4, MR = 6;
+#endif
+constexpr int NR = NV * W;
+constexpr int KC = 256;      // k of a block: KC x NR floats of weights stay in the first-level cache or just behind it
+constexpr int MB = MR * 20;  // rows of a block: MB x KC floats of x stay in the second-level cache
+
+// Calls f(std::integral_constant<int, n>) for a run-time n in [1, N].
+template <int N, typename F>
+inline void with_constant(int n, F&& f) {
+  if (n == N) return f(std::integral_constant<int, N>{});
+  if constexpr (N > 1) with_constant<N - 1>(n, f);
+}
+
+// Writes accumulators out in a loop that is sure to be unrolled: any that is indexed at run time makes the compiler keep all
+// of them in memory, through the multiplying loop too. What is to be done with them is done from `out`.
+template <int R, int N, typename V>
+__attribute__((always_inline)) inline void spill(const V (&acc)[R][N], V* out) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) out[r * N + v] = acc[r][v];
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,336 @@
+"""Quantized weight formats: packing, products against float64 and exact integers, bits, whole models."""
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+
+FORMATS = {"int8": (8, False), "int4": (4, False), "w8a8": (8, True), "w4a8": (4, True)}
+SIZES = [1, 3, 17, 63, 64, 65, 896]
+ROWS = [1, 2, 3, 5, 12, 13, 25, 31, 64]
+
+
+def instant_quant(weights, bits, group):
+    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code."""
+    n, k = weights.shape
+    group = min(group or k, k)
+    levels, middle = np.float32(2**bits - 1), np.float32(2**(bits - 1))
+    q, scales, offsets = (np.zeros((n, k), np.float32) for _ in range(3))
+    half = weights.astype(np.float32) * np.float32(0.5)
+    for first in range(0, k, group):
+        part = half[:, first:first + group]
+        low, high = part.min(axis=1, keepdims=True), part.max(axis=1, keepdims=True)
+        step = (high - low) / levels
+        flat = step < 2.0**-120
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factor = np.where(flat, np.float32(0), levels / (high - low)).astype(np.float32)
+        columns = slice(first, first + group)
+        q[:, columns] = np.clip(np.rint((part - low) * factor), 0, levels) - middle
+        scales[:, columns] = np.where(flat, 0, 2 * step)
+        offsets[:, columns] = np.where(flat, low + high, 2 * (low + middle * step))
+        q[:, columns] = np.where(flat, 0, q[:, columns])
+    return q, scales, offsets
+
+
+def quantized_rows(x):
+    """(integers, scale [m, 1]) of per-token int8 activations."""
+    most = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
+    usable = most > 1e-34
+    inverse = np.where(usable, np.float32(127) / np.where(usable, most, 1), 0).astype(np.float32)
+    return np.rint(x * inverse).astype(np.int64), np.where(usable, most / np.float32(127), 0).astype(np.float32)
+
+
+def expected_product(x, weights, dtype, group):
+    """(float64 product, bound of what float32 sums may lose)."""
+    bits, integers = FORMATS[dtype]
+    q, scales, offsets = (a.astype(np.float64) for a in instant_quant(weights, bits, group))
+    values = x.astype(np.float64)
+    if integers:
+        rounded, scale = quantized_rows(x)
+        values = rounded * scale.astype(np.float64)
+    bound = np.abs(values) @ (np.abs(q * scales) + np.abs(offsets)).T
+    return values @ (q * scales + offsets).T, bound
+
+
+def with_outliers(rng, shape):
+    x = rng.normal(size=shape).astype(np.float32)
+    x.flat[rng.integers(0, x.size, max(1, x.size // 200))] *= 50
+    return x
+
+
+def matrix(executor, weights, dtype, group=0):
+    handle = executor.add_matrix(*weights.shape, dtype, group)
+    assert executor.fill_matrix(handle, weights, "F32") == 0
+    return handle
+
+
+def bits_of(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("group", [0, 32, 64, 512])
+@pytest.mark.parametrize("k", SIZES)
+def test_matmul_against_float64(dtype, group, k):
+    rng = np.random.default_rng(k + group)
+    executor = _native.Executor(num_threads=2)
+    for n in (1, 17, 65, 151):
+        weights, bias = with_outliers(rng, (n, k)), rng.normal(size=n).astype(np.float32)
+        handle = matrix(executor, weights, dtype, group)
+        x = with_outliers(rng, (max(ROWS), k))
+        expected, bound = expected_product(x, weights, dtype, group)
+        for m in ROWS:
+            got = executor.multiply(handle, x[:m], n, bias)
+            allowed = (k + 8) * 2.0**-23 * (bound[:m] + np.abs(bias))
+            assert np.all(np.abs(got - expected[:m] - bias) <= allowed + 1e-30)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_long_rows_and_many_panels(dtype):
+    rng = np.random.default_rng(2)
+    executor = _native.Executor(num_threads=2)
+    for n, k, group in ((70, 4864, 0), (4864, 70, 64), (33, 4865, 512)):
+        weights, x = with_outliers(rng, (n, k)), with_outliers(rng, (300, k))
+        handle = matrix(executor, weights, dtype, group)
+        expected, bound = expected_product(x, weights, dtype, group)
+        for m in (1, 7, 300):
+            got = executor.multiply(handle, x[:m], n)
+            assert np.all(np.abs(got - expected[:m]) <= 64 * 2.0**-23 * bound[:m] + 1e-30)
+
+
+@pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
+def test_sums_are_exact_at_the_largest_values(dtype):
+    """Activations of +-127, weights of the largest and least q: nothing saturates, at a length where 16 bits would."""
+    executor = _native.Executor(num_threads=2)
+    levels, middle = 2**FORMATS[dtype][0] - 1, 2**(FORMATS[dtype][0] - 1)
+    for k in (64, 4096, 130_000):
+        q = np.zeros((3, k))
+        q[0], q[1] = levels, levels
+        q[0, ::2], q[1, 0], q[2, -1] = 0, 0, levels
+        handle = matrix(executor, q.astype(np.float32), dtype)  # scale 1, minimum 0
+        x = np.full((14, k), 127, np.float32)
+        x[1::2, 1::2] = -127
+        got = executor.multiply(handle, x, 3)
+        # The integer sums are exact; what follows rounds three times.
+        integers = x.astype(np.int64)
+        chains, sums = integers @ (q - middle).astype(np.int64).T, integers.sum(axis=1, keepdims=True)
+        total = chains.astype(np.float32).astype(np.float64) + np.float64(middle) * sums.astype(np.float32)
+        assert np.array_equal(got, total.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("group", [0, 64])
+def test_bits_do_not_depend_on_rows_threads_or_place(dtype, group):
+    rng = np.random.default_rng(0)
+    n, k = 301, 1031
+    weights, x = with_outliers(rng, (n, k)), with_outliers(rng, (301, k))
+    one, two = (_native.Executor(num_threads=t) for t in (1, 2))
+    a, b = matrix(one, weights, dtype, group), matrix(two, weights, dtype, group)
+    whole = one.multiply(a, x, n)
+    assert np.array_equal(bits_of(whole), bits_of(two.multiply(b, x, n)))
+    for rows in [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 64]:
+        for start in rng.integers(0, 301 - rows, 3):
+            part = two.multiply(b, x[start:start + rows], n)
+            assert np.array_equal(bits_of(part), bits_of(whole[start:start + rows]))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("group", [0, 32])
+def test_rows_are_read_back(dtype, group):
+    rng = np.random.default_rng(3)
+    executor = _native.Executor(num_threads=2)
+    weights = with_outliers(rng, (70, 129))
+    weights[3] = 7.25                       # all equal: exact
+    weights[4] = rng.normal(size=129) * 1e-39  # denormals
+    weights[5] = np.where(np.arange(129) % 2, 3e38, -3e38)  # the range is past the largest float
+    weights[6, :32] = 0
+    weights[7] = 1000 + rng.normal(size=129) * 1e-3
+    handle = matrix(executor, weights, dtype, group)
+    q, scales, offsets = instant_quant(weights, FORMATS[dtype][0], group)
+    for row in range(70):
+        got = executor.read_row(handle, row)
+        assert np.array_equal(got, q[row] * scales[row] + offsets[row]), row
+        step = scales[row].astype(np.float64)
+        allowed = 0.501 * step + 3e-7 * np.abs(weights[row]) + 1e-36
+        assert np.all(np.abs(got - weights[row].astype(np.float64)) <= allowed), row
+    assert np.all(executor.read_row(handle, 3) == 7.25)
+    got = executor.multiply(handle, np.full((2, 129), 1e-3, np.float32), 70)
+    # With integer activations sums of up to 127 times the weights come before the row's scale.
+    assert np.all(np.isfinite(np.delete(got, 5, axis=1) if FORMATS[dtype][1] else got))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_packing_from_every_source_type_and_strided_views(dtype):
+    rng = np.random.default_rng(1)
+    executor = _native.Executor(num_threads=2)
+    wide = rng.normal(size=(90, 300)).astype(np.float16)
+    bf16 = (wide.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    sources = [("F32", wide.astype(np.float32), wide), ("F16", wide, wide),
+               ("BF16", bf16, (bf16.astype(np.uint32) << 16).view(np.float32))]
+    for source, array, values in sources:
+        handle = executor.add_matrix(80, 201, dtype, 64)
+        view = array[3:83, 11:212]
+        executor.fill_matrix(handle, view[:29], source)  # in two pieces whose seam is inside a panel
+        executor.fill_matrix(handle, view[29:], source, 29)
+        q, scales, offsets = instant_quant(values[3:83, 11:212], FORMATS[dtype][0], 64)
+        for row in range(80):
+            assert np.array_equal(executor.read_row(handle, row), q[row] * scales[row] + offsets[row])
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_non_finite_values(dtype):
+    executor = _native.Executor()
+    weights = np.ones((5, 80), np.float32)
+    weights[2, 3], weights[4, 79] = np.nan, np.inf
+    handle = executor.add_matrix(5, 80, dtype, 32)
+    assert executor.fill_matrix(handle, weights, "F32") == 2
+    got = executor.multiply(handle, np.ones((1, 80), np.float32), 5)[0]
+    assert np.array_equal(np.isnan(got), [False, False, True, False, True])
+    good = matrix(executor, np.ones((5, 80), np.float32), dtype, 32)
+    for value in (np.nan, np.inf):
+        x = np.ones((2, 80), np.float32)
+        x[1, 77] = value
+        got = executor.multiply(good, x, 5)
+        assert np.all(np.isfinite(got[0])) and not np.any(np.isfinite(got[1]))
+    assert np.all(executor.multiply(good, np.zeros((1, 80), np.float32), 5) == 0)
+
+
+def guarded(array):
+    """A copy of the array whose last byte is the last of a page that an unreadable page follows."""
+    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    import ctypes
+    base = np.frombuffer(memory, np.uint8).ctypes.data
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(base + size), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(memory, array.dtype, array.size, size - array.nbytes).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *FORMATS])
+def test_no_read_past_the_end_of_activations_or_source(dtype):
+    rng = np.random.default_rng(4)
+    executor = _native.Executor(num_threads=2)
+    for k in (1, 3, 17, 63, 65, 130):
+        for source in (np.float32, np.float16):
+            weights = guarded(rng.normal(size=(37, k)).astype(source))
+            handle = executor.add_matrix(37, k, dtype)
+            executor.fill_matrix(handle, weights, "F32" if source is np.float32 else "F16")
+        for m in (1, 3, 30):
+            x = guarded(rng.normal(size=(m, k)).astype(np.float32))
+            assert np.all(np.isfinite(executor.multiply(handle, x, 37)))
+
+
+def test_what_cannot_be_is_refused():
+    executor = _native.Executor()
+    with pytest.raises(ValueError, match="int3"):
+        executor.add_matrix(4, 4, "int3")
+    with pytest.raises(ValueError, match="group_size.*33"):
+        executor.add_matrix(4, 66, "int8", 33)
+    with pytest.raises(ValueError, match="140000"):
+        executor.add_matrix(1, 140_000, "w8a8")
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+WHOLE = [("int8", 0), ("int4", 64), ("w8a8", 0), ("w4a8", 64)]
+
+
+def quantized_weights(directory, dtype, group):
+    """The checkpoint's matrices as the format recovers them."""
+    from allspark_server.weights.checkpoint import open_model
+
+    model = open_model(str(directory))
+    return model, lambda values: (lambda q, s, o: q * s + o)(*instant_quant(values, FORMATS[dtype][0], group))
+
+
+@pytest.mark.parametrize("dtype, group", [("int8", 0), ("int8", 32), ("int4", 32)])
+def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
+    """Head and embedding included: against the op list in float64 over weights that are quantized in NumPy."""
+    from allspark_server.runtime.lowering import add_ops
+    from allspark_server.weights.loader import Loader
+    from checkpoints import check_logits, checkpoint, prompt_of
+    from driver import Driver
+    from numpy_executor import NumpyExecutor, forward
+
+    directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(33)
+    model, quantize = quantized_weights(directory, dtype, group)
+    executor = NumpyExecutor()
+    weights = Loader(model.graph, model.source, executor, 0, 1, "float32").load()
+    executor.weights = [quantize(w).astype(np.float64) if w.ndim == 2 else w for w in executor.weights]
+    add_ops(model.graph, executor, weights, 0, 1)
+    with Driver(directory, weight_dtype=dtype, weight_group_size=group) as driver:
+        check_logits(driver.generate(prompt, 1)[1][0], forward([executor], prompt))
+        assert (driver.info.weight_dtype, driver.info.weight_group_size) == (dtype, group)
+
+
+@pytest.mark.parametrize("dtype, group", WHOLE)
+def test_two_ranks_agree_with_one(dtype, group):
+    """Ranks quantize their own slices, along K too, so they differ by as much as quantization does, and no more."""
+    from checkpoints import checkpoint, prompt_of
+    from driver import Driver
+
+    directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(40)
+    logits = {}
+    for world, kind in ((1, "float32"), (1, dtype), (2, dtype)):
+        fields = {"weight_group_size": group} if kind == dtype else {}
+        with Driver(directory, world, weight_dtype=kind, **fields) as driver:
+            logits[world, kind] = driver.generate(prompt, 1)[1][0]
+    noise = np.abs(logits[1, dtype] - logits[1, "float32"]).max()
+    assert 0 < noise and np.abs(logits[2, dtype] - logits[1, dtype]).max() < 2.5 * noise
+
+
+@pytest.mark.parametrize("dtype, group", WHOLE)
+def test_shipped_model_answers_and_a_request_alone_is_as_in_a_batch(dtype, group):
+    import pathlib
+
+    import allspark_server
+    from allspark_client import AsModelConfig
+
+    fable = pathlib.Path(allspark_server.__file__).parent / "assets" / "fable"
+    sums = [(12, 30), (7, 8), (41, 55), (60, 19), (3, 4), (27, 27), (70, 15), (36, 48)]
+    requests = [[{"role": "user", "content": f"What is {a} + {b}?"}] for a, b in sums]
+    requests.append([{"role": "user", "content": "Tell me a story about a brave fox named Mia."}])
+    greedy = {"do_sample": False, "max_new_tokens": 40, "logprobs": True}
+    with allspark_server.Engine() as engine:
+        engine.install_model(AsModelConfig("fable", str(fable), weight_dtype=dtype, weight_group_size=group,
+                                           engine_max_length=256, num_threads=2, enable_prefix_cache=False))
+        engine.start_model("fable")
+
+        def start(messages):
+            return engine.start_request("fable", {"messages": messages}, greedy)[2]
+
+        def collect(queue):
+            ids, logprobs = [], []
+            for elements in queue:
+                ids += elements.ids_from_generate
+                logprobs += elements.token_logprobs_list
+            return ids, bits_of(logprobs).tolist()
+
+        alone = [collect(start(messages)) for messages in requests]
+        together = [collect(queue) for queue in [start(messages) for messages in requests]]
+        assert alone == together
+    from tokenizers import Tokenizer
+    tokenizer = Tokenizer.from_file(str(fable / "tokenizer.json"))
+    answers = [tokenizer.decode(ids) for ids, _ in alone]
+    assert sum(str(a + b) in answer for (a, b), answer in zip(sums, answers)) >= 7, answers
+    assert "Mia" in answers[-1] and len(set(answers[-1].split())) > 10, answers[-1]
+
+
+def test_fingerprint_covers_format_and_group_size():
+    from allspark_client.types import ModelInfo
+    from allspark_server.engine import _fingerprint
+
+    infos = [ModelInfo(weight_dtype=dtype, weight_group_size=group) for dtype in FORMATS for group in (0, 64)]
+    assert len({_fingerprint(info) for info in infos}) == len(infos)
+
+
+@pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
+@pytest.mark.parametrize("isa", _native.isas()[1:])
+def test_lower_instruction_sets_pass_the_same_tests(isa):
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
