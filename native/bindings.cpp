@@ -15,6 +15,7 @@ namespace as {
 
 void bind_sampler(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_ceilings(py::module_& m);
 
 DType cache_dtype_of(const std::string& name) {
   if (name == "float32") return DType::f32;
@@ -151,11 +152,12 @@ void bind_executor(py::module_& m) {
              for (const Op& op : e.ops()) {
                py::dict d;
                d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
+               d["bytes"] = op.bytes, d["operations"] = op.operations;
                all.append(d);
              }
              return all;
            },
-           "Per op of the list: name, how often, least, most and total seconds on thread 0 (with set_profiling).")
+           "Per op of the list: name, how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
       .def("memory",
            [](const Executor& e) {
              py::list all;
@@ -236,8 +238,16 @@ PYBIND11_MODULE(_native, m) {
   m.def("span_bytes",
         [](int span_size, int head_dim, const std::string& dtype) { return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim).bytes; },
         py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), "Memory of a span of the KV cache, for one layer and KV head.");
+  m.def("prepared_bytes",
+        [](int k, const std::string& dtype, int group_size) {
+          const as::Kernels& kernels = as::kernels();
+          return kernels.prepared(as::layout(1, k, kernels.panel, as::format_of(dtype), group_size)).bytes;
+        },
+        py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+        "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);
   as::bind_sampler(m);
   as::bind_kernels(m);
+  as::bind_ceilings(m);
 }
