@@ -54,6 +54,9 @@ def main() -> None:
                     executor.multiply(handle, x, n)
                 seconds = time.perf_counter() - began
                 best[name, rows] = min(best.get((name, rows), seconds), seconds)
+    tiles = _native.measure_tile_ceilings(cpus, options.threads, options.repeats)
+    if tiles[0]:
+        print(f"tiles: bfloat16 {tiles[0] / 1e12:.2f}, 8 bits {tiles[1] / 1e12:.2f} Top/s")
     print(f"{_native.isa()}: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e9:.0f} Gop/s; bytes ratio | operations ratio")
     for rows in options.rows:
         cells = (f"{name} {size / best[name, rows] / bandwidth:.2f}|"
