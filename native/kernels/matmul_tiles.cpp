@@ -93,34 +93,46 @@ void rows_of_tiles(int rows, bool stream, const char* a, long lda, const char* b
   else stream ? block<F, 1, true>(a, lda, b, steps, c, ldc, load) : block<F, 1, false>(a, lda, b, steps, c, ldc, load);
 }
 
-// All of K in one chain. `weights` of a panel; finish(panel, row, rows, c, ldc) makes results of finished accumulators, in place.
-template <typename F, typename W, typename Finish>
-void multiply(const Packed& w, const Activations& a, size_t values_at, float* y, int ldy, int m, int p0, int p1, W&& weights,
+// Rows of one panel between their place in y and the accumulators' own memory: there they lie close together, while rows of
+// y are pages apart and their addresses fall into few sets of the caches.
+void copy_rows(const float* from, size_t from_stride, float* to, size_t to_stride, int rows, int columns) {
+  for (int r = 0; r < rows; r++, from += from_stride, to += to_stride) {
+    if (columns == NR) vstore(to, vload(from)), vstore(to + W, vload(from + W));
+    else std::memcpy(to, from, columns * sizeof(float));
+  }
+}
+
+// All of K in one chain. `weights` of a panel; finish(panel, row, rows, c) makes results of finished accumulators, in place.
+template <typename F, typename Weights, typename Finish>
+void multiply(const Packed& w, const Activations& a, size_t values_at, float* y, int ldy, int m, int p0, int p1, Weights&& weights,
               Finish&& finish) {
-  const int steps = (w.k + F::kStep - 1) / F::kStep, blocks = (steps + kSteps - 1) / kSteps;
+  const int steps = (w.k + F::kStep - 1) / F::kStep;
   const bool stream = m <= kPair;  // few rows: weights pass once, from memory
+  const int blocks = stream ? 1 : (steps + kSteps - 1) / kSteps;
   Tiles tiles;
-  alignas(64) float edge[kPair * NR];
+  alignas(64) float sums[kRows * NR];
   for (int m0 = 0; m0 < m; m0 += kRows)
-    for (int i = 0; i < (stream ? 1 : blocks); i++) {
-      const int begin = stream ? 0 : steps * i / blocks, end = stream ? steps : steps * (i + 1) / blocks;
+    for (int i = 0; i < blocks; i++) {
+      const int begin = steps * i / blocks, end = steps * (i + 1) / blocks, block_rows = std::min(kRows, m - m0);
       for (int p = p0; p < p1; p++) {
         const int columns = std::min(NR, w.n - p * NR);
+        float* out = y + (size_t)m0 * ldy + p * NR;
+        if (i) copy_rows(out, ldy, sums, NR, block_rows, columns);
         for (int s = begin; s < end;) {
           const int count = stream ? end - s : std::min(kChunk, end - s);
-          for (int r = m0; r < std::min(m, m0 + kRows); r += kPair) {
-            const int rows = std::min(kPair, m - r);
+          const char* b = weights(p) + (size_t)s * kPanelStepBytes;
+          const char* next = s + count < end ? b + (size_t)count * kPanelStepBytes : weights(std::min(p + 1, w.panels() - 1)) + (size_t)begin * kPanelStepBytes;
+          const int share = kChunk * kPanelStepBytes / ((block_rows + kPair - 1) / kPair);  // of the next chunk, fetched meanwhile
+          for (int r = 0; r < block_rows; r += kPair) {
+            const int rows = std::min(kPair, block_rows - r);
             tiles.configure(rows);
-            float* out = y + (size_t)r * ldy + p * NR;
-            float* c = columns == NR ? out : edge;
-            const int ldc = columns == NR ? ldy : NR;
-            if (columns < NR && s)
-              for (int j = 0; j < rows; j++) std::memcpy(edge + j * NR, out + (size_t)j * ldy, columns * sizeof(float));
-            rows_of_tiles<F>(rows, stream, a.prepared + r * a.stride + values_at + (size_t)s * kStepBytes, (long)a.stride,
-                             weights(p) + (size_t)s * kPanelStepBytes, count, (char*)c, ldc * 4l, s > 0);
-            if (s + count == steps) finish(p, r, rows, c, ldc);
-            if (columns < NR)
-              for (int j = 0; j < rows; j++) std::memcpy(out + (size_t)j * ldy, edge + j * NR, columns * sizeof(float));
+            if (!stream)
+              for (int line = 0; line < share; line += 64) __builtin_prefetch(next + r / kPair * share + line, 0, 2);
+            float* c = sums + r * NR;
+            rows_of_tiles<F>(rows, stream, a.prepared + (m0 + r) * a.stride + values_at + (size_t)s * kStepBytes, (long)a.stride, b, count,
+                             (char*)c, NR * 4, s > 0);
+            if (s + count == steps) finish(p, m0 + r, rows, c);
+            if (s + count == end) copy_rows(c, NR, out + (size_t)r * ldy, ldy, rows, columns);
           }
           s += count;
         }
@@ -144,10 +156,10 @@ struct Bias {
 
 void multiply_bf16(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   multiply<BFloat>(w, a, 0, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; },
-                   [&](int p, int, int rows, float* c, int ldc) {
+                   [&](int p, int, int rows, float* c) {
     if (!bias) return;
     const Bias add(bias, p, w.n);
-    for (int r = 0; r < rows; r++, c += ldc)
+    for (int r = 0; r < rows; r++, c += NR)
       for (int v = 0; v < NV; v++) vstore(c + v * W, vadd(vload(c + v * W), vload(add.values + v * W)));
   });
 }
@@ -170,10 +182,10 @@ AS_INLINE void write_row(const char* row, const PreparedLayout& at, const vf (&t
 void multiply_channels(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const PreparedLayout at = prepared(w);
   multiply<Bytes>(w, a, at.values_at, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); },
-                  [&](int p, int row, int rows, float* c, int ldc) {
+                  [&](int p, int row, int rows, float* c) {
     const float* scale = w.scales(p, 0);
     const Bias add(bias ? bias : scale, p, bias ? w.n : 0);
-    for (int r = 0; r < rows; r++, c += ldc) {
+    for (int r = 0; r < rows; r++, c += NR) {
       const char* activations = a.prepared + (row + r) * a.stride;
       vf total[NV];
       for (int v = 0; v < NV; v++) total[v] = add_group((char*)c, 128, four_bytes(activations), scale, v, vzero());

@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--formats", nargs="+", default=["bfloat16:0", "w8a8:0"])
     parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     cpus = list(range(options.threads))
@@ -147,16 +147,19 @@ def main() -> None:
         shape = SHAPES[name]
         for text in options.formats:
             dtype, group = text.split(":")
-            model = Model(shape, options.threads, dtype, int(group), options.prompt, max(options.batch))
-            peak = bf16 or rate
+            model = Model(shape, options.threads, dtype, int(group), options.prompt, max(options.batch, default=1))
             model.prefill(options.prompt)
             model.executor.set_profiling(True)
-            times = [model.prefill(options.prompt) for _ in range(options.repeats)]
+            times, peaks = [], []
+            for _ in range(options.repeats):
+                peaks.append(_native.measure_tile_ceilings(cpus, options.threads, 1)[0])
+                times.append(model.prefill(options.prompt))
+            peak = max(peaks) or rate
             n = options.prompt
             work = 2 * model.layer_weights * n + 2 * shape.vocab * shape.hidden
             work += 2 * shape.layers * shape.heads * shape.head_dim * n * (n + 1)
             print(f"{name} {text} prefill {n}: best {n / min(times):.0f} tokens/s, median {n / np.median(times):.0f}; "
-                  f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f}\n   ms: {model.report()}", flush=True)
+                  f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f} (median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report()}", flush=True)
             for batch in options.batch:
                 seconds = min(model.decode(batch, 20) for _ in range(2))
                 print(f"{name} {text} decode batch {batch}: {batch / seconds:.1f} tokens/s, {model.bytes / seconds / bandwidth:.2f} of bandwidth\n"
