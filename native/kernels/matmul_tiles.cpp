@@ -27,7 +27,7 @@ namespace {
 constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
-constexpr int kRows = 256, kSteps = 32;     // 256 rows x 2 KB of activations: half a megabyte of the second level
+constexpr int kRows = 256, kSteps = 32;       // 256 rows x 2 KB of activations: half a megabyte of the second level
 constexpr int kChunk = 8;                   // steps: 16 KB of a panel
 constexpr int kPrefetch = 4096;             // bytes ahead, where weights come from memory
 static_assert(NR == 2 * kTile);
