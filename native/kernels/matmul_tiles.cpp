@@ -1,4 +1,4 @@
-// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8) per output channel or in groups.
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8, w4a8), per channel or in groups.
 //
 // Both formats look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
 // of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
