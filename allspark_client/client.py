@@ -16,7 +16,7 @@ from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, check_available
 from .connection import Member, Request, Session, Unavailable, check_address
 from .engine import AbstractEngine, check_config, check_handle
-from .errors import AllSparkError, AsStatus, closed_engine, illegal_handle, unknown_model
+from .errors import AllSparkError, AsStatus, closed_engine, forked_engine, illegal_handle, unknown_model
 from .local_group import SelfStartedGroup
 from .queue import ResultQueue
 from .request import RequestSpec
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 _RETRY_SECONDS = 0.2
+_MOST_LOSSES = 3                # of servers, while they run one request, until it is given up
 #: how long a client that is being made waits for a server that does not listen, s
 _FIRST_CONTACT_SECONDS = 5.0
 #: how old the load of a pool's members may be when a request chooses one, s
@@ -54,6 +55,7 @@ class ClientEngine(AbstractEngine):
             raise ValueError(f"reconnect_timeout={reconnect_timeout!r} must be a number of seconds, at least 0")
         self._resume_requests = bool(resume)
         self._reconnect_timeout = float(reconnect_timeout)
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._requests: dict[int, Request] = {}
         self._handles = itertools.count(1)
@@ -219,7 +221,10 @@ class ClientEngine(AbstractEngine):
     # --- end -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the connections (the server cancels what is live), and stop the group that this engine started."""
+        """Close the connections (the server cancels what is live), and stop the group that this engine started. In a
+        forked child this does nothing: all that is the parent's."""
+        if os.getpid() != self._owner:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -319,6 +324,8 @@ class ClientEngine(AbstractEngine):
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
     def _check_open(self) -> None:
+        if os.getpid() != self._owner:
+            raise forked_engine()
         if self._closed:
             raise closed_engine()
 
@@ -358,11 +365,22 @@ class ClientEngine(AbstractEngine):
                 _fail(request, f"{error}; the engine was made with resume=False")
             elif request.spec.config.n != 1:
                 _fail(request, f"{error}; a request with n={request.spec.config.n} samples cannot be resumed")
+            elif self._lost_too_often(request):
+                _fail(request, f"{error}; servers were lost {request.losses} times while they ran this request, "
+                               "without a new token: it may be what ends them")
             else:
                 resumable.append(request)
         if resumable:
             threading.Thread(target=self._resume, args=(resumable, session.address, str(error)), daemon=True,
                              name="allspark-resume").start()
+
+    @staticmethod
+    def _lost_too_often(request: Request) -> bool:
+        """Counts a loss. A request that crashes its servers must not be handed from one to the next for ever."""
+        progressed = len(request.received) > request.received_at_loss
+        request.losses = 1 if progressed else request.losses + 1
+        request.received_at_loss = len(request.received)
+        return request.losses > _MOST_LOSSES
 
     def _resume(self, requests: list[Request], lost: str, why: str) -> None:
         """Hand requests, with the tokens they have, to whichever server gives them the same continuation."""

@@ -16,6 +16,7 @@ from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingS
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
 
 
@@ -51,7 +52,7 @@ class AsModelConfig(Checked):
     #: tokens in a prompt chunk, no limit on prompts; 0: chosen
     engine_max_prefill_length: int = int_field(0, 0, INT32_MAX)
     #: threads a rank; 0: the node's physical cores
-    num_threads: int = int_field(0, 0, 65536)
+    num_threads: int = int_field(0, 0, 1024)
     matmul_precision: str = choice_field("highest", ("highest", "high", "medium", "medium_bf16", "medium_fp16"))
     prefill_mode: AsMHAPrefill = enum_field(AsMHAPrefill, AsMHAPrefill.AsPrefillDefault)
     cache_mode: AsCacheMode = enum_field(AsCacheMode, AsCacheMode.AsCacheDefault)
@@ -99,6 +100,9 @@ class AsModelConfig(Checked):
         """Check what is needed to install the model; returns self, raises ValueError."""
         if not self.model_name:
             raise ValueError("model_name is empty; it is the name that other calls use")
+        if len(self.model_name.encode()) > 1024:
+            raise ValueError(f"model_name={self.model_name[:40]!r}… has {len(self.model_name.encode())} bytes; "
+                             "allowed: at most 1024")
         if not self.model_path:
             raise ValueError("model_path is empty; give a Hugging Face directory or a .asgraph file")
         if self.speculation == "draft" and not self.draft_model:
@@ -174,13 +178,13 @@ class GenerateConfig(Checked):
     do_sample: bool = bool_field(True)
     #: None: random
     seed: int | None = int_field(None, 0, 2**64 - 1)
-    temperature: float = float_field(1.0, 0.0, above=True)
+    temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True)
     #: 0: off
     top_k: int = int_field(0, 0, INT32_MAX)
     top_p: float = float_field(1.0, 0.0, 1.0, above=True)
-    repetition_penalty: float = float_field(1.0, 0.0, above=True)
-    presence_penalty: float = float_field(0.0)
-    frequency_penalty: float = float_field(0.0)
+    repetition_penalty: float = float_field(1.0, 1e-30, FLOAT_MAX)      # in single precision not 0
+    presence_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
+    frequency_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     suppress_repetition_in_generation: bool = bool_field(False)
     #: 0: off
     no_repeat_ngram_size: int = int_field(0, 0, INT32_MAX)
@@ -412,6 +416,8 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available(f"compute_unit={config.compute_unit!r}")
         if config.cache_mode is not AsCacheMode.AsCacheDefault:
             raise not_available(f"cache_mode=AsCacheMode.{config.cache_mode.name}")
+        if config.host_cache_memory:
+            raise not_available(f"host_cache_memory={config.host_cache_memory} (the prefix cache's second tier)")
         if config.speculation != "off":
             raise not_available(f"speculation={config.speculation!r}")
         if config.lora_names:

@@ -67,6 +67,8 @@ class Request:
     wire_id: int = 0
     stopped: bool = False                                   #: the caller wants it to end
     resumed: bool = False
+    losses: int = 0                                         #: servers lost in a row without a new token
+    received_at_loss: int = -1
     arrival: float = field(default_factory=time.time)
     first_token: float = 0.0
     answered: threading.Event = field(default_factory=threading.Event)

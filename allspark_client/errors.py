@@ -51,6 +51,12 @@ def closed_engine() -> AllSparkError:
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the engine is closed")
 
 
+def forked_engine() -> AllSparkError:
+    """The error of any call in a child process on an engine that its parent made: threads do not survive a fork."""
+    return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                         "the engine belongs to the process that made it, and this is a fork of that; make another")
+
+
 def unknown_model(name: str, known: Iterable[str]) -> AllSparkError:
     """The error of a call that names a model which is not installed; `known` are the installed names."""
     names = ", ".join(repr(n) for n in sorted(known)) or "none"

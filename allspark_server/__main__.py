@@ -92,9 +92,7 @@ class Rank:
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
-        # A rank other than 0 ends when rank 0 says so; rank 0 ends when a signal says so.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, (lambda *_: self.stop.set()) if self.number == 0 else signal.SIG_IGN)
+        self._handle_signals()
         if self.expected == 1:
             from .runtime.group import LocalGroup
             logger.info("one rank on CPUs %s", a.cpus or "any")
@@ -117,6 +115,19 @@ class Rank:
         if self.heartbeat:
             self.heartbeat.stop()
         world.finalize()
+
+    def _handle_signals(self) -> None:
+        """Rank 0 stops in order when a signal says so, and then lets the others go. Under a supervisor that signal is
+        SIGUSR1: SIGTERM comes from an mpirun that has lost a rank. Then clients must see the connection break, for
+        that is what makes them resume elsewhere; an orderly stop would end their requests."""
+        if self.heartbeat:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            clean = [signal.SIGUSR1]
+        else:
+            clean = [signal.SIGTERM, signal.SIGINT]
+        for number in clean:
+            signal.signal(number, (lambda *_: self.stop.set()) if self.number == 0 else signal.SIG_IGN)
 
     def lead(self, group) -> None:
         """Rank 0: engine and service, until a signal."""

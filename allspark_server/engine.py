@@ -23,7 +23,15 @@ from typing import Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
-from allspark_client.errors import AllSparkError, AsStatus, closed_engine, illegal_handle, not_available, unknown_model
+from allspark_client.errors import (
+    AllSparkError,
+    AsStatus,
+    closed_engine,
+    forked_engine,
+    illegal_handle,
+    not_available,
+    unknown_model,
+)
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
@@ -70,6 +78,7 @@ class Engine(AbstractEngine):
     def __init__(self, *, group: Optional[Group] = None, state_file: Optional[str] = None):
         """`group` None: this process alone, without MPI. `state_file`: where the installed models are recorded, so that
         an engine that takes this one's place can `restore` them."""
+        self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
@@ -222,7 +231,7 @@ class Engine(AbstractEngine):
 
     def get_op_profiling_info(self, model_name: str) -> str:
         name = self._model(model_name).name
-        return _profile_table(self._call(lambda: self._group.profile(name)))
+        return self._call(lambda: self._group.profile(name)).table()
 
     def get_rank_id(self) -> int:
         return 0
@@ -253,6 +262,8 @@ class Engine(AbstractEngine):
     # --- end ---
 
     def close(self) -> None:
+        if os.getpid() != self._owner:  # a forked child: the engine's thread is the parent's
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -284,6 +295,8 @@ class Engine(AbstractEngine):
 
     def _post(self, command: Callable[[], Any]) -> None:
         """Puts a command into the queue; the caller holds the lock."""
+        if os.getpid() != self._owner:
+            raise forked_engine()
         if self._closed:
             raise closed_engine()
         self._commands.put(command)
@@ -436,23 +449,3 @@ def _build_id() -> str:
         return __version__
     with open(spec.origin, "rb") as file:
         return f"{__version__}+{hashlib.sha256(file.read()).hexdigest()[:16]}"
-
-
-def _profile_table(entries: list[dict]) -> str:
-    """The times of a model's ops (in seconds, one entry for each place in the op list) as a table of kinds of ops in
-    milliseconds, the most expensive first."""
-    kinds: dict[str, list[float]] = {}  # op → count, min, max, sum
-    for entry in entries:
-        if entry["count"]:
-            row = kinds.setdefault(entry["op"], [0, float("inf"), 0.0, 0.0])
-            row[0] += entry["count"]
-            row[1] = min(row[1], 1e3 * entry["min"])
-            row[2] = max(row[2], 1e3 * entry["max"])
-            row[3] += 1e3 * entry["sum"]
-    total = sum(row[3] for row in kinds.values()) or 1.0
-    width = max([len(op) for op in kinds] + [len("op")])
-    lines = [f"{'op':<{width}} {'count':>10} {'min':>10} {'max':>10} {'mean':>10} {'sum':>12} {'%':>6}"]
-    for op, (count, least, most, time) in sorted(kinds.items(), key=lambda item: -item[1][3]):
-        numbers = f"{count:>10} {least:>10.4f} {most:>10.4f} {time / count:>10.4f} {time:>12.3f}"
-        lines.append(f"{op:<{width}} {numbers} {100.0 * time / total:>6.2f}")
-    return "\n".join(lines)

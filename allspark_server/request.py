@@ -187,7 +187,7 @@ def _exceeds(message: str) -> AllSparkError:
 
 
 def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
-    """The end-of-sequence ids that count for a request."""
+    """The end-of-sequence ids that count for a request; those beyond the vocabulary never come up and do no harm."""
     value = config.eos_token_id
     if value is None:
         return tuple(info.eos_token_ids)
@@ -212,8 +212,9 @@ def build_request(
     check_ids("generated", generated, info.vocab_size)
     if generated and config.n > 1:
         raise ValueError(f"only a request with n=1 can be resumed, not n={config.n}")
-    for i, word in enumerate(config.bad_words_ids):
-        check_ids(f"bad_words_ids[{i}]", word, info.vocab_size)
+    for name in ("bad_words_ids", "stop_words_ids"):
+        for i, word in enumerate(getattr(config, name)):
+            check_ids(f"{name}[{i}]", word, info.vocab_size)
     limit = length_limit(config, len(prompt), len(generated), info)
     if len(prompt) + len(generated) > info.num_spans * info.span_size:
         raise AllSparkError(

@@ -95,6 +95,7 @@ class Service:
         """Listen and serve in a thread; returns the bound addresses. Raises AllSparkError naming one that is in use."""
         if self._thread is not None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the service was started already")
+        self._engine.add_flush_listener(self._on_flush)     # first: results before it would wait for a later step
         started: Future[list[str]] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(started)), name="allspark-service",
                                         daemon=True)
@@ -104,7 +105,6 @@ class Service:
         except BaseException:
             self._thread.join()
             raise
-        self._engine.add_flush_listener(self._on_flush)
         return self.addresses
 
     def stop(self, grace: float = 0.5) -> None:

@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from . import doctor, pool
+from . import bench, doctor, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, shipped_model, supervise)
@@ -19,7 +19,7 @@ from .topology import Topology, format_list, parse_list, read_topology
 
 logger = logging.getLogger(__name__)
 
-EXIT_ERROR, EXIT_USAGE = 1, 2
+EXIT_ERROR = 1
 DEFAULT_PROMPT = "Tell me a story about a fox."
 
 
@@ -110,8 +110,7 @@ ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, t
 
     doctor.add_command(command)
     pool.add_commands(command)
-    p = command("bench", bench, "measure a group (not available yet)")
-    p.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    bench.add_commands(command)
     return parser
 
 
@@ -330,8 +329,3 @@ def print_topology(machine: Topology) -> None:
         print(f"cgroup quota: {machine.cpu_quota:g} CPUs")
     if machine.memory_limit:
         print(f"cgroup memory limit: {machine.memory_limit / 2**30:.1f} GiB")
-
-
-def bench(options: argparse.Namespace) -> int:
-    print("allspark bench is not available yet; `allspark run` prints tokens/s of one request", file=sys.stderr)
-    return EXIT_USAGE

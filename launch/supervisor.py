@@ -287,7 +287,7 @@ class Supervisor:
         if rank0 is None or not run.ready_since:
             return
         try:
-            os.kill(rank0.pid, signal.SIGTERM)
+            os.kill(rank0.pid, signal.SIGUSR1)
         except ProcessLookupError:
             return
         deadline = time.monotonic() + self._limits.stop_timeout

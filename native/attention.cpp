@@ -107,7 +107,7 @@ void Executor::finish_tile(const Op& op, const Tile& tile, const float* sum, con
 }
 
 void Executor::span_attention(const Op& op, int thread) {
-  write_cache(op, thread);
+  pool_.guard([&] { write_cache(op, thread); });
   if (!pool_.barrier()) return;
   const int padded = shape_.padded_dim, threads = pool_.size();
   const size_t partial = (size_t)kTileRows * (padded + 2);  // floats: maxima, sums, vectors

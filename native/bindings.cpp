@@ -14,6 +14,7 @@ namespace as {
 
 void bind_sampler(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_ceilings(py::module_& m);
 
 namespace {
 
@@ -148,11 +149,12 @@ void bind_executor(py::module_& m) {
              for (const Op& op : e.ops()) {
                py::dict d;
                d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
+               d["bytes"] = op.bytes, d["operations"] = op.operations;
                all.append(d);
              }
              return all;
            },
-           "Per op of the list: name, how often, least, most and total seconds on thread 0 (with set_profiling).")
+           "Per op of the list: name, how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
       .def("memory",
            [](const Executor& e) {
              py::list all;
@@ -230,8 +232,16 @@ PYBIND11_MODULE(_native, m) {
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
+  m.def("prepared_bytes",
+        [](int k, const std::string& dtype, int group_size) {
+          const as::Kernels& kernels = as::kernels();
+          return kernels.prepared(as::layout(1, k, kernels.panel, kernels.bf16_pairs, as::format_of(dtype), group_size)).bytes;
+        },
+        py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+        "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);
   as::bind_sampler(m);
   as::bind_kernels(m);
+  as::bind_ceilings(m);
 }

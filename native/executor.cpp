@@ -100,6 +100,10 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     for (const auto* list : {&op.inputs, &op.outputs})
       for (int t : *list)
         if (t < 0 || t >= (int)tensors_.size()) throw std::invalid_argument("op " + type + ": no tensor " + std::to_string(t));
+    const bool selects = op.type == OpType::select_rows;  // all others have as many rows as their input
+    for (int t : op.outputs)
+      if (!op.inputs.empty() && tensors_[t].logit_rows != (tensors_[op.inputs[0]].logit_rows || selects))
+        throw std::invalid_argument("op " + type + ": input and output differ in rows");
   };
   auto width_is = [&](int tensor, long width, const char* what) {
     if (tensors_[tensor].width != width)
@@ -120,6 +124,7 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       need(0, 1, 1, 1);
       op.vocab_begin = (int)get("vocab_begin");
       width_is(op.outputs[0], matrices_.at(op.weights[0]).packed.k, "output");
+      if (out(op).logit_rows) throw std::invalid_argument("op embedding: its output must have a row for each token");
       break;
     case OpType::all_reduce:
       need(1, 1, 0, 0);
@@ -145,7 +150,9 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       if (op.inputs.empty() || op.inputs.size() > 1) throw std::invalid_argument("op " + type + " takes one input, changed in place");
       op.offset = (int)get("offset"), op.heads = (int)get("heads"), op.head_dim = (int)get("head_dim");
       op.rotary_dim = (int)get("rotary_dim", op.head_dim);
-      if (op.offset + op.heads * op.head_dim > tensors_.at(op.inputs[0]).width) throw std::invalid_argument("op " + type + " reaches past its input");
+      if (op.offset < 0 || op.heads < 0 || op.head_dim < 1 || op.rotary_dim < 0 || op.rotary_dim > op.head_dim || op.rotary_dim % 2 ||
+          op.offset + (long)op.heads * op.head_dim > tensors_.at(op.inputs[0]).width)
+        throw std::invalid_argument("op " + type + " reaches past its input");
       if (op.type == OpType::rope && op.rotary_dim != rotary_.dim) throw std::invalid_argument("op rope: rotary_dim differs from rotary_table's");
       if (op.type == OpType::head_norm) vector_is(op.weights.at(0), op.head_dim);
       break;
@@ -159,6 +166,8 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       s.scale = (float)get("scale");
       width_is(op.inputs[0], (long)(s.q_heads + 2 * s.kv_heads) * s.head_dim, "input");
       width_is(op.outputs[0], (long)s.q_heads * s.head_dim, "output");
+      if (op.layer < 0 || s.head_dim < 1 || s.group < 1 || s.q_heads < 1 || s.kv_heads < 1 || tensors_[op.inputs[0]].logit_rows)
+        throw std::invalid_argument("op span_attention: a layer, head_dim, group or number of heads that cannot be");
       if (shape_.head_dim && !(shape_ == s)) throw std::invalid_argument("all layers must have the same attention shape");
       shape_ = s;
       break;
@@ -170,6 +179,7 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     case OpType::add:
       need(2, 1, 0, 0);
       width_is(op.inputs[1], in(op).width, "second input");
+      if (in(op).logit_rows != in(op, 1).logit_rows) throw std::invalid_argument("op add: its inputs differ in rows");
       break;
     case OpType::select_rows:
       need(1, 1, 0, 0);
@@ -178,6 +188,9 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     case OpType::sample:
       need(1, 0, 0, 0);
       op.vocab_begin = (int)get("vocab_begin"), op.vocab_size = (int)get("vocab_size");
+      if (op.vocab_begin < 0 || (long)op.vocab_begin + in(op).width > op.vocab_size || !in(op).logit_rows)
+        throw std::invalid_argument("op sample: logits [" + std::to_string(op.vocab_begin) + ", " + std::to_string((long)op.vocab_begin + in(op).width) +
+                                    ") are not within a vocabulary of " + std::to_string(op.vocab_size));
       break;
   }
   ops_.push_back(std::move(op));
@@ -226,6 +239,9 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
   if (kv_heads != shape_.kv_heads || head_dim != shape_.head_dim) throw std::invalid_argument("cache and span_attention disagree on KV heads or head_dim");
   if (span_size != 16 && span_size != 32 && span_size != 64 && span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(span_size));
+  for (const Op& op : ops_)
+    if (op.type == OpType::span_attention && op.layer >= layers)
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.layer) + " of a model with " + std::to_string(layers));
   if (max_rows < 1 || max_slots < 1 || num_spans < 1 || layers < 1) throw std::invalid_argument("allocate: sizes must be positive");
   max_rows_ = max_rows, max_slots_ = max_slots, max_length_ = max_length, layers_ = layers;
   span_size_ = span_size, num_spans_ = num_spans, cache_dtype_ = cache_dtype;
@@ -296,6 +312,7 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   want_logits_ = want_logits;
   if (rows_.empty()) return {};
   make_tiles(plan);
+  if (profiling_) measure_attention(plan);
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto last = Clock::now();
@@ -304,12 +321,8 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
       if (!pool_.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        const double seconds = std::chrono::duration<double>(now - last).count();
+        record(op, std::chrono::duration<double>(now - last).count());
         last = now;
-        op.least = op.count ? std::min(op.least, seconds) : seconds;
-        op.most = std::max(op.most, seconds);
-        op.total += seconds;
-        op.count++;
       }
     }
   };
@@ -339,11 +352,6 @@ void Executor::run_op(Op& op, int thread) {
     case OpType::select_rows: return select_rows(op, thread);
     case OpType::sample: return sample(op, thread);
   }
-}
-
-void Executor::set_profiling(bool on) {
-  profiling_ = on;
-  for (Op& op : ops_) op.count = 0, op.total = op.least = op.most = 0;
 }
 
 size_t Executor::weight_bytes() const {

@@ -29,7 +29,8 @@ struct Op {
   float eps = 0;
   // profile
   long count = 0;
-  double total = 0, least = 0, most = 0;
+  double total = 0, least = 0, most = 0;  // seconds on thread 0
+  double bytes = 0, operations = 0;       // in total
 };
 
 // Geometry of attention, the same in every layer.
@@ -81,7 +82,7 @@ class Executor {
   void read_row(int id, long row, float* out) const;
 
   const std::vector<Op>& ops() const { return ops_; }
-  void set_profiling(bool on);
+  void set_profiling(bool on);  // on: counts anew; off: what was counted stays
   size_t weight_bytes() const;
   size_t cache_bytes() const { return cache_.size(); }
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
@@ -133,6 +134,9 @@ class Executor {
   void attend_block(const Op& op, const Tile& tile, int block, float* maximum, float* sum, float* out) const;
   void finish_tile(const Op& op, const Tile& tile, const float* sum, const float* out) const;
   char* span_address(int layer, int span, int kv_head) const;
+  // profile.cpp
+  void measure_attention(const Plan& plan);
+  void record(Op& op, double seconds) const;
   // sampling.cpp
   void sample(const Op& op, int thread);
   void exchange_samples(const Op& op);
@@ -170,6 +174,7 @@ class Executor {
   std::vector<std::vector<uint8_t>> blobs_;
   StepOutput output_;
   bool want_logits_ = false;
+  double attention_bytes_ = 0, attention_operations_ = 0;  // of one layer, while profiling
 };
 
 }  // namespace as

@@ -143,7 +143,7 @@ void Executor::silu_mul(const Op& op, int thread) {
 void Executor::add(const Op& op, int thread) {
   const int n = in(op).width;
   const auto [r0, r1] = my_rows(in(op), thread);
-  if (r1 > r0) k_.add(in(op).data + (size_t)r0 * n, in(op, 1).data + (size_t)r0 * n, (r1 - r0) * n);
+  if (r1 > r0) k_.add(in(op).data + (size_t)r0 * n, in(op, 1).data + (size_t)r0 * n, (size_t)(r1 - r0) * n);
 }
 
 void Executor::select_rows(const Op& op, int thread) {

@@ -4,15 +4,23 @@
 #include <sched.h>
 
 #include <stdexcept>
+#include <system_error>
 
 namespace as {
 
 Pool::Pool(int threads, std::vector<int> cpus, bool spin) : size_(threads), cpus_(std::move(cpus)), spin_(spin) {
   if (threads < 1 || threads > 1024) throw std::invalid_argument("number of threads must be 1 to 1024, got " + std::to_string(threads));
-  for (int i = 1; i < threads; i++) threads_.emplace_back([this, i] { worker(i); });
+  try {
+    for (int i = 1; i < threads; i++) threads_.emplace_back([this, i] { worker(i); });
+  } catch (const std::system_error& e) {
+    stop();
+    throw std::runtime_error("cannot allocate " + std::to_string(threads) + " threads: " + e.what());
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   stopping_ = true;
   start_.publish(start_.value.load() + 1);
   for (auto& t : threads_) t.join();
@@ -37,6 +45,7 @@ bool Pool::barrier() {
     const uint32_t phase = phase_.value.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
+      phase_failed_.store(failed_.load(std::memory_order_relaxed), std::memory_order_relaxed);
       phase_.publish(phase + 1);
     } else {
       int spins = spin_ ? kSpins : 0;
@@ -45,8 +54,10 @@ bool Pool::barrier() {
         else phase_.sleep(phase, 100'000'000);
       }
     }
+  } else {
+    phase_failed_.store(failed_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
-  return !failed_.load(std::memory_order_acquire);
+  return !phase_failed_.load(std::memory_order_relaxed);
 }
 
 void Pool::worker(int index) {

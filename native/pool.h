@@ -23,12 +23,12 @@ class Pool {
   int size() const { return size_; }
   // Runs f(0) ... f(size-1) and waits for all. The first exception of any of them is thrown here.
   void run(const std::function<void(int)>& f);
-  // For use inside f: waits until every thread has come here. Returns false if a thread has failed: then f must return.
+  // For use inside f: waits until every thread has come here. Returns false, to all alike, if a thread has failed before:
+  // then f must return. Every thread must come to every barrier: what may throw between two belongs into a guard.
   bool barrier();
   // For use inside f, around the body of a phase: an exception is kept for run() to throw.
   template <typename F>
   void guard(F&& body) {
-    if (failed_.load(std::memory_order_relaxed)) return;
     try {
       body();
     } catch (const std::exception& e) {
@@ -38,6 +38,7 @@ class Pool {
 
  private:
   void fail(const char* what);
+  void stop();
   void worker(int index);
   void pin(int index);
 
@@ -50,6 +51,7 @@ class Pool {
   alignas(64) Signal phase_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<bool> failed_{false};
+  std::atomic<bool> phase_failed_{false};  // failed_ as it was when the last of the threads came to the barrier
   std::atomic<bool> stopping_{false};
   std::mutex error_mutex_;
   std::string error_;

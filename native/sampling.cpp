@@ -14,17 +14,21 @@ constexpr int kVerdict = -1;  // command kind within a step: which rows need the
 void Executor::sample(const Op& op, int thread) {
   const Tensor& logits = in(op);
   const int rows = (int)logit_rows_.size();
-  if (want_logits_ && thread == 0) {
-    output_.logits.assign(logits.data, logits.data + (size_t)rows * logits.width);
-    output_.logit_width = logits.width;
-  }
+  pool_.guard([&] {
+    if (want_logits_ && thread == 0) {
+      output_.logits.assign(logits.data, logits.data + (size_t)rows * logits.width);
+      output_.logit_width = logits.width;
+    }
+  });
   if (want_logits_ && !pool_.barrier()) return;
-  for (int r = thread; r < rows; r += pool_.size()) {
-    const Slot& slot = slots_[rows_[logit_rows_[r]].slot];
-    blobs_[r].clear();
-    const SampleInput input{&slot.sampling, slot.history.data(), (int)slot.history.size(), logits.data + (size_t)r * logits.width, nullptr};
-    candidates(input, op.vocab_begin, logits.width, op.vocab_size, blobs_[r]);
-  }
+  pool_.guard([&] {
+    for (int r = thread; r < rows; r += pool_.size()) {
+      const Slot& slot = slots_[rows_[logit_rows_[r]].slot];
+      blobs_[r].clear();
+      const SampleInput input{&slot.sampling, slot.history.data(), (int)slot.history.size(), logits.data + (size_t)r * logits.width, nullptr};
+      candidates(input, op.vocab_begin, logits.width, op.vocab_size, blobs_[r]);
+    }
+  });
   if (!pool_.barrier()) return;
   if (thread == 0) exchange_samples(op);
 }
@@ -71,7 +75,7 @@ void Executor::exchange_samples(const Op& op) {
     if (rank_ == 0) window_->publish(kVerdict, payload);
     else {
       int kind = 0;
-      if (!window_->wait_command(30, kind, payload) || kind != kVerdict) throw std::runtime_error("rank 0 sent no verdict on the nucleus");
+      if (!window_->wait_command(window_->timeout(), kind, payload) || kind != kVerdict) throw std::runtime_error("rank 0 sent no verdict on the nucleus");
       again.resize(payload.size() / sizeof(int));
       std::copy_n(payload.data(), payload.size(), reinterpret_cast<char*>(again.data()));
     }

@@ -44,6 +44,7 @@ class Window {
   int rank() const { return rank_; }
   int size() const { return size_; }
   bool spin() const { return spin_; }
+  double timeout() const { return timeout_; }
 
   // Sum over ranks in rank order, in place; n and the order of calls must be the same on every rank. Called by every thread
   // of the rank's pool with its index.

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Callable, Iterator
 
 import pytest
 
-from allspark_client import AbstractEngine
+# Tests fork from a process in which gRPC has threads (to become another user, say): its fork handlers are not up to it.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
+
+from allspark_client import AbstractEngine  # noqa: E402
 
 ENGINES = ("engine", "client-1", "client-2")
 
@@ -29,7 +33,7 @@ TRAINING_TEXT = [
 
 
 def add_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Writes a byte-level BPE tokenizer with a chat template beside a checkpoint; its ids are all below `vocab_size`."""
+    """Writes a byte-level BPE tokenizer with a chat template beside a checkpoint; its ids are below `vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

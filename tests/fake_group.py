@@ -14,6 +14,7 @@ import numpy as np
 from allspark_client.config import AsModelConfig
 from allspark_client.types import ModelInfo
 from allspark_server.runtime.plan import StepPlan
+from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
 
 
 def next_token(history: list[int], vocab: int = 1000) -> int:
@@ -141,13 +142,13 @@ class FakeGroup:
     def unload(self, name: str) -> None:
         del self.executors[name]
 
-    def profile(self, name: str) -> list[dict]:
-        return [
-            {"op": "linear", "count": 4, "min": 0.1, "max": 0.4, "sum": 1.0},
-            {"op": "span_attention", "count": 1, "min": 1.0, "max": 1.0, "sum": 1.0},
-            {"op": "span_attention", "count": 1, "min": 2.0, "max": 2.0, "sum": 2.0},
-            {"op": "add", "count": 0, "min": 0.0, "max": 0.0, "sum": 0.0},
-        ]
+    def profile(self, name: str) -> Profile:
+        return Profile(summarize([
+            OpProfile("linear", "mlp.down_proj", 4, 0.1, 0.4, 1.0, 2e9, 4e9),
+            OpProfile("span_attention", "", 1, 1.0, 1.0, 1.0, 1e9, 1e9),
+            OpProfile("span_attention", "", 1, 2.0, 2.0, 2.0, 1e9, 1e9),
+            OpProfile("add"),
+        ]), Ceilings(20e9, 100e9))
 
     def close(self) -> None:
         self.closed = True

@@ -100,7 +100,8 @@ def edit_tensors(directory: Path, change) -> None:
 
 
 def test_missing_model(engine, tmp_path):
-    refused((AsStatus.ALLSPARK_IO_ERROR, AsStatus.ALLSPARK_PARAM_ERROR), install, engine, tmp_path / "none", match="none")
+    either = (AsStatus.ALLSPARK_IO_ERROR, AsStatus.ALLSPARK_PARAM_ERROR)
+    refused(either, install, engine, tmp_path / "none", match="none")
 
 
 def test_missing_weight_file(engine, broken):
@@ -225,9 +226,11 @@ def test_model_config_without_name_or_path(engine):
     ({"do_sample": 1}, TypeError, "do_sample"), ({"seed": -1}, ValueError, "seed=-1"),
     ({"num_beams": 4}, ValueError, "num_beams=4.*beam search is not offered"),
     ({"num_return_sequences": 2}, ValueError, "beam search"), ({"top_logprobs": 21}, ValueError, "top_logprobs=21"),
-    ({"stop_words_ids": [[]]}, ValueError, r"stop_words_ids\[0\]"), ({"stop_words_ids": [5]}, TypeError, "stop_words_ids"),
+    ({"stop_words_ids": [[]]}, ValueError, r"stop_words_ids\[0\]"),
+    ({"stop_words_ids": [5]}, TypeError, "stop_words_ids"),
     ({"bad_words_ids": [[VOCAB]]}, ValueError, f"{VOCAB}.*0 to {VOCAB - 1}"), ({"n": 0}, ValueError, "n=0"),
-    ({"min_length": 30, "max_length": 25}, ValueError, "min_length=30"), ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ({"min_length": 30, "max_length": 25}, ValueError, "min_length=30"),
+    ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
     ([1], TypeError, "generate_config"),
 ])  # fmt: skip
 def test_generate_config(engine, generate, error, match):
@@ -241,12 +244,14 @@ def test_generate_config(engine, generate, error, match):
 @pytest.mark.parametrize("inputs, error, match", [
     ({"input_ids": []}, ValueError, "empty"), ({"input_ids": np.zeros((1, 0), np.int64)}, ValueError, "empty"),
     ({"input_ids": [1, VOCAB]}, ValueError, rf"input_ids\[1\]={VOCAB}.*0 to {VOCAB - 1}"),
-    ({"input_ids": [1, -1]}, ValueError, r"input_ids\[1\]=-1.*negative"), ({"input_ids": [2**31]}, ValueError, "32 bits"),
+    ({"input_ids": [1, -1]}, ValueError, r"input_ids\[1\]=-1.*negative"),
+    ({"input_ids": [2**31]}, ValueError, "32 bits"),
     ({"input_ids": [1.5]}, TypeError, "float"), ({"input_ids": np.ones(3)}, TypeError, "float64"),
     ({"input_ids": [[1, 2], [3, 4]]}, ValueError, "shape"), ({"input_ids": "abc"}, TypeError, "str"),
     ({"text": ""}, ValueError, "empty"), ({"text": 5}, TypeError, "int"), ({"messages": []}, ValueError, "empty"),
     ({"messages": [{"role": "user"}]}, ValueError, "content"), ({"ids": [1]}, ValueError, "ids.*input_ids"),
-    ({}, ValueError, "exactly one"), ([1], TypeError, "dict"), ({"input_ids": [1], "text": "a"}, ValueError, "exactly one"),
+    ({}, ValueError, "exactly one"), ([1], TypeError, "dict"),
+    ({"input_ids": [1], "text": "a"}, ValueError, "exactly one"),
 ])  # fmt: skip
 def test_inputs(engine, inputs, error, match):
     with pytest.raises(error, match=match):
@@ -256,7 +261,8 @@ def test_inputs(engine, inputs, error, match):
 @pytest.mark.parametrize("length", [128, 129, 5000])
 def test_prompt_longer_than_the_engine(engine, length):
     request = (NAME, {"input_ids": prompt_of(length)}, GREEDY)
-    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *request, match=f"{length}.*engine_max_length=128")
+    match = f"{length}.*engine_max_length=128"
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *request, match=match)
 
 
 def test_max_length_beyond_the_engine(engine):

@@ -67,8 +67,11 @@ def test_generate_config_defaults():
         ("top_p", 1.01, ValueError, "at most 1"),
         ("top_p", 0, ValueError, "above 0"),
         ("top_p", -0.5, ValueError, "top_p"),
-        ("repetition_penalty", 0, ValueError, "above 0"),
-        ("presence_penalty", float("inf"), ValueError, "finite"),
+        ("temperature", 1e39, ValueError, "at most 3.4e"),
+        ("repetition_penalty", 0, ValueError, "at least 1e-30"),
+        ("repetition_penalty", 1e-42, ValueError, "at least 1e-30"),    # 0 in single precision: it would end the step
+        ("presence_penalty", float("inf"), ValueError, "at most 3.4e"),
+        ("frequency_penalty", -1e39, ValueError, "at least -3.4e"),
         ("seed", -1, ValueError, "seed=-1"),
         ("seed", 2**64, ValueError, "seed"),
         ("min_length", -1, ValueError, "min_length"),
@@ -213,6 +216,7 @@ def test_model_config(tmp_path):
         c.engine_max_length = -1
     for bad, text in (
         (a.AsModelConfig(model_path="x"), "model_name"),
+        (a.AsModelConfig(model_path="x", model_name="x" * 1025), "1025 bytes"),
         (a.AsModelConfig("m"), "model_path"),
         (a.AsModelConfig("m", "x", speculation="draft"), "draft_model"),
     ):
@@ -278,6 +282,7 @@ def test_model_builder():
                 {"compute_unit": "CUDA:0"},
                 {"speculation": "prompt_lookup"},
                 {"lora_names": ["x"]},
+                {"host_cache_memory": 1 << 20},
             )
         ],
         *[

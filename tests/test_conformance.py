@@ -237,8 +237,8 @@ def test_a_script_in_the_manner_of_dashinfer(engine, tiny_model, tmp_path):
     versions = engine.get_file_information(config.model_path, config.weights_path)
     assert versions.current_version_engine == engine.get_version_full()
     assert versions.create_version_graph and versions.create_version_param
-    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, tmp_path / "no", tmp_path / "no", match="no")
-    refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, config.weights_path, config.model_path, match="script")
+    for paths in ((tmp_path / "no", tmp_path / "no"), (config.weights_path, config.model_path)):
+        refused(AsStatus.ALLSPARK_IO_ERROR, engine.get_file_information, *paths, match=str(paths[0]))
     assert engine.stop_model("script") is SUCCESS and engine.release_model("script") is SUCCESS
 
 
@@ -288,7 +288,8 @@ def test_async_iteration(engine):
         return [i async for elements in results for i in elements.ids_from_generate]
 
     async def main():
-        return await asyncio.gather(*(read(start(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9)[1]) for i in range(4)))
+        queues = [start(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9)[1] for i in range(4)]
+        return await asyncio.gather(*map(read, queues))
 
     expected = [run(engine, prompt_of(5, i), **GREEDY, max_new_tokens=9) for i in range(4)]
     assert asyncio.run(main()) == expected
@@ -395,9 +396,9 @@ def test_statistics(engine):
 def test_operator_times(engine):
     run(engine, max_new_tokens=3)
     lines = engine.get_op_profiling_info(NAME).splitlines()
-    assert lines[0].split() == ["op", "count", "min", "max", "mean", "sum", "%"]
+    assert lines[0].split()[:7] == ["op", "count", "min", "max", "mean", "sum", "%"]
     assert {"linear", "span_attention", "sample"} <= {line.split()[0] for line in lines}
-    assert sum(float(line.split()[-1]) for line in lines[1:]) == pytest.approx(100, abs=0.1)
+    assert sum(float(line.split()[6]) for line in lines[1:]) == pytest.approx(100, abs=0.1)
 
 
 def test_not_available_yet(engine, tiny_model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 
@@ -334,9 +335,13 @@ def test_an_idle_engine_uses_no_cpu(make_engine):
 
 def test_profile_table(make_engine):
     lines = make_engine().get_op_profiling_info("m").splitlines()
-    assert lines[0].split() == ["op", "count", "min", "max", "mean", "sum", "%"]
-    assert lines[1].split() == ["span_attention", "2", "1000.0000", "2000.0000", "1500.0000", "3000.000", "75.00"]
-    assert len(lines) == 3
+    assert lines[0].split()[:7] == ["op", "count", "min", "max", "mean", "sum", "%"]
+    assert lines[0].split()[7:] == ["GB", "Gop", "GB/s", "Gop/s", "ceiling", "weight"]
+    assert lines[1].split() == ["span_attention", "2", "1000.0000", "2000.0000", "1500.0000", "3000.000", "75.00",
+                                "2.0000", "2.0000", "0.7", "0.7", "3.3%"]
+    assert lines[2].split()[0] == "linear" and lines[2].split()[-2:] == ["10.0%", "mlp.down_proj"]
+    assert lines[3].split()[0] == "ceiling" and lines[3].split()[9:] == ["20.0", "100.0", "100.0%"]
+    assert len(lines) == 4
 
 
 def test_step_budget_holds_a_latency():
@@ -347,3 +352,17 @@ def test_step_budget_holds_a_latency():
     off = StepBudget(1024, 8, 0.0)
     off.learn(1024, 100.0)
     assert off.rows == 1024
+
+
+def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
+    engine = make_engine()
+    child = os.fork()
+    if child == 0:
+        try:
+            refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="fork")
+            engine.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    run(engine, [1, 2, 3], max_new_tokens=3)

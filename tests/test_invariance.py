@@ -150,17 +150,17 @@ def test_preemption(engine, model):
         info = engine.get_model_info(name)
     span_bytes = info.cache_bytes // info.num_spans
     with installed(engine, model, cache_memory=26 * span_bytes, engine_max_length=768) as name:
-        growing = {**ALWAYS, "max_new_tokens": 400, "priority": 1}  # two of them alone take more than the cache
-        started = [engine.start_request(name, {"input_ids": prompt_of(20, seed=i)}, growing)[2] for i in range(3)]
+        growing = {**ALWAYS, "max_new_tokens": 400, "priority": 1, "n": 3}  # two of its samples outgrow the cache
+        _, _, grown = engine.start_request(name, {"input_ids": prompt_of(20)}, growing)
         outputs = run_together(engine, name)
         engine.sync_request(name)
         assert engine.get_as_engine_stat(name).preempted_request > 0
-        assert all(results.GeneratedLength() == 400 for results in started)
+        assert grown.GeneratedLength() == 3 * 400
         assert outputs == first_run(engine, model)
 
 
 def test_everything_at_once(engine, model):
-    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: whoever finishes has the same bytes."""
+    """Small cache, small chunks, shared prefixes, priorities, cancelled requests: who finishes has the same bytes."""
     expected = first_run(engine, model)
     with installed(engine, model) as name:
         info = engine.get_model_info(name)
@@ -169,9 +169,8 @@ def test_everything_at_once(engine, model):
     rng = random.Random(5)
     with installed(engine, model, cache_memory=cache, enable_prefix_cache=True, **fields) as name:
         started = []
-        growing = {**ALWAYS, "max_new_tokens": 300, "priority": 5}
-        for i in range(6):
-            engine.start_request(name, {"input_ids": prompt_of(10 + i, seed=i)}, growing)
+        growing = {**ALWAYS, "max_new_tokens": 300, "priority": 5, "n": 6}  # three of its samples outgrow the cache
+        engine.start_request(name, {"input_ids": prompt_of(10)}, growing)
         for _ in range(60):
             index = rng.randrange(len(PROBES))
             prompt, generate = PROBES[index]

@@ -189,3 +189,30 @@ def test_lower_instruction_sets_pass_the_same_tests(isa):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
                           env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("message, op, attributes", [
+    ("vocabulary of 10", "sample", {"vocab_begin": 0, "vocab_size": 10}),
+    ("reaches past", "head_norm", {"eps": 1e-6, "offset": 0, "heads": 5, "head_dim": 16}),
+    ("reaches past", "head_norm", {"eps": 1e-6, "offset": -16, "heads": 1, "head_dim": 16}),
+    ("cannot be", "span_attention", {"layer": -1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "group": 2, "scale": 1}),
+    ("differ in rows", "rms_norm", {"eps": 1e-6}),
+])
+def test_ops_that_would_leave_their_memory_are_refused(message, op, attributes):
+    executor = _native.Executor()
+    row, out, logits = executor.add_tensor(64), executor.add_tensor(32), executor.add_tensor(64, True)
+    norm = executor.add_vector(np.ones(64 if op == "rms_norm" else 16, np.float32))
+    inputs, outputs, weights = {
+        "sample": ([logits], [], []), "head_norm": ([row], [], [norm]), "span_attention": ([row], [out], []),
+        "rms_norm": ([row], [logits], [norm])}[op]
+    with pytest.raises(ValueError, match=message):
+        executor.add_op(op, inputs, outputs, weights, attributes)
+
+
+def test_threads_that_cannot_be_had_are_an_error():
+    program = ("import resource; from allspark_server import _native\n"
+               "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
+               "try: _native.Executor(num_threads=1000)\n"
+               "except RuntimeError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("cannot allocate 1000 threads"), done.stderr

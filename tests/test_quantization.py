@@ -116,8 +116,9 @@ def test_sums_are_exact_at_the_largest_values(dtype):
         x[1::2, 1::2] = -127
         got = executor.multiply(handle, x, 3)
         # The integer sums are exact; what follows rounds three times.
-        chains, sums = x.astype(np.int64) @ (q - middle).astype(np.int64).T, x.astype(np.int64).sum(axis=1, keepdims=True)
-        total = (chains.astype(np.float32).astype(np.float64) + np.float64(middle) * sums.astype(np.float32))
+        integers = x.astype(np.int64)
+        chains, sums = integers @ (q - middle).astype(np.int64).T, integers.sum(axis=1, keepdims=True)
+        total = chains.astype(np.float32).astype(np.float64) + np.float64(middle) * sums.astype(np.float32)
         assert np.array_equal(got, total.astype(np.float32))
 
 
@@ -154,7 +155,8 @@ def test_rows_are_read_back(dtype, group):
         got = executor.read_row(handle, row)
         assert np.array_equal(got, q[row] * scales[row] + offsets[row]), row
         step = scales[row].astype(np.float64)
-        assert np.all(np.abs(got - weights[row].astype(np.float64)) <= 0.501 * step + 3e-7 * np.abs(weights[row]) + 1e-36), row
+        allowed = 0.501 * step + 3e-7 * np.abs(weights[row]) + 1e-36
+        assert np.all(np.abs(got - weights[row].astype(np.float64)) <= allowed), row
     assert np.all(executor.read_row(handle, 3) == 7.25)
     got = executor.multiply(handle, np.full((2, 129), 1e-3, np.float32), 70)
     # With integer activations sums of up to 127 times the weights come before the row's scale.

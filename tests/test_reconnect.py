@@ -159,6 +159,31 @@ def test_resume_on_the_same_server_once_it_is_back(tmp_path):
         assert not waiting.is_alive()
 
 
+def test_a_request_that_keeps_losing_its_server_is_given_up():
+    """It may be what ends them: it must not be handed over for ever. One that gains tokens in between may be."""
+    with serving(core=FakeCore(interval=0.2)) as (core, address), ClientEngine(address, reconnect_timeout=20) as engine:
+        _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
+        request = engine._requests[handle]
+        for _ in range(5):
+            received = len(request.received)
+            wait_until(lambda: len(request.received) > received, 5)
+            break_connection(request)
+        assert not queue.GenerateStatus().final
+        core.interval = 1000
+        time.sleep(0.5)  # the last step of the old interval
+        for _ in range(4):
+            break_connection(request)
+        with pytest.raises(AllSparkError, match="without a new token"):
+            tokens(queue)
+
+
+def break_connection(request):
+    """Breaks the session that a request runs in, and waits until it runs in another or has ended."""
+    session = request.session
+    session._call.cancel()
+    wait_until(lambda: request.session is not session or request.queue.GenerateStatus().final, 10)
+
+
 def test_no_resumption_where_the_fingerprint_differs(tmp_path):
     with server_process(f"unix:{tmp_path}/a", "one") as (a, address_a):
         with contextlib.ExitStack() as stack:

@@ -271,6 +271,18 @@ def test_cancel_frees_everything(after):
     assert all(s.state is State.ENDED for s in sequences)
 
 
+def test_cancelled_ones_do_not_pile_up_behind_a_long_request():
+    rig = Rig(max_batch=1)
+    long = rig.add(prompt_of(5), 20)
+    rig.step()
+    last = rig.add(prompt_of(6), 2)
+    for i in range(500):
+        rig.scheduler.cancel(rig.add(prompt_of(4, seed=i)))
+    assert rig.scheduler.waiting == 1 and len(rig.scheduler._waiting) < 100
+    rig.run()
+    assert len(output(long)) == 20 and len(output(last)) == 2
+
+
 def test_stop_rules():
     prompt = prompt_of(5)
     words = expected_output(prompt, 10)

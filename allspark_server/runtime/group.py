@@ -18,6 +18,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
 if TYPE_CHECKING:
+    from .profile import Profile
     from .runner import ModelInfo, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ class Group(Protocol):
     def unload(self, name: str) -> None:
         """Free a model on every rank."""
 
-    def profile(self, name: str) -> list[dict]:
-        """Rank 0's operator times: op, count, min, max, mean, sum."""
+    def profile(self, name: str) -> Profile:
+        """What the ops cost on rank 0; see runtime/profile.py."""
 
     def close(self) -> None:
         """Free every model and let the other ranks go. Idempotent."""
@@ -175,7 +176,7 @@ class LocalGroup:
     def unload(self, name: str) -> None:
         self.member.unload(name)
 
-    def profile(self, name: str) -> list[dict]:
+    def profile(self, name: str) -> Profile:
         return self.member.runners[name].profile()
 
     def close(self) -> None:
@@ -223,7 +224,7 @@ class WindowGroup:
         self._publish(Command.UNLOAD, name.encode())
         self.member.unload(name)
 
-    def profile(self, name: str) -> list[dict]:
+    def profile(self, name: str) -> Profile:
         return self.member.runners[name].profile()
 
     def close(self) -> None:

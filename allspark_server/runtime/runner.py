@@ -16,6 +16,7 @@ from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
+from allspark_server.runtime.profile import Profile, Profiler, measured_ceilings, summarize
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
 from allspark_server.weights.loader import Loader, Progress, stored_types
 
@@ -29,12 +30,17 @@ DEFAULT_STEP_TOKENS = 256
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
+BLOCK_TOKENS, TILE_ROWS = 128, 16  # of attention's partial results (native/kernels/kernels.h)
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
 
 def mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
+
+
+def _padded(head_dim: int) -> int:
+    return -(-head_dim // HEAD_PADDING) * HEAD_PADDING
 
 
 @contextmanager
@@ -67,6 +73,7 @@ class ModelRunner:
         self.progress: Progress | None = None
         self._executor = None
         self._model: OpenedModel | None = None
+        self._profiler: Profiler | None = None
         self._hash = ""
 
     def load(self) -> int:
@@ -102,7 +109,7 @@ class ModelRunner:
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
                                     model.graph.config.num_layers, self._kv_heads(model.graph),
                                     model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
-        self._executor.set_profiling(True)  # two clock readings an op
+        self._profiler = Profiler(self._executor) if self.rank == 0 else None
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -117,15 +124,19 @@ class ModelRunner:
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
+        if self._profiler is not None and self._profiler.active:
+            self._profiler.before_step()
         return self._executor.step(plan, want_logits)
 
-    def profile(self) -> list[dict]:
-        """Time per op: op, count, min, max, mean, sum (seconds)."""
-        return self._executor.profile()
+    def profile(self) -> Profile:
+        """What the ops of the steps profiled last cost (rank 0 only); measures the ceilings when called first."""
+        model = self._loaded()
+        return Profile(summarize(self._profiler.read(model.graph, self.weight_dtype)),
+                       measured_ceilings(tuple(self._pinned()), self._threads()))
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
-        self._executor = self._model = None
+        self._executor = self._model = self._profiler = None
 
     # -- choices -------------------------------------------------------------------------------------------------------
     def _loaded(self) -> OpenedModel:
@@ -172,13 +183,20 @@ class ModelRunner:
 
     def _activation_bytes(self, graph: Graph) -> int:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        return 4 * sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
-                       for tensor in graph.tensors.values())
+        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
+                      for tensor in graph.tensors.values())
+        # Partial results of attention: native/executor.cpp, partials_.
+        blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
+        partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
+        columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
+                                                    for weight in graph.weights.values() if weight.is_matrix)}
+        prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)
+        return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
-        padded = -(-graph.config.head_dim // HEAD_PADDING) * HEAD_PADDING
-        per_token = (graph.config.head_dim + padded) * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
+        head_values = graph.config.head_dim + _padded(graph.config.head_dim)
+        per_token = head_values * self._kv_heads(graph) * ELEMENT_BYTES[self.cache_dtype]
         return per_token * self.config.cache_span_size * graph.config.num_layers
 
     def _spans(self, available: int, fixed: int) -> int:

@@ -115,6 +115,9 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self._waiting_count -= 1
             sequence.state = State.ENDED
+            if len(self._waiting) > 2 * self._waiting_count + 64:  # while nothing is admitted, nobody meets the ended
+                self._waiting = [entry for entry in self._waiting if entry[1].state is State.WAITING]
+                heapq.heapify(self._waiting)
         elif sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
-from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Tensor, Weight
+from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Weight
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
 

@@ -6,13 +6,18 @@
 namespace as {
 namespace AS_ISA {
 
-// Reads n floats once, front to back; the sum only keeps the loads alive.
+// Reads n floats once, in four places at a time: one stream leaves some of a core's bandwidth unused (seen: 27 of 34 GB/s in
+// small pages, 34.5 of 35.6 in huge ones). The sum only keeps the loads alive.
 float read_memory(const float* p, size_t n) {
+  constexpr int kStreams = 4;
+  const size_t each = n / kStreams;
   vf a[4] = {vzero(), vzero(), vzero(), vzero()};
-  for (size_t i = 0; i + 4 * W <= n; i += 4 * W) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p + i) + 2048);
-    for (int j = 0; j < 4; j++) a[j] = vadd(a[j], vload(p + i + j * W));
-  }
+  for (size_t i = 0; i + 4 * W <= each; i += 4 * W)
+    for (int s = 0; s < kStreams; s++) {
+      const float* q = p + s * each + i;
+      __builtin_prefetch(reinterpret_cast<const char*>(q) + 1024);
+      for (int j = 0; j < 4; j++) a[j] = vadd(a[j], vload(q + j * W));
+    }
   return vsum(vadd(vadd(a[0], a[1]), vadd(a[2], a[3])));
 }
 

@@ -46,8 +46,8 @@ void silu_mul(const float* gate, const float* up, float* y, int n) {
   }
 }
 
-void add(float* x, const float* y, int n) {
-  int i = 0;
+void add(float* x, const float* y, size_t n) {
+  size_t i = 0;
   for (; i + W <= n; i += W) vstore(x + i, vadd(vload(x + i), vload(y + i)));
   for (; i < n; i++) x[i] += y[i];
 }

@@ -51,7 +51,7 @@ struct Kernels {
   void (*read_row)(const Packed& w, long row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
-  void (*add)(float* x, const float* y, int n);
+  void (*add)(float* x, const float* y, size_t n);
   // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
   void (*attend)(const AttentionTile& tile);

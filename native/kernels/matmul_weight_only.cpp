@@ -148,6 +148,8 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
   alignas(64) float block[KC * NR];
   alignas(64) float chains[MB * NR];  // of a group that goes on in the next block
   alignas(64) float totals[MB * NR];
+  std::fill_n(totals, rows * NR, 0.0f);
+  const size_t sums_stride = a.stride / sizeof(float);
   for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
     const int length = w.group_k(g);
     for (int k0 = 0; k0 < length; k0 += KC) {
@@ -178,15 +180,16 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
               for (int v = 0; v < NV; v++) acc[r][v] = vfma(value, b[v], acc[r][v]);
             }
           }
-          spill(acc, kept);
-          for (int r = 0; ends && r < R; r++) {
-            const vf sum = vset(sums_of(a, row + r0 + r)[g]);
-            for (int v = 0; v < NV; v++) {
-              float* total = totals + (r0 + r) * NR + v * W;
-              const float* scale = w.scales(panel, g) + v * W;
-              const vf before = g ? vload(total) : vzero();
-              vstore(total, vfma(vload(scale + NR), sum, vfma(vload(scale), kept[r * NV + v], before)));
-            }
+          if (!ends) return spill(acc, kept);
+          vf scale[NV], offset[NV];
+          for (int v = 0; v < NV; v++) scale[v] = vload(w.scales(panel, g) + v * W), offset[v] = vload(w.offsets(panel, g) + v * W);
+          vf* total = reinterpret_cast<vf*>(totals + r0 * NR);
+          const float* sums = sums_of(a, row + r0) + g;
+#pragma GCC unroll 16
+          for (int r = 0; r < R; r++) {  // unrolled for the reason that spill() is
+            const vf sum = vset(sums[r * sums_stride]);
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) total[r * NV + v] = vfma(offset[v], sum, vfma(scale[v], acc[r][v], total[r * NV + v]));
           }
         });
     }

@@ -21,7 +21,7 @@ long quantize(const Packed& w, const void* source, SourceType type, long stride,
 void read_row(const Packed& w, long row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
-void add(float* x, const float* y, int n);
+void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void attend(const AttentionTile& tile);

@@ -1,10 +1,10 @@
-"""Products of one weight matrix alone, as fractions of what the machine can do: formats side by side, interleaved.
+"""Products of one weight matrix alone, as fractions of what the machine can do: formats interleaved.
 
-    bench_matmul.py [--out 4864] [--in 896] [--copies 24] [--threads 2] [--rows 1 2 4 8 16 256] [--formats int8:0 w4a8:64 ...]
+    bench_matmul.py [--out N] [--in K] [--copies 24] [--threads 2] [--rows 1 2 4 8 16 256] [--formats w4a8:64 ...]
 
-Each run multiplies `copies` matrices in turn, so that they come from memory as a model's do. Printed per format and number
-of rows: the best of --repeats as bytes/s over the measured read bandwidth, and operations/s over the measured fp32 FMA
-rate (integer formats can pass 1).
+Each run multiplies `copies` matrices in turn, so that they come from memory as a model's do. Printed per format and
+number of rows: the best of --repeats as bytes/s over the measured read bandwidth, and operations/s over the measured fp32
+FMA rate (integer formats can pass 1).
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 256])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--formats", nargs="+", default=["bfloat16:0", "int8:0", "int8:64", "w8a8:0", "int4:64", "w4a8:64"])
+    parser.add_argument("--formats", nargs="+",
+                        default=["bfloat16:0", "int8:0", "int8:64", "w8a8:0", "int4:64", "w4a8:64"])
     options = parser.parse_args()
     n, k = options.out, options.inner
     rng = np.random.default_rng(0)
@@ -54,10 +55,8 @@ def main() -> None:
                     executor.multiply(handle, x, n)
                 seconds = time.perf_counter() - began
                 best[name, rows] = min(best.get((name, rows), seconds), seconds)
-    tiles = _native.measure_tile_ceilings(cpus, options.threads, options.repeats)
-    if tiles[0]:
-        print(f"tiles: bfloat16 {tiles[0] / 1e12:.2f}, 8 bits {tiles[1] / 1e12:.2f} Top/s")
-    print(f"{_native.isa()}: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e9:.0f} Gop/s; bytes ratio | operations ratio")
+    print(f"{_native.isa()}: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e9:.0f} Gop/s; "
+          "bytes ratio | operations ratio")
     for rows in options.rows:
         cells = (f"{name} {size / best[name, rows] / bandwidth:.2f}|"
                  f"{2 * n * k * rows * options.copies / best[name, rows] / rate:.2f}" for name, _, _, size in models)

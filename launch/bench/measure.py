@@ -1,0 +1,82 @@
+"""The cells of the grid, and timing one of them on an engine."""
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A weight format: AsModelConfig's weight_dtype and weight_group_size (0: per output channel)."""
+    dtype: str
+    group: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype}:{self.group}" if self.group else self.dtype
+
+    @classmethod
+    def parse(cls, text: str) -> Format:
+        """"int4:64" and the like; ValueError if it is none."""
+        dtype, colon, group = text.partition(":")
+        if dtype not in (*FORMATS, "auto") or (colon and not group.isdigit()):
+            raise ValueError(f"weight format {text!r} must be auto or one of {', '.join(FORMATS)}, with :GROUP if its "
+                             "scales are to be shared by groups, such as int4:64")
+        return cls(dtype, int(group or 0))
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """`batch` requests at once, of `prompt` random tokens each, `output` tokens out."""
+    batch: int
+    prompt: int
+    output: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.prompt}x{self.output}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cell:
+        """"8x128x64": batch, prompt, output; ValueError if it is none."""
+        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+        if not found or "0" in found.groups():
+            raise ValueError(f"{text!r} must be BATCHxPROMPTxOUTPUT, all at least 1, such as 8x128x64")
+        return cls(*map(int, found.groups()))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Tokens/s of a cell: all prompts until the last first token; then, all sequences together, until the first of them
+    ends (None when there is nothing between)."""
+    prefill: float
+    decode: float | None
+
+
+def time_cell(engine, name: str, cell: Cell, vocab_size: int, rng: np.random.Generator) -> Timing:
+    """Runs the cell once, greedily, on a started model. engine: an AbstractEngine."""
+    config = {"top_k": 1, "max_length": cell.prompt + cell.output, "early_stopping": False}
+    prompts = rng.integers(min(10, vocab_size - 1), vocab_size, (cell.batch, cell.prompt))
+    begin = time.perf_counter()
+    requests = [engine.start_request(name, {"input_ids": prompt}, config)[1:] for prompt in prompts]
+    try:
+        for _, queue in requests:
+            queue.Get()
+        first = time.perf_counter()
+        before = [queue.GeneratedLength() for _, queue in requests]
+        leader = requests[before.index(max(before))][1]
+        for _ in leader:
+            pass
+        end = time.perf_counter()
+        decoded = sum(queue.GeneratedLength() for _, queue in requests) - sum(before)
+        for _, queue in requests:
+            for _ in queue:
+                pass
+    finally:
+        for handle, _ in requests:
+            engine.release_request(name, handle)
+    decode = decoded / (end - first) if cell.output > 1 and decoded >= cell.batch else None
+    return Timing(cell.batch * cell.prompt / (first - begin), decode)

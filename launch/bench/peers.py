@@ -1,0 +1,119 @@
+"""Other engines on the same cells: each by a small adapter script, run by the interpreter that has its packages.
+
+An adapter is `peer_NAME.py` in tests/perf/peers (or --peers-dir). It is run as
+    PYTHON peer_NAME.py --probe                                   exit 0 and its version, if its packages are there
+    PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,…
+and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), integer
+(whether activations are quantized), for (which of our formats it compares with), cell, prefill and decode in tokens/s
+(null: not measured), or format and error.
+"""
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from .measure import Cell, Format, Timing
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS = Path(__file__).resolve().parents[2] / "tests" / "perf" / "peers"
+MARK = "RESULT "
+PROBE_SECONDS = 60
+
+
+@dataclass
+class Peer:
+    """An adapter and the interpreter that runs it."""
+    name: str
+    script: Path
+    python: str
+    version: str = ""
+    label: str = field(default="", compare=False)
+
+    def probe(self) -> bool:
+        """Whether its packages are importable there; learns their version."""
+        try:
+            done = subprocess.run([self.python, str(self.script), "--probe"], capture_output=True, text=True,
+                                  timeout=PROBE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ValueError(f"--peer {self.name}={self.python}: {error}") from None
+        self.version = done.stdout.strip().splitlines()[-1] if done.returncode == 0 and done.stdout.strip() else ""
+        if done.returncode:
+            self.label = (done.stderr.strip().splitlines() or ["not importable"])[-1]
+        return done.returncode == 0
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """What an adapter found for one of its formats in one cell."""
+    peer: str
+    format: str
+    weight_bits: float
+    matches: tuple[str, ...]
+    cell: Cell | None
+    timing: Timing | None
+    error: str = ""
+    integer: bool = False
+
+
+def adapters(folder: Path) -> dict[str, Path]:
+    return {path.stem.removeprefix("peer_"): path for path in sorted(folder.glob("peer_*.py"))}
+
+
+def choose(wanted: list[str], folder: Path = ADAPTERS) -> list[Peer]:
+    """The peers to run. wanted: NAME or NAME=PYTHON, which must be importable; "none"; or nothing: every adapter whose
+    packages this interpreter has. ValueError says what is wrong with a choice."""
+    known = adapters(folder)
+    if wanted == ["none"]:
+        return []
+    if not wanted:
+        return [peer for name, script in known.items() if (peer := Peer(name, script, sys.executable)).probe()]
+    chosen = []
+    for text in wanted:
+        name, _, python = text.partition("=")
+        if name not in known:
+            raise ValueError(f"--peer {text}: {folder} has no adapter of that name; known: "
+                             f"{', '.join(known) or 'none'} (and: none)")
+        peer = Peer(name, known[name], python or sys.executable)
+        if not peer.probe():
+            raise ValueError(f"--peer {text}: its packages are not importable by {peer.python}: {peer.label}")
+        chosen.append(peer)
+    return chosen
+
+
+def run_peer(peer: Peer, checkpoint: Path, work: Path, threads: int, formats: list[Format], cells: list[Cell],
+             timeout: float, on_result: Callable[[PeerResult], None]) -> None:
+    """Runs the adapter once over all cells; calls on_result as results come. A failure of the whole becomes a result
+    with `error` and no cell."""
+    (work / peer.name).mkdir(parents=True, exist_ok=True)
+    words = [peer.python, str(peer.script), "--checkpoint", str(checkpoint), "--work", str(work / peer.name),
+             "--threads", str(threads), "--formats", ",".join(dict.fromkeys(f.dtype for f in formats)),
+             "--cells", ",".join(map(str, cells))]
+    log = work / peer.name / "stderr.txt"
+    with open(log, "w", encoding="utf-8") as errors:
+        process = subprocess.Popen(["timeout", str(timeout), *words], stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    on_result(_parse(peer.name, json.loads(line[len(MARK):])))
+            code = process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if code:
+        reason = f"no end within {timeout:g} s" if code == 124 else f"exit status {code}"
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        on_result(PeerResult(peer.name, "", 0, (), None, None, ": ".join([reason, *last])))
+
+
+def _parse(peer: str, record: dict) -> PeerResult:
+    timing = None if "error" in record else Timing(record["prefill"], record["decode"])
+    cell = Cell.parse(record["cell"]) if record.get("cell") else None
+    return PeerResult(peer, record["format"], record.get("weight_bits", 0.0), tuple(record.get("for", ())), cell,
+                      timing, record.get("error", ""), record.get("integer", False))

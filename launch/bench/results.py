@@ -1,0 +1,107 @@
+"""Results of a run: rounds of figures and ceilings, and their best and median."""
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Callable
+
+from .ceiling import Bound, Machine, Workload
+from .measure import Cell, Timing
+
+SCHEMA = 1
+
+
+@dataclass
+class Series:
+    """One figure in every round, tokens/s."""
+    rounds: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        return max(self.rounds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rounds)
+
+
+@dataclass
+class Row:
+    """One engine with one weight format. status: "measured", "not available yet" or "failed"; reason explains the
+    latter two. weight_bytes: of all ranks, as packed; token_bytes: of the cache, a token."""
+    engine: str
+    format: str
+    status: str = "measured"
+    reason: str = ""
+    weight_bytes: float = 0.0
+    token_bytes: float = 0.0
+    integer: bool = False               # its matrix products are of 8-bit integers
+    matches: tuple[str, ...] = ()       # a peer's: our formats that it compares with
+    prefill: dict[Cell, Series] = field(default_factory=dict)
+    decode: dict[Cell, Series] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine} {self.format}".strip()
+
+    def add(self, cell: Cell, timing: Timing) -> None:
+        self.prefill.setdefault(cell, Series()).rounds.append(timing.prefill)
+        if timing.decode is not None:
+            self.decode.setdefault(cell, Series()).rounds.append(timing.decode)
+
+
+@dataclass
+class Run:
+    """Everything that a run of `allspark bench static` found."""
+    settings: dict
+    machine: dict
+    workload: Workload
+    cells: list[Cell]
+    ceilings: list[Machine] = field(default_factory=list)       # one a round
+    rows: list[Row] = field(default_factory=list)
+
+    def best_machine(self) -> Machine:
+        return self._machine(max)
+
+    def median_machine(self) -> Machine:
+        return self._machine(statistics.median)
+
+    def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
+        return Machine(*(choose([getattr(c, field) for c in self.ceilings]) for field in ("read", "fp32", "int8")))
+
+    def bound(self, kind: str, row: Row, cell: Cell, machine: Machine) -> Bound:
+        """The ceiling of one figure. kind: "decode" or "prefill"."""
+        if kind == "prefill":
+            return self.workload.prefill(machine, cell.batch, cell.prompt, row.weight_bytes, row.integer)
+        context = cell.prompt + cell.output / 2
+        return self.workload.decode(machine, cell.batch, context, row.weight_bytes, row.token_bytes,
+                                    row.integer)
+
+    def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
+        """Best and median with their parts of the best and median ceilings; None if it was not measured."""
+        series = getattr(row, kind).get(cell)
+        if series is None:
+            return None
+        best = self.bound(kind, row, cell, self.best_machine())
+        median = self.bound(kind, row, cell, self.median_machine())
+        return {"best": series.best, "median": series.median, "rounds": series.rounds,
+                "ceiling": best.tokens_per_second, "bound_by": best.by,
+                "fraction": series.best / best.tokens_per_second,
+                "median_fraction": series.median / median.tokens_per_second}
+
+    def to_dict(self) -> dict:
+        """For JSON: rates in tokens/s, bytes/s and operations/s."""
+        results = []
+        for row in self.rows:
+            entry = {"engine": row.engine, "format": row.format, "status": row.status}
+            if row.status != "measured":
+                results.append({**entry, "reason": row.reason})
+                continue
+            entry.update(integer=row.integer, weight_bytes=row.weight_bytes, cache_bytes_per_token=row.token_bytes)
+            if row.matches:
+                entry["compares_with"] = list(row.matches)
+            results += [{**entry, "batch": cell.batch, "prompt": cell.prompt, "output": cell.output,
+                         "prefill": self.figure("prefill", row, cell), "decode": self.figure("decode", row, cell)}
+                        for cell in self.cells if cell in row.prefill]
+        return {"schema": SCHEMA, "benchmark": "static", "machine": self.machine, "settings": self.settings,
+                "model": {**vars(self.workload)}, "ceilings": [vars(c) for c in self.ceilings], "results": results}

@@ -1,0 +1,302 @@
+"""`allspark bench static`: weight formats x batch x prompt x output, each as tokens/s and as a part of its ceiling."""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable, Iterator
+
+from ..placement import place
+from ..serving import background_group, shipped_model
+from ..topology import read_topology
+from . import peers as peer_runs
+from .ceiling import Machine, Workload
+from .measure import FORMATS, Cell, Format, time_cell
+from .report import plot, tables
+from .results import Row, Run
+
+MODEL = "bench"
+DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int4:64", "w8a8", "w4a8:64")
+INTEGER_FORMATS = ("w8a8", "w4a8")      # activations are quantized, products are of integers
+DEFAULT_CELLS = ("1x128x64", "4x128x64", "8x128x64", "1x1024x1")
+PEER_CACHE_BYTES = 2        # of a cached value: the peers' default
+
+DESCRIPTION = """\
+Measures a model's speed for every weight format in every cell of a grid, beside the ceilings of this machine.
+
+A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens out, greedy:
+  prefill   all prompt tokens / time until the last request has its first token
+  decode    tokens / time, from then until the first request ends: all sequences together
+Ceilings are measured with the same number of threads in every round, before the formats run one after the other:
+  decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
+            step / rate of multiply-adds if that takes longer
+  prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
+            w8a8 and w4a8 and of peers that quantize activations
+A model small enough for the CPU's caches may exceed these. Machines drift by half from hour to hour: compare figures of
+one run only."""
+
+EPILOG = """\
+examples:
+  allspark bench static --rounds 1                                 the model that ships, in a minute
+  allspark bench static --model DIR --formats bfloat16,int8,w4a8:64 --threads 2
+  allspark bench static --model DIR --ranks 2 --batch 1,8,32 --prompt 128,1024 --output 64 --json out.json
+  allspark bench static --model DIR --cell 1x8000x16 --plot out.png
+  allspark bench static --model DIR --peer llama_cpp=/venvs/llama/bin/python --work-dir /tmp/peers
+
+Peers run on the same cells, each in a process of its own, by the adapters in tests/perf/peers. A format that this build
+does not have is listed as such."""
+
+
+def _list_of(parse: Callable) -> Callable[[str], list]:
+    def convert(text: str) -> list:
+        try:
+            return [parse(part) for part in text.split(",") if part]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return convert
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{text!r} must be a number, at least 1")
+    return int(text)
+
+
+def add_static(modes) -> None:
+    """Adds `static` to the modes of `allspark bench` (argparse's subparsers)."""
+    p = modes.add_parser("static", help="weight formats x batch x prompt x output, without other load",
+                         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.set_defaults(handler=run_static)
+    g = p.add_argument_group("what is measured")
+    g.add_argument("--model", metavar="DIR", help="Hugging Face directory or NAME.asgraph (default: the shipped model)")
+    g.add_argument("--formats", type=_list_of(Format.parse), metavar="LIST",
+                   default=[Format.parse(f) for f in DEFAULT_FORMATS],
+                   help=f"of auto, {', '.join(FORMATS)}, with :GROUP for group-wise scales "
+                        f"(default {','.join(DEFAULT_FORMATS)})")
+    g.add_argument("--batch", type=_list_of(_positive), metavar="LIST", help="the grid: batch sizes,")
+    g.add_argument("--prompt", type=_list_of(_positive), metavar="LIST", help="prompt lengths")
+    g.add_argument("--output", type=_list_of(_positive), metavar="LIST",
+                   help="and output lengths; what is not given of these three is 1, 128, 64")
+    g.add_argument("--cell", type=_list_of(Cell.parse), metavar="BxPxO", action="extend", default=[],
+                   help="single cells instead of, or beside, the grid; repeatable "
+                        f"(default: {' '.join(DEFAULT_CELLS)})")
+    g.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything in turn (default %(default)s)")
+    g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
+    g = p.add_argument_group("where")
+    g.add_argument("--ranks", type=int, default=0, metavar="N",
+                   help="a group of N ranks (default: Engine, in this process)")
+    g.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank (default: every physical core)")
+    g = p.add_argument_group("peers")
+    g.add_argument("--peer", action="append", default=[], metavar="NAME[=PYTHON]",
+                   help="an engine to compare with, and the interpreter that has it; repeatable; none: no peers "
+                        "(default: those that this interpreter can import)")
+    g.add_argument("--peers-dir", type=Path, default=peer_runs.ADAPTERS, metavar="DIR", help="where the adapters are")
+    g.add_argument("--work-dir", type=Path, metavar="DIR",
+                   help="keeps what peers convert (default: removed at the end)")
+    g.add_argument("--peer-timeout", type=float, default=900, metavar="S",
+                   help="seconds for a peer in a round (default %(default)g)")
+    g = p.add_argument_group("output")
+    g.add_argument("--json", type=Path, metavar="FILE", help="everything, with each round's figures")
+    g.add_argument("--plot", type=Path, metavar="FILE", help="bars and ceilings (.png, .svg or .pdf; needs matplotlib)")
+
+
+class Progress:
+    """A bar on the terminal; nothing where standard error is none."""
+
+    def __init__(self, total: int):
+        self._total, self._done, self._tty = max(1, total), 0, sys.stderr.isatty()
+
+    def show(self, what: str) -> None:
+        if self._tty:
+            bar = "#" * (30 * self._done // self._total)
+            sys.stderr.write(f"\r\033[K[{bar:<30}] {self._done}/{self._total} {what[:40]}")
+            sys.stderr.flush()
+
+    def advance(self, steps: int = 1) -> None:
+        self._done = min(self._total, self._done + steps)
+
+    def close(self) -> None:
+        if self._tty:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+
+def cells_from(options: argparse.Namespace, positions: int) -> list[Cell]:
+    """The grid and the single cells; the default ones, no longer than the model's context."""
+    cells = list(options.cell)
+    if options.batch or options.prompt or options.output:
+        cells += [Cell(*sizes) for sizes in itertools.product(options.batch or [1], options.prompt or [128],
+                                                              options.output or [64])]
+    if not cells:
+        cells = [Cell.parse(text) for text in DEFAULT_CELLS]
+        cells = [Cell(c.batch, max(1, min(c.prompt, positions - c.output)), c.output) for c in cells]
+    return list(dict.fromkeys(cells))
+
+
+def run_static(options: argparse.Namespace) -> int:
+    if options.rounds < 1:
+        raise ValueError(f"--rounds {options.rounds} must be at least 1")
+    if options.ranks < 0 or options.threads < 0:
+        raise ValueError("--ranks and --threads must not be negative")
+    checkpoint = Path(options.model).expanduser().resolve() if options.model else shipped_model()
+    if not checkpoint.exists():
+        raise ValueError(f"--model {options.model}: there is no such file or directory")
+    if "ALLSPARK_LOG" not in os.environ:
+        logging.getLogger().setLevel(logging.WARNING)       # each load would report itself
+    run, peers, cpus, threads = prepare(options, checkpoint)
+    with contextlib.ExitStack() as stack:
+        work = options.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="allspark-bench-")))
+        engine = stack.enter_context(_engine(options))
+        progress = Progress(options.rounds * (len(options.formats) + len(peers)) * len(run.cells))
+        stack.callback(progress.close)
+        for _ in range(options.rounds):
+            run.ceilings.append(measure_machine(cpus, threads))
+            for row, form in zip(run.rows, options.formats):
+                if row.status == "measured":
+                    measure_format(engine, row, form, checkpoint, run.cells, options, progress)
+                else:
+                    progress.advance(len(run.cells))
+            for peer in peers:
+                measure_peer(run, peer, checkpoint, work, threads, options, progress)
+    print(f"{checkpoint.name}: {run.workload.architecture}, {run.workload.stored_weights / 1e6:.1f} M weights; "
+          f"{run.settings['engine']}, {threads} threads, {run.machine['isa']}, {run.machine['cpu']}")
+    print(tables(run))
+    if options.json:
+        options.json.write_text(json.dumps(run.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if options.plot and not plot(run, options.plot):
+        print(f"{options.plot} was not drawn: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+    return 0 if any(row.prefill for row in run.rows) else 1
+
+
+def prepare(options: argparse.Namespace, checkpoint: Path) -> tuple[Run, list[peer_runs.Peer], list[int], int]:
+    """The empty run, the peers, and the CPUs (empty: not pinned) and number of all compute threads."""
+    from allspark_server.runtime.memory import physical_cores
+    from allspark_server.runtime.native import native_library
+    cpus: list[int] = []
+    if options.ranks:
+        placement = place(read_topology(), options.ranks, None, options.threads)
+        cpus = [cpu for rank in placement.ranks for cpu in rank.cpus]
+    threads = len(cpus) or options.threads or physical_cores([])
+    workload = Workload.of(checkpoint)
+    peers = peer_runs.choose(options.peer, options.peers_dir)
+    settings = {"model": str(checkpoint), "engine": f"{options.ranks} ranks" if options.ranks else "Engine",
+                "ranks": max(1, options.ranks), "rounds": options.rounds, "formats": [str(f) for f in options.formats],
+                "set": options.set, "peers": [{"name": p.name, "version": p.version} for p in peers]}
+    machine = {"cpu": _cpu_name(), "isa": native_library().isa(), "threads": threads, "platform": platform.platform(),
+               "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    run = Run(settings, machine, workload, cells_from(options, workload.positions))
+    run.rows = [Row("allspark", str(form), integer=form.dtype in INTEGER_FORMATS) for form in options.formats]
+    return run, peers, sorted(set(cpus)) if len(set(cpus)) == threads else [], threads
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.machine()
+    return platform.machine()
+
+
+def measure_machine(cpus: list[int], threads: int) -> Machine:
+    """The ceilings of that many threads together, now."""
+    from allspark_server.runtime.native import native_library
+    native = native_library()
+    measured = native.measure_ceilings(cpus, threads)
+    return Machine(measured[0], measured[1], native.measure_integer_rate(cpus, threads))
+
+
+@contextlib.contextmanager
+def _engine(options: argparse.Namespace) -> Iterator:
+    """An Engine, or a client of a group started for this run."""
+    if not options.ranks:
+        from allspark_server import Engine
+        with Engine() as engine:
+            yield engine
+        return
+    from allspark_client import ClientEngine
+    words = ["--ranks", str(options.ranks)] + (["--threads", str(options.threads)] if options.threads else [])
+    with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:
+        yield engine
+
+
+def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: list[Cell]):
+    from allspark_client.config import AsModelConfig
+    fields = {"model_name": MODEL, "model_path": str(checkpoint), "weight_dtype": form.dtype,
+              "weight_group_size": form.group, "engine_max_length": max(c.prompt + c.output for c in cells),
+              "engine_max_batch": max(c.batch for c in cells), "enable_prefix_cache": False}
+    if not options.ranks:
+        fields["num_threads"] = options.threads
+    for item in options.set:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ValueError(f"--set {item!r} must be FIELD=VALUE")
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text          # a word, such as bfloat16
+    return AsModelConfig.from_dict(fields).validate()
+
+
+def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list[Cell], options: argparse.Namespace,
+                   progress: Progress) -> None:
+    """One round of one format: loads it, runs every cell, frees it. What goes wrong is noted in the row."""
+    import numpy as np
+    from allspark_client.errors import AllSparkError
+    config = _config(options, form, checkpoint, cells)
+    progress.show(f"loading {form}")
+    try:
+        engine.install_model(config)
+    except AllSparkError as error:
+        unavailable = "not available yet" in str(error)
+        row.status, row.reason = "not available yet" if unavailable else "failed", str(error)
+        progress.advance(len(cells))
+        return
+    try:
+        engine.start_model(MODEL)
+        info = engine.get_model_info(MODEL)
+        row.weight_bytes = float(info.weight_bytes * info.ranks)        # of rank 0: the others' differ by a head or so
+        row.token_bytes = info.cache_bytes * info.ranks / (info.num_spans * info.span_size)
+        rng = np.random.default_rng(0)
+        time_cell(engine, MODEL, Cell(1, min(16, config.engine_max_length - 2), 2), info.vocab_size, rng)
+        for cell in cells:
+            progress.show(f"{row.name} {cell}")
+            row.add(cell, time_cell(engine, MODEL, cell, info.vocab_size, rng))
+            progress.advance()
+    except AllSparkError as error:
+        row.status, row.reason = "failed", str(error)
+    finally:
+        engine.release_model(MODEL)
+
+
+def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, threads: int,
+                 options: argparse.Namespace, progress: Progress) -> None:
+    """One round of one peer, all its formats."""
+    progress.show(peer.name)
+
+    def note(result: peer_runs.PeerResult) -> None:
+        row = next((r for r in run.rows if (r.engine, r.format) == (peer.name, result.format)), None)
+        if row is None:
+            row = Row(peer.name, result.format, matches=result.matches,
+                      weight_bytes=run.workload.stored_weights * result.weight_bits / 8,
+                      token_bytes=float(PEER_CACHE_BYTES * run.workload.cache_values), integer=result.integer)
+            run.rows.append(row)
+        if result.error:
+            row.status, row.reason = "failed", result.error
+        else:
+            row.add(result.cell, result.timing)
+            progress.show(f"{row.name} {result.cell}")
+
+    formats = [Format("bfloat16") if f.dtype == "auto" else f for f in options.formats]
+    peer_runs.run_peer(peer, checkpoint, work, threads, formats, run.cells, options.peer_timeout, note)
+    progress.advance(len(run.cells))
+

@@ -1,0 +1,258 @@
+"""How much each weight format costs in quality: one table.
+
+    accuracy.py [--formats LIST] [--tasks sums,records,stories] [--count N] [--model DIR --text FILE] [--json FILE]
+
+For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
+stories, what the model that ships can do (tests/model/evaluate.py: sums, JSON records, stories), and the error of the
+format's matrix product against float64 on weights with outliers, relative to the product's root mean square. A format
+may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. (Sampled stories are shown
+only: the two engines draw different ones, and a hundred of them vary by more than that.)
+
+With --model, any checkpoint is measured by its perplexity on the lines of --text FILE.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+SHIPPED = HERE.parents[1] / "allspark_server" / "assets" / "fable"
+sys.path.insert(0, str(HERE.parent / "model"))
+
+import evaluate  # noqa: E402
+from allspark_client.config import AsModelConfig  # noqa: E402
+from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_server import Engine, _native  # noqa: E402
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
+from allspark_server.runtime.runner import ModelRunner  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "transformers bfloat16"
+DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int8:64", "int4:64", "w8a8", "w4a8:64")
+ALLOWED_POINTS = {"int8": 0.5, "w8a8": 1.0, "int4": 2.0, "w4a8": 2.0, "float32": 0.5, "bfloat16": 0.5}
+TASKS = {"sums": evaluate.score_sums, "records": evaluate.score_records, "stories": evaluate.score_stories}
+COUNTS = {"sums": 1000, "records": 300, "stories": 100}
+PERPLEXITY, SAMPLED = "perplexity", "sampled"
+BATCH, MAX_LENGTH = 32, 1024
+
+
+@dataclass
+class Row:
+    """One format's scores (0…1, perplexities as they are) and its matrix product's relative error."""
+    name: str
+    dtype: str = ""
+    scores: dict[str, float] = field(default_factory=dict)
+    product_error: float | None = None
+    missing: str = ""
+
+    def worst(self, reference: Row) -> float:
+        """By how many points the worst greedy task falls below the reference; negative if all are better."""
+        falls = [100 * (reference.scores[name] - value) for name, value in self.scores.items()
+                 if not name.startswith((PERPLEXITY, SAMPLED))]
+        return max(falls, default=0.0)
+
+
+def config_of(folder: Path, form: str) -> AsModelConfig:
+    """form: a weight_dtype, with :GROUP for group-wise scales."""
+    dtype, _, group = form.partition(":")
+    return AsModelConfig(model_name="m", model_path=str(folder), weight_dtype=dtype, weight_group_size=int(group or 0),
+                         engine_max_length=MAX_LENGTH, engine_max_batch=BATCH)
+
+
+class EngineModel:
+    """What evaluate.Model is, by this project's engine. Token ids come from the same tokenizer."""
+
+    def __init__(self, folder: Path, form: str, tokenizer):
+        self.config, self.tokenizer = config_of(folder, form), tokenizer
+        self.engine = Engine()
+        try:
+            self.engine.install_model(self.config)
+            self.engine.start_model("m")
+        except Exception:
+            self.engine.close()
+            raise
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def chat(self, prompts: list[str], limit: int) -> list[str]:
+        """Greedy answers to chat prompts."""
+        return self.generate([self.tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False,
+                                                                 add_generation_prompt=True) for p in prompts], limit)
+
+    def generate(self, texts: list[str], limit: int, sample: bool = False) -> list[str]:
+        """Continuations without special tokens; greedy, or sampled at temperature 1 with the text's place as seed."""
+        requests = []
+        for seed, text in enumerate(texts):
+            options = {"max_new_tokens": limit, "do_sample": sample, "seed": seed}
+            ids = self.tokenizer(text)["input_ids"]
+            requests.append(self.engine.start_request("m", {"input_ids": ids}, options)[1:])
+        answers = []
+        for handle, queue in requests:
+            ids = [token for elements in queue for token in elements.ids_from_generate]
+            answers.append(self.tokenizer.decode(ids, skip_special_tokens=True))
+            self.engine.release_request("m", handle)
+        return answers
+
+    def perplexity(self, texts: list[str]) -> float:
+        """Per token, over the tokens after the first of each text."""
+        with contextlib.closing(TeacherForcing(self.config)) as model:
+            return model.perplexity([self.tokenizer(text)["input_ids"] for text in texts])
+
+
+class TeacherForcing:
+    """The log-probability of given tokens: sequences are fed token by token, and each step's logits judge the next."""
+
+    def __init__(self, config: AsModelConfig):
+        self.runner = ModelRunner(config)
+        self.info = self.runner.allocate_cache(self.runner.load())
+
+    def close(self) -> None:
+        self.runner.close()
+
+    def perplexity(self, sequences: list[list[int]]) -> float:
+        """exp of the mean negative log-probability of every token but the first of each sequence."""
+        total, count = 0.0, 0
+        for start in range(0, len(sequences), self.info.max_batch):
+            for logprobs in self.logprobs(sequences[start:start + self.info.max_batch]):
+                total -= float(logprobs.sum())
+                count += len(logprobs)
+        return math.exp(total / max(1, count))
+
+    def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """float64 [length - 1] for each of at most max_batch sequences: of each token after the first."""
+        size, capacity = self.info.span_size, self.info.max_length // self.info.span_size
+        if max(map(len, sequences)) > capacity * size or len(sequences) * capacity > self.info.num_spans:
+            raise ValueError(f"at most {self.info.num_spans // capacity} sequences of at most {capacity * size} tokens "
+                             f"fit, not {len(sequences)} of up to {max(map(len, sequences))}")
+        sampling = SamplingParams(do_sample=False, prompt_len=1).encode()
+        new = [NewSlot(slot, list(ids[:1]), sampling) for slot, ids in enumerate(sequences)]
+        found: list[list[float]] = [[] for _ in sequences]
+        for position in range(max(map(len, sequences)) - 1):
+            live = [slot for slot, ids in enumerate(sequences) if position + 1 < len(ids)]
+            work = [WorkItem(slot, position, 1, True, [sequences[slot][position]] if position else [],
+                             [slot * capacity + position // size] if position % size == 0 else []) for slot in live]
+            logits = self.runner.step(StepPlan(new=new, work=work).encode(), want_logits=True).logits.astype(np.float64)
+            new = []
+            logits -= logits.max(axis=1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            for row, slot in zip(logits, live):
+                found[slot].append(row[sequences[slot][position + 1]])
+        self.runner.step(StepPlan(free=list(range(len(sequences)))).encode())
+        return [np.array(values) for values in found]
+
+
+def outlier_weights(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    """Normal weights, float32 as bfloat16 holds them, of which one in a thousand is twenty times as large."""
+    weights = rng.normal(0, 0.02, (rows, columns)).astype(np.float32)
+    weights[rng.random(weights.shape) < 1e-3] *= 20
+    return (weights.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def product_error(form: str, rows: int = 896, columns: int = 896, batch: int = 16) -> float:
+    """Root mean square of the product's error against float64, relative to that of the product. RuntimeError if this
+    build has no such format."""
+    rng = np.random.default_rng(0)
+    weights, x = outlier_weights(rng, rows, columns), rng.normal(0, 1, (batch, columns)).astype(np.float32)
+    dtype, _, group = form.partition(":")
+    executor = _native.Executor(num_threads=1)
+    try:
+        matrix = executor.add_matrix(rows, columns, dtype, *([int(group)] if group else []))
+    except (TypeError, ValueError) as error:
+        raise RuntimeError(str(error).splitlines()[0]) from None
+    executor.fill_matrix(matrix, weights, "F32")
+    exact = x.astype(np.float64) @ weights.astype(np.float64).T
+    error = executor.multiply(matrix, x, rows) - exact
+    return float(np.sqrt((error ** 2).mean() / (exact ** 2).mean()))
+
+
+def score(model, tasks: list[str], count: int | None, text: list[str]) -> dict[str, float]:
+    """The tasks' scores and the perplexity of given texts. count: problems of each task; None: COUNTS."""
+    scores: dict[str, float] = {}
+    for task in tasks:
+        began = time.monotonic()
+        scores.update(TASKS[task](model, count or COUNTS[task], 0))
+        logger.info("%s: %s in %.0f s", type(model).__name__, task, time.monotonic() - began)
+    if text:
+        scores["perplexity of the text"] = model.perplexity(text)
+    return scores
+
+
+def measure(folder: Path, forms: list[str], tasks: list[str], count: int | None, text: list[str]) -> list[Row]:
+    """A row for the reference and for each format, in this order."""
+    reference = evaluate.Model(folder, "bfloat16", 250)
+    rows = [Row(REFERENCE, "bfloat16", score(reference, tasks, count, text))]
+    tokenizer = reference.tokenizer
+    for form in forms:
+        row = Row(form, form.partition(":")[0])
+        rows.append(row)
+        try:
+            with contextlib.closing(EngineModel(folder, form, tokenizer)) as model:
+                row.scores = score(model, tasks, count, text)
+            row.product_error = product_error(form)
+        except (AllSparkError, RuntimeError) as error:
+            row.missing = "not available yet" if "not available yet" in str(error) else str(error)
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """As text; "worst" is the most points that a greedy task falls below the reference, beside what is allowed."""
+    reference = rows[0]
+    names = list(reference.scores)
+    width = max(len(row.name) for row in rows)
+    lines = [f"({chr(97 + i)}) {name}" for i, name in enumerate(names)]
+    heads = "".join(f"{'(' + chr(97 + i) + ')':>9}" for i in range(len(names)))
+    lines += ["", f"{'format':<{width}}{heads}{'worst':>9}{'allowed':>9}{'product error':>15}"]
+    for row in rows:
+        if row.missing:
+            lines.append(f"{row.name:<{width}}  {row.missing}")
+            continue
+        values = "".join(f"{row.scores[name]:>9{'.3f' if name.startswith(PERPLEXITY) else '.1%'}}" for name in names)
+        error = "" if row.product_error is None else f"{row.product_error:>15.2e}"
+        verdict = ""
+        if row is not reference:
+            worst, allowed = row.worst(reference), ALLOWED_POINTS[row.dtype]
+            verdict = f"{worst:>9.1f}{allowed:>9.1f}"
+            error += "" if worst <= allowed else "  worse than allowed"
+        lines.append(f"{row.name:<{width}}{values}{verdict or ' ' * 18}{error}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the table; 1 if a format is worse than allowed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=SHIPPED, help="default: the model that ships")
+    parser.add_argument("--formats", default=",".join(DEFAULT_FORMATS), help="default %(default)s")
+    parser.add_argument("--tasks", help=f"of {','.join(TASKS)} (default: all; none with another model)")
+    parser.add_argument("--count", type=int, help=f"problems of each task (default {COUNTS})")
+    parser.add_argument("--text", type=Path, help="texts for perplexity, one a line")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    default = ",".join(TASKS) if options.model == SHIPPED else ""
+    tasks = [t for t in (default if options.tasks is None else options.tasks).split(",") if t]
+    if unknown := [task for task in tasks if task not in TASKS]:
+        parser.error(f"--tasks: {unknown[0]!r} is none of {', '.join(TASKS)}")
+    text = options.text.read_text(encoding="utf-8").splitlines() if options.text else []
+    if not tasks and not text:
+        parser.error("nothing to measure: give --text FILE, or --tasks")
+    rows = measure(options.model, options.formats.split(","), tasks, options.count, text)
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
+    return int(any(row.scores and row.worst(rows[0]) > ALLOWED_POINTS[row.dtype] for row in rows[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What the adapters share: the command line of launch/bench/peers.py, and timing.
+
+An adapter runs under an interpreter of its own, so nothing of this project is imported here.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Protocol
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`batch` sequences at once, `prompt` random tokens each, `output` tokens out."""
+    batch: int
+    prompt: int
+    output: int
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class PeerFormat:
+    """One of the peer's weight formats: its name there, bits stored for each weight, our formats it compares with;
+    integer: activations are quantized to 8 bits, products are of integers."""
+    name: str
+    bits: float
+    matches: tuple[str, ...]
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure: a Hugging Face directory, a folder for what is converted, threads, cells."""
+    checkpoint: Path
+    work: Path
+    threads: int
+    cells: tuple[Cell, ...]
+
+    @property
+    def config(self) -> dict:
+        return json.loads((self.checkpoint / "config.json").read_text())
+
+
+class Model(Protocol):
+    """A loaded model."""
+
+    def time(self, cell: Cell) -> tuple[float, float | None]:
+        """(prefill, decode) in tokens/s, as `allspark bench static --help` defines them."""
+
+
+class Stepper:
+    """A Model whose caller decides when a step runs."""
+
+    def prefill(self, batch: int, prompt: int) -> None:
+        """Forgets everything, then computes `batch` prompts to the logits after their last tokens."""
+        raise AssertionError("to be overridden")
+
+    def step(self) -> None:
+        """One more token for every sequence."""
+        raise AssertionError("to be overridden")
+
+    def time(self, cell: Cell) -> tuple[float, float | None]:
+        begin = time.perf_counter()
+        self.prefill(cell.batch, cell.prompt)
+        first = time.perf_counter()
+        for _ in range(cell.output - 1):
+            self.step()
+        seconds = time.perf_counter() - first
+        decode = cell.batch * (cell.output - 1) / seconds if cell.output > 1 else None
+        return cell.batch * cell.prompt / (first - begin), decode
+
+
+def main(packages: dict[str, str], formats: list[PeerFormat],
+         load: Callable[[Job, PeerFormat], AbstractContextManager[Model]]) -> None:
+    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--probe", action="store_true")
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--formats", default="")
+    parser.add_argument("--cells", default="")
+    options = parser.parse_args()
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"missing: {', '.join(missing)}")
+    if options.probe:
+        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages.values()))
+        return
+    if options.checkpoint is None or options.work is None:
+        parser.error("--checkpoint and --work are needed")
+    options.work.mkdir(parents=True, exist_ok=True)
+    cells = tuple(Cell(*map(int, text.split("x"))) for text in options.cells.split(",") if text)
+    job = Job(options.checkpoint, options.work, options.threads, cells)
+    wanted = options.formats.split(",")
+    for form in formats:
+        if set(form.matches) & set(wanted):
+            _measure(job, form, load)
+
+
+def _measure(job: Job, form: PeerFormat, load) -> None:
+    record = {"format": form.name, "weight_bits": form.bits, "integer": form.integer, "for": list(form.matches)}
+    try:
+        with load(job, form) as model:
+            model.time(Cell(1, min(16, job.cells[0].prompt), 2))
+            for cell in job.cells:
+                prefill, decode = model.time(cell)
+                result = {**record, "cell": f"{cell.batch}x{cell.prompt}x{cell.output}", "prefill": prefill,
+                          "decode": decode}
+                print("RESULT " + json.dumps(result), flush=True)
+    except Exception as error:      # one format's failure is reported; the others are measured
+        message = f"{type(error).__name__}: {error}"
+        print("RESULT " + json.dumps({**record, "error": message[:500]}), flush=True)

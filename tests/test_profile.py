@@ -1,0 +1,80 @@
+"""What get_op_profiling_info tells: the counted bytes and operations, and when steps are profiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from allspark_client.config import AsModelConfig
+from allspark_server.runtime import profile
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.runner import ModelRunner
+
+
+@pytest.fixture
+def runner(tiny_model):
+    runner = ModelRunner(AsModelConfig(model_name="m", model_path=str(tiny_model), engine_max_length=256,
+                                       engine_max_batch=2, num_threads=1, weight_dtype="float32"))
+    runner.allocate_cache(runner.load())
+    yield runner
+    runner.close()
+
+
+def prefill(runner: ModelRunner, length: int) -> None:
+    sampling = SamplingParams(do_sample=False, prompt_len=length).encode()
+    runner.step(StepPlan(new=[NewSlot(0, list(range(length)), sampling)],
+                         work=[WorkItem(0, 0, length, True, [], list(range(-(-length // 32))))]).encode())
+    runner.step(StepPlan(free=[0]).encode())
+
+
+def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
+    rows, net = 40, runner._model.graph.config
+    prefill(runner, rows)
+    ops = {(op.op, op.weight): op for op in runner.profile().ops}
+    out = ops["linear", "self_attn.o_proj"]
+    hidden, heads = net.hidden_size, net.num_heads * net.head_dim
+    assert out.count == net.num_layers
+    assert out.operations == net.num_layers * 2 * rows * hidden * heads
+    floats = heads * hidden + rows * (heads + hidden)
+    assert net.num_layers * 4 * floats <= out.bytes <= net.num_layers * (4 * floats * 1.2 + 8192)  # panels are padded
+    assert ops["linear", "lm_head"].operations == 2 * hidden * net.vocab_size      # of the one row that samples
+    attention = ops["span_attention", ""]
+    assert attention.operations == net.num_layers * 4 * heads * rows * (rows + 1) / 2
+    assert ops["rms_norm", ""].count == 2 * net.num_layers + 1
+
+
+def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(profile.time, "monotonic", lambda: now)
+
+    def counted() -> int:
+        return next((op.count for op in runner.profile().ops if op.op == "sample"), 0)
+
+    assert counted() == 0
+    prefill(runner, 3)
+    assert counted() == 1
+    prefill(runner, 3)
+    assert counted() == 2                       # a reading within the minute adds up
+    now += profile.PROFILE_SECONDS + 1          # but the minute begins with the next step
+    prefill(runner, 3)
+    now += profile.PROFILE_SECONDS + 1
+    prefill(runner, 3)
+    assert not runner._profiler.active
+    prefill(runner, 3)
+    assert counted() == 3                       # the last profile is still there
+    prefill(runner, 3)
+    assert counted() == 1                       # and the reading began a new one
+
+
+def test_an_op_is_measured_by_its_own_ceiling():
+    op = profile.OpProfile("linear", "lm_head", 1, 1.0, 1.0, 1.0, bytes=5e9, operations=100e9)
+    top = profile.Ceilings(20e9, 200e9, 800e9)
+    assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "50.0%"
+    op.integer = True       # 12.5 % of the integers' rate: memory, a quarter, is what binds
+    assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "25.0%"
+
+
+def test_ceilings_are_measured_once(runner):
+    prefill(runner, 3)
+    first = runner.profile().ceilings
+    assert first.bytes_per_second > 1e8 and first.operations_per_second > 1e8
+    assert runner.profile().ceilings is first
