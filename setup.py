@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import platform
 import shlex
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -32,9 +33,14 @@ ISAS = {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
         "avx512": AVX512,
         "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512"],
+        "amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8",
+                "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI"],
     },
     "aarch64": {"neon": ["-march=armv8-a"]},
 }
+OPTIONAL = ("amx",)  # left out where the compiler is too old for it
+# For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
+EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
@@ -76,22 +82,31 @@ class BuildPy(build_py):
 class BuildExt(build_ext):
     """Compiles the baseline sources as usual and native/kernels/*.cpp once per instruction set."""
 
+    def accepts(self, compiler, flags) -> bool:
+        """Whether compiler and assembler know the instruction set."""
+        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input='void f() { asm("tilerelease"); }',
+                              text=True, capture_output=True)
+        if done.returncode:
+            self.warn(f"the compiler refuses {' '.join(flags)}: these kernels are left out")
+        return done.returncode == 0
+
     def build_extension(self, ext):
         isas = ISAS.get(platform.machine())
         if isas is None:
             raise SystemExit(f"no kernels for {platform.machine()}; known: {', '.join(ISAS)} "
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
         temporary = Path(self.build_temp)
+        compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
+        isas = {name: flags for name, flags in isas.items() if name not in OPTIONAL or self.accepts(compiler, flags)}
         kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
         headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
         jobs = []
         for name, flags in isas.items():
             for source in kernels:
-                jobs.append((source, temporary / name, [*COMMON, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"]))
+                jobs.append((source, temporary / name, [*COMMON, *EMULATED, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"]))
         for source in ext.sources:
-            jobs.append((ROOT / source, temporary / "base", [*COMMON, *(f"-DAS_HAVE_{n.upper()}" for n in isas)]))
+            jobs.append((ROOT / source, temporary / "base", [*COMMON, *EMULATED, *(f"-DAS_HAVE_{n.upper()}" for n in isas)]))
 
-        compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
         includes = [f"-I{d}" for d in [*ext.include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
         newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
 

@@ -123,6 +123,25 @@ void bind_kernels(py::module_& m) {
       },
       py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
       "(bytes/s read from memory, fp32 operations/s) of that many threads together: the best of `repeats`.");
+  m.def(
+      "measure_tile_ceilings",
+      [](std::vector<int> cpus, int threads, int repeats) {
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        double rates[2] = {0, 0};
+        for (int r = 0; r < repeats && kernels().multiply_tiles; r++)
+          for (int integers = 0; integers < 2; integers++) {
+            std::vector<double> operations(threads);
+            const auto start = std::chrono::steady_clock::now();
+            pool.run([&](int t) { operations[t] = kernels().multiply_tiles(300'000, integers); });
+            double total = 0;
+            for (double o : operations) total += o;
+            rates[integers] = std::max(rates[integers], total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+          }
+        return std::make_pair(rates[0], rates[1]);
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of that many threads together; (0, 0) without AMX.");
 }
 
 }  // namespace as

@@ -34,7 +34,7 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
   if (has_integer_activations(format) && in_features > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMaxIntegerK));
-  Packed packed = layout(out_features, in_features, k_.panel, format, group_size);
+  Packed packed = layout(out_features, in_features, k_.panel, k_.bf16_pairs, format, group_size);
   Buffer buffer(matrix_bytes(packed), "weights");
   packed.data = buffer.as();
   matrices_.push_back({packed, std::move(buffer)});
@@ -60,7 +60,7 @@ long Executor::fill_matrix(int id, const void* source, SourceType type, long row
       using S = decltype(tag);
       auto* s = static_cast<const typename S::Storage*>(source);
       if (m.format == Format::f32) bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (float*)m.data);
-      else bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (uint16_t*)m.data);
+      else bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
     };
     if (type == SourceType::f32) pack(F32{});
     else if (type == SourceType::f16) pack(F16{});

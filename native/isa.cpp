@@ -4,6 +4,12 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(AS_HAVE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "sampler.h"
 
 namespace as {
@@ -22,8 +28,27 @@ bool has_avx512() {
 }
 #endif
 
+#if defined(AS_HAVE_AMX)
+bool has_amx() {
+  if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16")) return false;
+#if defined(AS_AMX_EMULATED)
+  return true;
+#else
+  unsigned a, b, c, d;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
+  // The kernel keeps the tiles' 8 KB only for processes that ask; the answer holds for all threads.
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#endif
+}
+#endif
+
 // From best to worst.
 const Isa kIsas[] = {
+#if defined(AS_HAVE_AMX)
+    {"amx", has_amx, amx::kernels},
+#endif
 #if defined(AS_HAVE_AVX512_VNNI)
     {"avx512_vnni", [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }, avx512_vnni::kernels},
 #endif

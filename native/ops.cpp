@@ -80,8 +80,23 @@ void Executor::multiply_on(int thread, const Packed& m, const float* x, const fl
     for (int r = r0; r < r1; r++) k_.prepare(m, x + (size_t)r * m.k, prepared_.as() + r * a.stride);
     if (!pool_.barrier()) return;
   }
-  const auto [p0, p1] = part(m.panels(), thread, pool_.size());
-  k_.matmul(m, a, bias, y, m.n, rows, p0, p1);
+  // Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
+  constexpr int kRowsTogether = 32;
+  const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether, threads = pool_.size();
+  int row_parts = 1;
+  long least = 0;
+  for (int parts = 1; parts <= std::min(threads, row_tiles / 4 + 1); parts++) {
+    if (threads % parts) continue;
+    const long panel_parts = threads / parts;
+    const long most = (m.panels() + panel_parts - 1) / panel_parts * ((row_tiles + parts - 1) / parts);
+    if (parts == 1 || most < least) least = most, row_parts = parts;
+  }
+  const auto [p0, p1] = part(m.panels(), thread / row_parts, threads / row_parts);
+  const auto [t0, t1] = part(row_tiles, thread % row_parts, row_parts);
+  const int r0 = t0 * kRowsTogether, r1 = std::min(rows, t1 * kRowsTogether);
+  if (r0 >= r1 || p0 >= p1) return;
+  a.x += (size_t)r0 * m.k, a.prepared += r0 * a.stride;
+  k_.matmul(m, a, bias, y + (size_t)r0 * m.n, m.n, r1 - r0, p0, p1);
 }
 
 void Executor::multiply(int id, const float* x, const float* bias, float* y, int rows) {

@@ -164,14 +164,34 @@ long count_special(const typename Source::Storage* source, long stride, long col
   return count;
 }
 
+// Packs a tile, or what there is of it, in pairs of columns: [column / 2][panel][2].
+template <typename Source>
+void pairs(const typename Source::Storage* source, long stride, uint16_t* target, int panel, long rows, long columns, Half8& special) {
+  alignas(16) uint16_t out[kTile * kTile] = {};
+  if (rows == kTile && columns == kTile) tile<Source, uint16_t>(source, stride, out, kTile, special);
+  else edge<Source, uint16_t>(source, stride, out, kTile, rows, columns, special);
+  for (long j = 0; j < columns; j += 2) {
+    Half8 even, odd;
+    std::memcpy(&even, out + j * kTile, sizeof even);
+    std::memcpy(&odd, out + (j + 1) * kTile, sizeof odd);
+    const Half8 both[2] = {interleave_low(even, odd), interleave_high(even, odd)};
+    std::memcpy(target + j * panel, both, rows * 2 * sizeof(uint16_t));
+  }
+}
+
 // `rows` rows of one panel; `lane` is where the first value of the first goes. Returns how many are NaN or infinite.
 template <typename Source, typename T>
-long rows_of_panel(const typename Source::Storage* source, long stride, long columns, long rows, int panel, T* lane) {
+long rows_of_panel(const typename Source::Storage* source, long stride, long columns, long rows, int panel, T* lane, bool in_pairs) {
   Half8 special{};
   for (long c = 0; c < columns; c += kTile)  // down the panel first, so that what is written is written in order
     for (long r = 0; r < rows; r += kTile) {
       const long height = std::min<long>(kTile, rows - r), width = std::min<long>(kTile, columns - c);
       const auto* from = source + r * stride + c;
+      if constexpr (std::is_same_v<T, uint16_t>)
+        if (in_pairs) {
+          pairs<Source>(from, stride, lane + c * panel + 2 * r, panel, height, width, special);
+          continue;
+        }
       T* to = lane + c * panel + r;
       if (height == kTile && width == kTile) tile<Source, T>(from, stride, to, panel, special);
       else edge<Source, T>(from, stride, to, panel, height, width, special);
@@ -184,15 +204,16 @@ long rows_of_panel(const typename Source::Storage* source, long stride, long col
 }  // namespace pack
 
 // Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are
-// `stride` elements apart. Returns how many values are NaN or infinite.
+// `stride` elements apart. in_pairs: bfloat16 as Packed::pairs. Returns how many values are NaN or infinite.
 template <typename Source, typename T>
 long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1,
-               int panel, T* target) {
+               int panel, T* target, bool in_pairs = false) {
+  const long padded = in_pairs ? (columns + 31) / 32 * 32 : columns;
   long bad = 0;
   for (long p0 = r0; p0 < r1;) {
     const long p1 = std::min(r1, (p0 / panel + 1) * panel);
     bad += pack::rows_of_panel<Source, T>(source + (p0 - row_offset) * stride, stride, columns, p1 - p0, panel,
-                                          target + (p0 / panel) * panel * columns + p0 % panel);
+                                          target + (p0 / panel) * panel * padded + p0 % panel * (in_pairs ? 2 : 1), in_pairs);
     p0 = p1;
   }
   return bad;

@@ -278,7 +278,6 @@ def test_model_builder():
         *[
             a.AsModelConfig("m", "p", **v)
             for v in (
-                {"cache_mode": a.AsCacheMode.AsCacheQuantU4},
                 {"compute_unit": "CUDA:0"},
                 {"speculation": "prompt_lookup"},
                 {"lora_names": ["x"]},
@@ -299,6 +298,8 @@ def test_what_is_not_built_yet_says_so(config):
 def test_what_is_built_passes():
     for dtype in ("bfloat16", "int8", "int4", "w8a8", "w4a8"):
         check_available(a.AsModelConfig("m", "p", weight_dtype=dtype, weight_group_size=64))
+    for mode in (a.AsCacheMode.AsCacheQuantI8, a.AsCacheMode.AsCacheQuantU4):
+        check_available(a.AsModelConfig("m", "p", cache_mode=mode))
     check_available(a.GenerateConfig(logprobs=True, n=2, vocab=["a"]))
 
 

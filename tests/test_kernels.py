@@ -37,12 +37,36 @@ def test_matmul_against_float64(dtype, n, k):
     weights, bias = rng.normal(size=(n, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     handle = matrix(executor, weights, dtype)
     used = weights if dtype == "float32" else from_bf16(to_bf16(weights))
+    tiles = dtype == "bfloat16" and _native.isa() == "amx"  # these take activations in bfloat16 too
     for m in [1, 2, 5, 12, 13, 31, 300]:
         x = rng.normal(size=(m, k)).astype(np.float32)
-        expected = x.astype(np.float64) @ used.astype(np.float64).T + bias
+        exact = from_bf16(to_bf16(x)) if tiles else x
+        expected = exact.astype(np.float64) @ used.astype(np.float64).T + bias
         bound = np.abs(x).astype(np.float64) @ np.abs(used).astype(np.float64).T + np.abs(bias)
         got = executor.multiply(handle, x, n, bias)
         assert np.all(np.abs(got - expected) <= (k + 2) * 2.0**-24 * bound + 1e-30)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_read_back(dtype):
+    rng = np.random.default_rng(6)
+    executor = _native.Executor(num_threads=2)
+    weights = rng.normal(size=(70, 129)).astype(np.float32)
+    handle = matrix(executor, weights, dtype)
+    used = weights if dtype == "float32" else from_bf16(to_bf16(weights))
+    for row in range(70):
+        assert np.array_equal(executor.read_row(handle, row), used[row])
+
+
+def test_many_rows_long_rows_and_many_panels_in_bfloat16():
+    rng = np.random.default_rng(5)
+    executor = _native.Executor(num_threads=2)
+    for n, k, m in ((70, 4864, 600), (1000, 70, 300), (33, 2081, 257)):
+        weights, x = rng.normal(size=(n, k)).astype(np.float32), rng.normal(size=(m, k)).astype(np.float32)
+        weights, x = from_bf16(to_bf16(weights)), from_bf16(to_bf16(x))
+        got = executor.multiply(matrix(executor, weights, "bfloat16"), x, n)
+        bound = np.abs(x).astype(np.float64) @ np.abs(weights).astype(np.float64).T
+        assert np.all(np.abs(got - x.astype(np.float64) @ weights.astype(np.float64).T) <= 64 * 2.0**-24 * bound)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

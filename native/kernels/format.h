@@ -3,6 +3,7 @@
 // A matrix [n, k] is cut into panels of `panel` rows (output features), the last one padded with zero rows, so that
 // reading a panel from front to back is reading memory in order and a lane of a vector is an output feature.
 //   float32, bfloat16   [k][panel]
+//   bfloat16 in pairs   [k / 2][panel][2], k padded to 32: as tile products want it (Packed::pairs)
 //   int8                [k][panel] bytes q - 128 of every group
 //   w8a8                [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
 //   w4a8                [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b and, in its upper half, of k = 4 + b
@@ -33,6 +34,7 @@ struct Packed {
   int n, k, panel;
   Format format;
   int group;           // k of a group (the last one may be shorter); k itself for the others
+  bool pairs;          // bfloat16 laid out in pairs of k
   size_t panel_bytes;
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
@@ -45,31 +47,34 @@ struct Packed {
   AS_INLINE char* weights(int p, int g) const { return reinterpret_cast<char*>(scales(p, g) + 2 * panel); }
   AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(float) * panel + weight_bytes(length); }
   AS_INLINE size_t weight_bytes(int length) const {
-    const int unit = unit_of(format);
+    const int unit = pairs ? 32 : unit_of(format);
     return (size_t)(length + unit - 1) / unit * unit * panel * bits_of(format) / 8;
   }
 };
 
-// group_size 0: one group a row.
-AS_INLINE Packed layout(int n, int k, int panel, Format format, int group_size) {
-  Packed m{nullptr, n, k, panel, format, group_size && is_quantized(format) ? std::min(group_size, k) : k, 0};
+// group_size 0: one group a row. bf16_pairs: what the kernels want of bfloat16.
+AS_INLINE Packed layout(int n, int k, int panel, bool bf16_pairs, Format format, int group_size) {
+  Packed m{nullptr, n, k, panel, format, group_size && is_quantized(format) ? std::min(group_size, k) : k,
+           bf16_pairs && format == Format::bf16, 0};
   const int last = m.groups() - 1;
   m.panel_bytes = is_quantized(format) ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
   if (is_quantized(format)) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
   return m;
 }
 
-// What quantized formats need of a row of activations, computed once a linear. One row's block:
+// What some formats need of a row of activations, computed once a linear. One row's block:
 //   [groups] sums of x within each group: float32 (weight-only) or int32 (integer activations)
 //   then, for integer activations, float32 scale, and from the next multiple of 64 bytes the values, zero-padded: int8,
 //   or int16 for kernels that multiply 16-bit values.
+// Of bfloat16 in pairs: the row rounded to bfloat16, zero-padded to 32 values.
 struct PreparedLayout {
   size_t scale_at = 0, values_at = 0, bytes = 0;
 };
 AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
+  auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
+  if (m.pairs) return {0, 0, aligned((size_t)m.k * 2)};
   if (!is_quantized(m.format)) return {};
   const size_t sums = (size_t)m.groups() * 4;
-  auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
   if (!has_integer_activations(m.format)) return {0, 0, aligned(sums)};
   const size_t values_at = aligned(sums + 4);
   return {sums, values_at, values_at + aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes)};

@@ -34,8 +34,9 @@ struct LogitKernels;
 
 struct Kernels {
   const char* name;
-  int panel;  // rows of a packed panel
-  // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Quantized formats need prepared activations.
+  int panel;        // rows of a packed panel
+  bool bf16_pairs;  // how bfloat16 is packed (format.h)
+  // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Where prepared() says so, activations are prepared.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
   PreparedLayout (*prepared)(const Packed& w);
   void (*prepare)(const Packed& w, const float* x, char* out);
@@ -57,8 +58,12 @@ struct Kernels {
   // Ceilings (ceilings.cpp).
   float (*read_memory)(const float* p, size_t n);
   double (*multiply_add)(long rounds, float* keep);
+  double (*multiply_tiles)(long rounds, bool integers);  // null without tiles
 };
 
+#if defined(AS_HAVE_AMX)
+namespace amx { const Kernels& kernels(); }
+#endif
 #if defined(AS_HAVE_AVX2)
 namespace avx2 { const Kernels& kernels(); }
 #endif

@@ -89,6 +89,9 @@ void matmul_typed(const Packed& w, const float* x, int ldx, const float* bias, f
 const int panel_rows_count = NR;
 
 void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+#if defined(AS_ISA_AMX)
+  if (matmul_tiles(w, a, bias, y, ldy, m, p0, p1)) return;
+#endif
   if (w.format == Format::f32) matmul_typed<float>(w, a.x, a.ldx, bias, y, ldy, m, p0, p1);
   else if (w.format == Format::bf16) matmul_typed<uint16_t>(w, a.x, a.ldx, bias, y, ldy, m, p0, p1);
   else if (has_integer_activations(w.format)) matmul_integer(w, a, bias, y, ldy, m, p0, p1);

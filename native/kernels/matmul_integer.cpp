@@ -242,7 +242,12 @@ void matmul_integer(const Packed& w, const Activations& a, const float* bias, fl
 }
 
 PreparedLayout prepared(const Packed& w) {
-  return prepared_layout(w, w.format == Format::w8a8 ? sizeof(W8A8::Value) : sizeof(W4A8::Value));
+  PreparedLayout at = prepared_layout(w, w.format == Format::w8a8 ? sizeof(W8A8::Value) : sizeof(W4A8::Value));
+#if defined(AS_ISA_AMX)
+  // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
+  if (w.pairs || has_integer_activations(w.format)) at.bytes = (at.bytes / 64 | 1) * 64;
+#endif
+  return at;
 }
 
 // Per-token dynamic quantization: scale = max |x| / 127, a = x / scale to nearest. A NaN or infinite x makes the scale NaN,
@@ -288,6 +293,9 @@ static void prepare_integers(const Packed& w, const float* x, char* out) {
 
 void prepare(const Packed& w, const float* x, char* out) {
   if (has_integer_activations(w.format)) return prepare_integers(w, x, out);
+#if defined(AS_ISA_AMX)
+  if (w.pairs) return prepare_tiles(w, x, out);
+#endif
   if (!is_quantized(w.format)) return;
   float* sums = reinterpret_cast<float*>(out);
   for (int g = 0; g < w.groups(); g++, x += w.group) {

@@ -189,13 +189,14 @@ long quantize(const Packed& w, const void* source, SourceType type, long stride,
 void read_row(const Packed& w, long row, float* y) {
   const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
   if (!is_quantized(w.format)) {
-    const char* column = w.data + panel * w.panel_bytes + (size_t)lane * bits_of(w.format) / 8;
+    const char* data = w.data + panel * w.panel_bytes;
     for (int i = 0; i < w.k; i++) {
       if (w.format == Format::f32) {
-        std::memcpy(y + i, column + (size_t)i * w.panel * 4, 4);
+        std::memcpy(y + i, data + ((size_t)i * w.panel + lane) * 4, 4);
       } else {
         uint16_t upper;
-        std::memcpy(&upper, column + (size_t)i * w.panel * 2, 2);
+        const size_t at = w.pairs ? ((size_t)(i / 2) * w.panel + lane) * 2 + i % 2 : (size_t)i * w.panel + lane;
+        std::memcpy(&upper, data + at * 2, 2);
         const uint32_t value = (uint32_t)upper << 16;
         std::memcpy(y + i, &value, 4);
       }

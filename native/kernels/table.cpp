@@ -6,9 +6,17 @@
 namespace as {
 namespace AS_ISA {
 
+#if defined(AS_ISA_AMX)
+constexpr bool kPairs = true;
+constexpr auto kMultiplyTiles = multiply_tile_registers;
+#else
+constexpr bool kPairs = false;
+constexpr double (*kMultiplyTiles)(long, bool) = nullptr;
+#endif
+
 const Kernels& kernels() {
-  static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, matmul, prepared, prepare, quantize, read_row, rms_norm, silu_mul, add, sum_partials,
-                                attend, merge, rope, logit_kernels, read_memory, multiply_add};
+  static const Kernels table = {AS_NAME(AS_ISA), panel_rows_count, kPairs, matmul, prepared, prepare, quantize, read_row, rms_norm, silu_mul, add, sum_partials,
+                                attend, merge, rope, logit_kernels, read_memory, multiply_add, kMultiplyTiles};
   return table;
 }
 

@@ -10,6 +10,12 @@ void matmul(const Packed& w, const Activations& a, const float* bias, float* y, 
 void matmul_weight_only(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 PreparedLayout prepared(const Packed& w);
+#if defined(AS_ISA_AMX)
+// False: not a format, group size or number of rows for which tiles are good.
+bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void prepare_tiles(const Packed& w, const float* x, char* out);
+double multiply_tile_registers(long rounds, bool integers);
+#endif
 void prepare(const Packed& w, const float* x, char* out);
 long quantize(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1);
 void read_row(const Packed& w, long row, float* y);

@@ -1,0 +1,170 @@
+"""A model of a real shape with random weights, on the native executor alone: prefill, decode, and where the time goes.
+
+    bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32]
+
+No checkpoint, engine or tokenizer: what is measured is the step. Ceilings are measured beforehand. Prefill is given in
+operations really done (weights of all rows, the head's of one, attention's causal half) over the AMX peak, or over the
+fp32 FMA rate without AMX; decode as bytes of weights over the read bandwidth.
+"""
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from allspark_server import _native
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+
+SPAN = 32
+CONTEXT = 128  # of each sequence when decoding
+
+
+@dataclass
+class Shape:
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int = 151936
+
+
+SHAPES = {"0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960, 12, 2, 128)}
+
+
+class Model:
+    def __init__(self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int):
+        self.shape, self.names = shape, []
+        e = self.executor = _native.Executor(cpus=list(range(threads)), num_threads=threads)
+        rng = np.random.default_rng(0)
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        sizes = {"qkv": (width, shape.hidden), "o": (shape.hidden, shape.heads * shape.head_dim),
+                 "gate_up": (2 * shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
+        values = {name: (rng.normal(size=size) * size[1]**-0.5).astype(np.float32) for name, size in sizes.items()}
+        self.layer_weights = sum(n * k for n, k in sizes.values()) * shape.layers
+        self.bytes = sum(_native.matrix_bytes(*size, dtype, group) for size in sizes.values()) * shape.layers
+        self.bytes += _native.matrix_bytes(shape.vocab, shape.hidden, dtype, group)
+
+        def fill(size, array):
+            handle = e.add_matrix(*size, dtype, group)
+            for row in range(0, size[0], len(array)):
+                e.fill_matrix(handle, array[:min(len(array), size[0] - row)], "F32", row)
+            return handle
+
+        head = fill((shape.vocab, shape.hidden), rng.normal(size=(8192, shape.hidden)).astype(np.float32))
+        ones, bias = e.add_vector(np.ones(shape.hidden, np.float32)), e.add_vector(np.zeros(width, np.float32))
+        frequencies = e.add_vector((1e6 ** (-np.arange(shape.head_dim // 2) * 2 / shape.head_dim)).astype(np.float32))
+        x, y, qkv, context, hidden, both, last, logits = (
+            e.add_tensor(w, r) for w, r in ((shape.hidden, False), (shape.hidden, False), (width, False),
+                                            (shape.heads * shape.head_dim, False), (shape.inner, False),
+                                            (2 * shape.inner, False), (shape.hidden, True), (shape.vocab, True)))
+
+        def op(name, kind, inputs, outputs, weights, attributes):
+            self.names.append(name)
+            e.add_op(kind, inputs, outputs, weights, attributes)
+
+        op("rotary_table", "rotary_table", [], [], [frequencies], {"rotary_dim": shape.head_dim})
+        op("embedding", "embedding", [], [x], [head], {"vocab_begin": 0})
+        for layer in range(shape.layers):
+            handles = {name: fill(size, values[name]) for name, size in sizes.items()}
+            op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
+            op("qkv", "linear", [y], [qkv], [handles["qkv"], bias], {})
+            op("rope", "rope", [qkv], [], [], {"offset": 0, "heads": shape.heads + shape.kv_heads, "head_dim": shape.head_dim})
+            op("attention", "span_attention", [qkv], [context], [], {
+                "layer": layer, "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim,
+                "group": shape.heads // shape.kv_heads, "scale": shape.head_dim**-0.5})
+            op("o", "linear", [context], [y], [handles["o"]], {})
+            op("add", "add", [x, y], [x], [], {})
+            op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
+            op("gate_up", "linear", [y], [both], [handles["gate_up"]], {})
+            op("silu_mul", "silu_mul", [both], [hidden], [], {})
+            op("down", "linear", [hidden], [y], [handles["down"]], {})
+            op("add", "add", [x, y], [x], [], {})
+        op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
+        op("select_rows", "select_rows", [y], [last], [], {})
+        op("head", "linear", [last], [logits], [head], {})
+        op("sample", "sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": shape.vocab})
+        spans = -(-max(rows, CONTEXT + 32) // SPAN) * batch
+        e.allocate(rows, batch, 2048, shape.layers, shape.kv_heads, shape.head_dim, SPAN, spans, "bfloat16")
+
+    def start(self, slot: int, prompt: int, first_span: int) -> float:
+        """Seconds for a prompt in one chunk."""
+        ids = np.random.default_rng(slot).integers(10, 3000, prompt).tolist()
+        new = [NewSlot(slot, ids, SamplingParams(do_sample=False, prompt_len=prompt).encode())]
+        spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[:-(-max(prompt, CONTEXT + 32) // SPAN)]
+        plan = StepPlan(new=new, work=[WorkItem(slot, 0, prompt, True, [], spans)]).encode()
+        begin = time.perf_counter()
+        self.executor.step(plan)
+        return time.perf_counter() - begin
+
+    def prefill(self, prompt: int) -> float:
+        seconds = self.start(0, prompt, 0)
+        self.executor.step(StepPlan(free=[0]).encode())
+        return seconds
+
+    def decode(self, batch: int, steps: int) -> float:
+        """Seconds of a step, the median."""
+        for slot in range(batch):
+            self.start(slot, CONTEXT, slot * -(-(CONTEXT + 32) // SPAN))
+        self.executor.set_profiling(True)
+        times = []
+        for i in range(steps):
+            plan = StepPlan(work=[WorkItem(s, CONTEXT + i, 1, True, [5 + i], []) for s in range(batch)]).encode()
+            begin = time.perf_counter()
+            self.executor.step(plan)
+            times.append(time.perf_counter() - begin)
+        self.executor.step(StepPlan(free=list(range(batch))).encode())
+        return float(np.median(times))
+
+    def report(self) -> str:
+        """Milliseconds of each kind of op since profiling was set."""
+        total: dict[str, float] = {}
+        count = 1
+        for name, op in zip(self.names, self.executor.profile()):
+            total[name] = total.get(name, 0) + op["sum"]
+            count = max(count, op["count"])
+        return "  ".join(f"{name} {seconds / count * 1e3:.2f}" for name, seconds in sorted(total.items(), key=lambda i: -i[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", default=["0.5b"], choices=SHAPES)
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--formats", nargs="+", default=["bfloat16:0", "w8a8:0"])
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    cpus = list(range(options.threads))
+    bandwidth, rate = _native.measure_ceilings(cpus, options.threads, 5, 1024)
+    bf16, int8 = _native.measure_tile_ceilings(cpus, options.threads, 5)
+    print(f"{_native.isa()}, {options.threads} threads: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e12:.2f} T/s, "
+          f"tiles bf16 {bf16 / 1e12:.2f}, int8 {int8 / 1e12:.2f} T/s", flush=True)
+    for name in options.shape:
+        shape = SHAPES[name]
+        for text in options.formats:
+            dtype, group = text.split(":")
+            model = Model(shape, options.threads, dtype, int(group), options.prompt, max(options.batch, default=1))
+            model.prefill(options.prompt)
+            model.executor.set_profiling(True)
+            times, peaks = [], []
+            for _ in range(options.repeats):
+                peaks.append(_native.measure_tile_ceilings(cpus, options.threads, 1)[0])
+                times.append(model.prefill(options.prompt))
+            peak = max(peaks) or rate
+            n = options.prompt
+            work = 2 * model.layer_weights * n + 2 * shape.vocab * shape.hidden
+            work += 2 * shape.layers * shape.heads * shape.head_dim * n * (n + 1)
+            print(f"{name} {text} prefill {n}: best {n / min(times):.0f} tokens/s, median {n / np.median(times):.0f}; "
+                  f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f} (median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report()}", flush=True)
+            for batch in options.batch:
+                seconds = min(model.decode(batch, 20) for _ in range(2))
+                print(f"{name} {text} decode batch {batch}: {batch / seconds:.1f} tokens/s, {model.bytes / seconds / bandwidth:.2f} of bandwidth\n"
+                      f"   ms: {model.report()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
