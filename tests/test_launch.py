@@ -1,5 +1,6 @@
 """The launcher without a model: topology of fabricated machines, placement, command lines, and the supervisor with
 ranks that only send heartbeats."""
+import functools
 import json
 import os
 import shlex
@@ -20,6 +21,9 @@ from allspark_launch.serving import GroupOptions, plan_group, private_folder, te
 from allspark_launch.supervisor import GroupFailed, Limits, Supervisor, processes_of_session
 from allspark_launch.topology import format_list, parse_list, read_topology
 
+import waiting
+
+wait_for = functools.partial(waiting.wait_for, seconds=20.0)
 REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1 << 20       # in the kB of meminfo
 
@@ -360,6 +364,7 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 if mode == "stuck":
     heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
+open(f"{sys.argv[0]}.{os.getpid()}.sent", "w").close()
 while True:
     time.sleep(60)
 """
@@ -408,6 +413,8 @@ class Fake:
     def wait_ready(self) -> dict:
         wait_for(lambda: (self.folder / "ready").exists())
         wait_for(lambda: len(self.ranks()) == 2)
+        # Both have been heard of: a rank stopped before its first heartbeat is late in starting, not silent.
+        wait_for(lambda: all((self.folder / f"rank.py.{pid}.sent").exists() for pid in self.ranks()))
         return json.loads((self.folder / "ready").read_text())
 
     def processes(self, script: str) -> list[int]:
@@ -435,16 +442,6 @@ def command_of(pid: int) -> str:
         return Path("/proc", str(pid), "cmdline").read_text(errors="replace")
     except OSError:
         return ""
-
-
-def wait_for(condition, seconds: float = 20.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s")
 
 
 @pytest.fixture

@@ -21,22 +21,13 @@ from allspark_launch.serving import background_group
 from allspark_launch.supervisor import processes_of_session
 
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from waiting import wait_for
 
 checkpoints = pytest.importorskip("checkpoints")    # needs torch and transformers
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGURATION = "qwen2-gqa-tied"        # 14 query heads, 2 KV heads, 151 intermediate, 1031 words: divides by nothing
 MPIS = {i.source: i for i in installations()[0]}
-
-
-def wait_for(condition, seconds: float = 30.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not within {seconds} s")
 
 
 def children(pid: int) -> list[int]:
