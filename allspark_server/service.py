@@ -117,11 +117,6 @@ class Service:
         self._control.shutdown(wait=False, cancel_futures=True)
         self._quick.shutdown(wait=True)     # sessions are being closed there
 
-    def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers."""
-        if self._loop is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._set_health(serving), self._loop).result()
-
     async def _serve(self, started: "Future[list[str]]") -> None:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()

@@ -13,7 +13,8 @@ from pathlib import Path
 from . import bench, doctor, pool
 from .mpi import MpiNotFound
 from .placement import place
-from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, shipped_model, supervise)
+from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
+                      shipped_model, supervise)
 from .supervisor import GroupFailed
 from .topology import Topology, format_list, parse_list, read_topology
 
@@ -154,14 +155,7 @@ def _model_config(options: argparse.Namespace, directory: str) -> dict:
                        ("weight_dtype", options.weight_dtype), ("weight_group_size", options.weight_group_size)):
         if value is not None:
             config[key] = value
-    for item in options.set:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise ValueError(f"--set {item!r} must be FIELD=VALUE")
-        try:
-            config[key] = json.loads(text)
-        except ValueError:
-            config[key] = text          # a word, such as bfloat16
+    config |= set_fields(options.set)
     AsModelConfig.from_dict(config).validate()
     return config
 

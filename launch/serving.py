@@ -31,6 +31,20 @@ PROGRESS_MARK = b"@progress "     # starts the lines by which a group in the bac
 ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
 
 
+def set_fields(items: list[str]) -> dict[str, object]:
+    """What `--set FIELD=VALUE` flags say: values as JSON, or as the word they are, such as bfloat16. Raises ValueError."""
+    fields: dict[str, object] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ValueError(f"--set {item!r} must be FIELD=VALUE")
+        try:
+            fields[key] = json.loads(text)
+        except ValueError:
+            fields[key] = text
+    return fields
+
+
 @dataclass
 class GroupOptions:
     """What `allspark serve` can be told, by flags or by the keys of its config file."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from ..placement import place
-from ..serving import background_group, shipped_model
+from ..serving import background_group, set_fields, shipped_model
 from ..topology import read_topology
 from . import peers as peer_runs
 from .ceiling import Machine, Workload
@@ -236,14 +236,7 @@ def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: 
               "engine_max_batch": max(c.batch for c in cells), "enable_prefix_cache": False}
     if not options.ranks:
         fields["num_threads"] = options.threads
-    for item in options.set:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise ValueError(f"--set {item!r} must be FIELD=VALUE")
-        try:
-            fields[key] = json.loads(text)
-        except ValueError:
-            fields[key] = text          # a word, such as bfloat16
+    fields |= set_fields(options.set)
     return AsModelConfig.from_dict(fields).validate()
 
 
