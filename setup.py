@@ -33,12 +33,14 @@ ISAS = {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
         "avx512": AVX512,
         "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512"],
+        "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI"],
         "amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8",
-                "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI"],
+                "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI", "-DAS_ISA_AVX512_BF16"],
     },
     "aarch64": {"neon": ["-march=armv8-a"]},
 }
-OPTIONAL = ("amx",)  # left out where the compiler is too old for it
+# Left out where compiler or assembler is too old to know this instruction.
+OPTIONAL = {"avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tilerelease"}
 # For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
 EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -82,9 +84,9 @@ class BuildPy(build_py):
 class BuildExt(build_ext):
     """Compiles the baseline sources as usual and native/kernels/*.cpp once per instruction set."""
 
-    def accepts(self, compiler, flags) -> bool:
+    def accepts(self, compiler, flags, instruction) -> bool:
         """Whether compiler and assembler know the instruction set."""
-        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input='void f() { asm("tilerelease"); }',
+        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=f'void f() {{ asm("{instruction}"); }}',
                               text=True, capture_output=True)
         if done.returncode:
             self.warn(f"the compiler refuses {' '.join(flags)}: these kernels are left out")
@@ -97,7 +99,7 @@ class BuildExt(build_ext):
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
         temporary = Path(self.build_temp)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-        isas = {name: flags for name, flags in isas.items() if name not in OPTIONAL or self.accepts(compiler, flags)}
+        isas = {name: flags for name, flags in isas.items() if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])}
         kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
         headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
         jobs = []

@@ -22,6 +22,9 @@ AS_DECLARE(avx512)
 #if defined(AS_HAVE_AVX512_VNNI)
 AS_DECLARE(avx512_vnni)
 #endif
+#if defined(AS_HAVE_AVX512_BF16)
+AS_DECLARE(avx512_bf16)
+#endif
 #if defined(AS_HAVE_NEON)
 AS_DECLARE(neon)
 #endif
@@ -43,6 +46,9 @@ MultiplyAdd integer_multiply_add() {
 #endif
 #if defined(AS_HAVE_AVX512_VNNI)
   AS_CHOOSE(avx512_vnni)
+#endif
+#if defined(AS_HAVE_AVX512_BF16)
+  AS_CHOOSE(avx512_bf16)
 #endif
 #if defined(AS_HAVE_NEON)
   AS_CHOOSE(neon)

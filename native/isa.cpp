@@ -49,6 +49,9 @@ const Isa kIsas[] = {
 #if defined(AS_HAVE_AMX)
     {"amx", has_amx, amx::kernels},
 #endif
+#if defined(AS_HAVE_AVX512_BF16)
+    {"avx512_bf16", [] { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); }, avx512_bf16::kernels},
+#endif
 #if defined(AS_HAVE_AVX512_VNNI)
     {"avx512_vnni", [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }, avx512_vnni::kernels},
 #endif

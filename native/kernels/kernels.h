@@ -73,6 +73,9 @@ namespace avx512 { const Kernels& kernels(); }
 #if defined(AS_HAVE_AVX512_VNNI)
 namespace avx512_vnni { const Kernels& kernels(); }
 #endif
+#if defined(AS_HAVE_AVX512_BF16)
+namespace avx512_bf16 { const Kernels& kernels(); }
+#endif
 #if defined(AS_HAVE_NEON)
 namespace neon { const Kernels& kernels(); }
 #endif

@@ -243,7 +243,7 @@ void matmul_integer(const Packed& w, const Activations& a, const float* bias, fl
 
 PreparedLayout prepared(const Packed& w) {
   PreparedLayout at = prepared_layout(w, w.format == Format::w8a8 ? sizeof(W8A8::Value) : sizeof(W4A8::Value));
-#if defined(AS_ISA_AMX)
+#if defined(AS_ISA_AVX512_BF16)
   // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
   if (w.pairs || has_integer_activations(w.format)) at.bytes = (at.bytes / 64 | 1) * 64;
 #endif
@@ -291,10 +291,22 @@ static void prepare_integers(const Packed& w, const float* x, char* out) {
   }
 }
 
+#if defined(AS_ISA_AVX512_BF16)
+// Rounds a row to bfloat16, to nearest even, denormals to zero as the products take them; zeros up to a whole unit of the layout.
+static void prepare_pairs(const Packed& w, const float* x, char* out) {
+  for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
+    const int n = std::min(2 * W, w.k - k);
+    const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff : n > W ? (__mmask16)((1 << (n - W)) - 1) : 0;
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, x + k + W), _mm512_maskz_loadu_ps(low, x + k));
+    std::memcpy(out, &rounded, sizeof(rounded));
+  }
+}
+#endif
+
 void prepare(const Packed& w, const float* x, char* out) {
   if (has_integer_activations(w.format)) return prepare_integers(w, x, out);
-#if defined(AS_ISA_AMX)
-  if (w.pairs) return prepare_tiles(w, x, out);
+#if defined(AS_ISA_AVX512_BF16)
+  if (w.pairs) return prepare_pairs(w, x, out);
 #endif
   if (!is_quantized(w.format)) return;
   float* sums = reinterpret_cast<float*>(out);

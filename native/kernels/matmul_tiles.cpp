@@ -266,16 +266,6 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   return true;
 }
 
-// Rounds a row to bfloat16, to nearest even, denormals to zero as the tile product takes them; zeros up to a whole step.
-void prepare_tiles(const Packed& w, const float* x, char* out) {
-  for (int k = 0; k < w.k; k += BFloat::kStep, out += kStepBytes) {
-    const int n = std::min(BFloat::kStep, w.k - k);
-    const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff : n > W ? (__mmask16)((1 << (n - W)) - 1) : 0;
-    const __m512bh rounded = _mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, x + k + W), _mm512_maskz_loadu_ps(low, x + k));
-    std::memcpy(out, &rounded, kStepBytes);
-  }
-}
-
 // Products of tiles in registers, four accumulators: returns how many operations that were.
 double multiply_tile_registers(long rounds, bool integers) {
   Tiles tiles;

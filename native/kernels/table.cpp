@@ -6,11 +6,14 @@
 namespace as {
 namespace AS_ISA {
 
-#if defined(AS_ISA_AMX)
+#if defined(AS_ISA_AVX512_BF16)
 constexpr bool kPairs = true;
-constexpr auto kMultiplyTiles = multiply_tile_registers;
 #else
 constexpr bool kPairs = false;
+#endif
+#if defined(AS_ISA_AMX)
+constexpr auto kMultiplyTiles = multiply_tile_registers;
+#else
 constexpr double (*kMultiplyTiles)(long, bool) = nullptr;
 #endif
 

@@ -13,7 +13,6 @@ PreparedLayout prepared(const Packed& w);
 #if defined(AS_ISA_AMX)
 // False: not a format, group size or number of rows for which tiles are good.
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
-void prepare_tiles(const Packed& w, const float* x, char* out);
 double multiply_tile_registers(long rounds, bool integers);
 #endif
 void prepare(const Packed& w, const float* x, char* out);

@@ -1,6 +1,6 @@
 """Decode and prefill speed of this project on a checkpoint directory, measured as the peers' scripts do.
 
-    bench_allspark.py CHECKPOINT [--ranks N] [--threads N] [--batch 1 4 8] [--weight-dtype auto] [--json]
+    bench_allspark.py CHECKPOINT [--ranks N] [--threads N] [--batch 1 4 8] [--weight-dtype auto|int4:64] [--json]
 
 --ranks 0 (default): Engine in this process with --threads threads. --ranks N: a ClientEngine and a group of N ranks.
 Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024.
@@ -37,8 +37,10 @@ def generate(engine: AbstractEngine, rng: np.random.Generator, batch: int, promp
 
 
 def measure(engine: AbstractEngine, checkpoint: str, threads: int, weight_dtype: str, batches: list[int], repeats: int) -> dict[str, float]:
+    kind, _, group = weight_dtype.partition(":")
     engine.install_model(AsModelConfig(model_name="m", model_path=checkpoint, engine_max_length=2048, engine_max_batch=max(batches),
-                                       num_threads=threads, weight_dtype=weight_dtype, enable_prefix_cache=False))
+                                       num_threads=threads, weight_dtype=kind, weight_group_size=int(group or 0),
+                                       enable_prefix_cache=False))
     engine.start_model("m")
     rng = np.random.default_rng(0)
     generate(engine, rng, 1, 16, 4)
@@ -58,7 +60,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="of each rank; 0: what it is given")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--weight-dtype", default="auto")
+    parser.add_argument("--weight-dtype", default="auto", help="with a group size after a colon, such as int4:64")
     parser.add_argument("--repeats", type=int, default=2)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
