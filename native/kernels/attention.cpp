@@ -9,7 +9,7 @@
 // Spans are too short for the processor's own prefetching to get going: while keys are read the same tokens' values are
 // prefetched, while values are read the keys of the next block.
 //
-//   float32, bfloat16   score = one chain of fused multiply-adds over the head dimension, times scale.
+//   float32, bfloat16   (bfloat16 in pairs: attention_bf16.cpp) score = one chain of fused multiply-adds over the head dimension, times scale.
 //   int8, uint4         the query is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of 8-bit keys)
 //                       and multiplied with the keys as they are stored, in exact integer sums: two products an instruction,
 //                       no conversion to float, and no order to keep. Scale and minimum of a key come to its finished score:
@@ -135,18 +135,27 @@ struct UInt4 {
   static constexpr size_t row = kKeyGroup;
 };
 
-// The tile's queries rounded to 16 bits.
+// The tile's queries rounded to 16 bits, as prepare_queries() leaves them.
 struct Queries {
-  alignas(64) int16_t q[kTileRows][kQuantizedHeadDim];
-  float factor[kTileRows], offset[kTileRows];  // query scale * scale; that times the sum of the rounded query
+  const int16_t* q;                // [rows][stride]
+  const float *factor, *offset;    // [kTileRows]: query scale * scale; that times the sum of the rounded query
+  size_t stride;
 };
 
-void round_queries(const AttentionTile& a, int levels, Queries& out) {
-  const int dim = a.layout->head_dim, padded = a.layout->padded_dim;
+Queries queries_of(const AttentionTile& a) {
+  const size_t stride = a.layout->query_dim();
+  const float* factor = reinterpret_cast<const float*>(a.prepared + kTileRows * stride * 2);
+  return {reinterpret_cast<const int16_t*>(a.prepared), factor, factor + kTileRows, stride};
+}
+
+void round_queries(const AttentionTile& a, int levels, char* to) {
+  const int dim = a.layout->head_dim, padded = a.layout->query_dim();
+  int16_t* rounded = reinterpret_cast<int16_t*>(to);
+  float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
   // The largest that cannot overflow 32 bits.
   const int most = (int)std::min(32767L, 2147483647L / ((long)levels * dim));
   alignas(64) float x[kQuantizedHeadDim];
-  for (int r = 0; r < a.rows; r++) {
+  for (int r = 0; r < a.rows; r++, rounded += padded) {
     std::copy_n(a.q[r], dim, x);
     std::fill(x + dim, x + padded, 0.0f);
     vf top = vzero(), poison = vzero();  // poison: 0, or NaN if any value is not finite
@@ -162,11 +171,11 @@ void round_queries(const AttentionTile& a, int levels, Queries& out) {
     int32_t sum = 0;
     for (int d = 0; d < padded; d++) {
       const int32_t q = (int32_t)x[d];
-      out.q[r][d] = (int16_t)q;
+      rounded[d] = (int16_t)q;
       sum += q;
     }
-    out.factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + vsum(poison);
-    out.offset[r] = out.factor[r] * (float)sum;
+    factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + vsum(poison);
+    offset[r] = factor[r] * (float)sum;
   }
 }
 
@@ -205,7 +214,7 @@ inline void scores_integers(const char* keys, const char* ahead, const Queries& 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
-      std::memcpy(&pair, queries.q[r0 + r] + 2 * p, 4);
+      std::memcpy(&pair, queries.q + (r0 + r) * queries.stride + 2 * p, 4);
       const vi x = iset(pair);
       for (int v = 0; v < KV; v++) acc[r][v] = add_pairs(acc[r][v], k[v], x);
     }
@@ -257,12 +266,11 @@ inline float exponentials(float* row, int limit, int padded, float* maximum) {
 }
 
 template <typename C>
-void attend_typed(const AttentionTile& a, int levels) {
+void attend_typed(const AttentionTile& a) {
   const SpanLayout& s = *a.layout;
   alignas(64) float p[kTileRows * kBlockTokens];
   alignas(64) float scale[kBlockTokens], minimum[kBlockTokens];  // of the values
-  [[maybe_unused]] Queries queries;
-  if constexpr (C::quantized) round_queries(a, levels, queries);
+  [[maybe_unused]] const Queries queries = queries_of(a);
   const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, blocks = s.padded_dim / 16;
   for (int t = 0; t < padded; t += kKeyGroup) {
     const char* span = static_cast<const char*>(a.spans[t / s.span_size]);
@@ -288,7 +296,7 @@ void attend_typed(const AttentionTile& a, int levels) {
   }
   for (int r = 0; r < a.rows; r++) {
     float* row = p + r * kBlockTokens;
-    a.sum[r] = exponentials(row, std::max(0, std::min(a.limit[r], a.tokens)), padded, a.maximum + r);
+    a.sum[r] = exponentials(row, std::max(0, std::min(a.context[r] - a.begin, a.tokens)), padded, a.maximum + r);
     vf offset = vzero();
     if constexpr (C::quantized)
       for (int t = 0; t < padded; t += W) {
@@ -320,24 +328,46 @@ void attend_typed(const AttentionTile& a, int levels) {
 
 }  // namespace
 
-void attend(const AttentionTile& tile) {
+void prepare_queries(const AttentionTile& tile, char* out) {
   switch (tile.layout->dtype) {
-    case DType::f32: return attend_typed<Floats<float>>(tile, 0);
-    case DType::bf16: return attend_typed<Floats<uint16_t>>(tile, 0);
-    case DType::i8: return attend_typed<Int8>(tile, 255);
-    case DType::u4: return attend_typed<UInt4>(tile, 15);
+    case DType::i8: return round_queries(tile, 255, out);
+    case DType::u4: return round_queries(tile, 15, out);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16: return prepare_queries_bf16(tile, out);
+#endif
+    default: return;  // taken as they are
   }
 }
 
-void merge(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim) {
-  const float top = *maximum > block_maximum ? *maximum : block_maximum;
-  const vf a = vexp(vset(*maximum - top)), b = vexp(vset(block_maximum - top));
-  float scale_a[W], scale_b[W];
-  vstore(scale_a, a);
-  vstore(scale_b, b);
-  *maximum = top;
-  *sum = *sum * scale_a[0] + block_sum * scale_b[0];
-  for (int d = 0; d < padded_dim; d += W) vstore(out + d, vfma(vload(out + d), a, vmul(vload(block_out + d), b)));
+void attend(const AttentionTile& tile) {
+  switch (tile.layout->dtype) {
+    case DType::f32: return attend_typed<Floats<float>>(tile);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16: return attend_bf16(tile);
+#else
+    case DType::bf16: return attend_typed<Floats<uint16_t>>(tile);
+#endif
+    case DType::i8: return attend_typed<Int8>(tile);
+    case DType::u4: return attend_typed<UInt4>(tile);
+  }
+}
+
+void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,
+           int padded_dim) {
+  alignas(64) float state[4][kTileRows] = {}, scale[2][kTileRows];
+  std::copy_n(maximum, rows, state[0]), std::copy_n(block_maximum, rows, state[1]);
+  std::copy_n(sum, rows, state[2]), std::copy_n(block_sum, rows, state[3]);
+  for (int r = 0; r < rows; r += W) {
+    const vf m = vload(state[0] + r), b = vload(state[1] + r), top = vmax(m, b);
+    const vf x = vexp(vsub(m, top)), y = vexp(vsub(b, top));
+    vstore(state[0] + r, top), vstore(scale[0] + r, x), vstore(scale[1] + r, y);
+    vstore(state[2] + r, vfma(vload(state[2] + r), x, vmul(vload(state[3] + r), y)));
+  }
+  std::copy_n(state[0], rows, maximum), std::copy_n(state[2], rows, sum);
+  for (int r = 0; r < rows; r++, out += padded_dim, block_out += padded_dim) {
+    const vf x = vset(scale[0][r]), y = vset(scale[1][r]);
+    for (int d = 0; d < padded_dim; d += W) vstore(out + d, vfma(vload(out + d), x, vmul(vload(block_out + d), y)));
+  }
 }
 
 }  // namespace AS_ISA
