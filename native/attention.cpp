@@ -156,6 +156,7 @@ void Executor::attend_groups(const Op& op, int thread) {
     }
     for (int i = 0; i < group.count; i++) finish_rows(op, tiles[i], 0, tiles[i].rows(), results + i * floats);
   }
+  k_.end_attention();
 }
 
 void Executor::attend_split(const Op& op, int thread) {
@@ -169,6 +170,7 @@ void Executor::attend_split(const Op& op, int thread) {
     if (p == p0 || t != pairs_[p - 1].first) prepared = prepare_tile(op, tiles_[t], queries);
     attend_block(op, prepared, tiles_[t], block, true, partials_.as<float>() + p * floats);
   }
+  k_.end_attention();
   if (!pool_.barrier()) return;
   int rows = 0;
   for (const Tile& tile : tiles_) rows += tile.rows();

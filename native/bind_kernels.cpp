@@ -54,6 +54,7 @@ void bind_kernels(py::module_& m) {
         a.prepared = queries.data();
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
         kernels().attend(a);
+        kernels().end_attention();
         return py::make_tuple(maximum, sum, out);
       },
       "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
@@ -93,6 +94,7 @@ void bind_kernels(py::module_& m) {
               }
               kernels().attend(a);
             }
+            kernels().end_attention();
           });
           best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
         }

@@ -352,6 +352,12 @@ void attend(const AttentionTile& tile) {
   }
 }
 
+void end_attention() {
+#if defined(AS_ISA_AVX512_BF16)
+  end_attention_bf16();
+#endif
+}
+
 void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,
            int padded_dim) {
   alignas(64) float state[4][kTileRows] = {}, scale[2][kTileRows];

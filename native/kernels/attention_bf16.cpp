@@ -41,15 +41,15 @@ AS_INLINE vf multiply_pairs(vf sum, __m512i a, __m512i b) {
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
 
 // e^(x - top), factor = log2(e) * scale: 2^n times a polynomial of 2^r for |r| <= 1/2 that is 1 at 0 (error 2.9e-6, a
-// thousandth of rounding to bfloat16). Not below 2^-125, so that no denormal numbers arise; masked lanes are 0.
-AS_INLINE vf weight(vf x, vf top, vf factor, __mmask16 mask) {
+// thousandth of rounding to bfloat16). Not below 2^-125, so that no denormal numbers arise.
+AS_INLINE vf weight(vf x, vf top, vf factor) {
   const vf t = vmax(vset(-125.0f), vmul(vsub(x, top), factor));  // in this order a NaN passes
   const vf n = vround(t), r = vsub(t, n);
   vf p = vfma(vset(0.009582853876054287f), r, vset(0.055906426161527634f));
   p = vfma(p, r, vset(0.24024099111557007f));
   p = vfma(p, r, vset(0.6931241750717163f));
   p = vfma(p, r, vset(1.0f));
-  return _mm512_maskz_scalef_ps(mask, p, n);
+  return _mm512_scalef_ps(p, n);
 }
 
 // Scores, not scaled yet, to weights; maxima and sums.
@@ -57,18 +57,31 @@ void soften(const AttentionTile& a, const Scores& scores, Weights& weights) {
   const vf factor = vset(a.scale * 1.44269504088896341f);
   const __m512i ones = _mm512_set1_epi16(0x3f80);
   for (int r = 0; r < a.rows; r++) {
+    const float* x = scores[r];
+    uint16_t* to = weights[r];
     const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
-    vf top = vset(-std::numeric_limits<float>::infinity());
-    for (int t = 0; t < limit; t += W) top = _mm512_mask_max_ps(top, lanes(limit - t), top, vload(scores[r] + t));
-    const float maximum = limit ? _mm512_reduce_max_ps(top) : 0.0f;
-    top = vset(maximum);
-    vf sum = vzero();
-    for (int t = 0; t < a.tokens; t += kStep) {
-      const vf low = weight(vload(scores[r] + t), top, factor, lanes(limit - t));
-      const vf high = weight(vload(scores[r] + t + W), top, factor, lanes(limit - t - W));
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    const int whole = limit / kStep * kStep, rest = limit - whole;
+    const __mmask16 low_lanes = lanes(rest), high_lanes = lanes(rest - W);
+    const vf lowest = vset(-std::numeric_limits<float>::infinity());
+    vf low = lowest, high = lowest, sum = vzero();
+    for (int t = 0; t < whole; t += kStep) low = vmax(low, vload(x + t)), high = vmax(high, vload(x + t + W));
+    if (rest) {
+      low = _mm512_mask_max_ps(low, low_lanes, low, vload(x + whole));
+      high = _mm512_mask_max_ps(high, high_lanes, high, vload(x + whole + W));
+    }
+    const float maximum = limit ? _mm512_reduce_max_ps(vmax(low, high)) : 0.0f;
+    const vf top = vset(maximum);
+    auto put = [&](int t, vf first, vf second) {
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
       sum = multiply_pairs(sum, both, ones);
-      _mm512_store_si512(weights[r] + t, both);
+      _mm512_store_si512(to + t, both);
+    };
+    int t = 0;
+    for (; t < whole; t += kStep) put(t, weight(vload(x + t), top, factor), weight(vload(x + t + W), top, factor));
+    for (; t < a.tokens; t += kStep) {  // unseen tokens, from `limit` on: exactly 0
+      const bool mixed = t == whole;
+      put(t, _mm512_maskz_mov_ps(mixed ? low_lanes : 0, weight(vload(x + t), top, factor)),
+          _mm512_maskz_mov_ps(mixed ? high_lanes : 0, weight(vload(x + t + W), top, factor)));
     }
     a.maximum[r] = maximum * a.scale;
     a.sum[r] = _mm512_reduce_add_ps(sum);
@@ -94,16 +107,17 @@ AS_INLINE __m512i lower_half(__m512i pairs) { return _mm512_and_si512(pairs, _mm
 
 #if defined(AS_ISA_AMX)
 
-// Tiles 0 to 3 are accumulators of 16 columns each, 4 the rows' queries or weights, 5 to 7 keys or values in turn.
-class Tiles {
- public:
-  explicit Tiles(int rows) {
-    TileConfig config;
-    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 5 ? rows : 16), config.row_bytes[t] = 64;
-    tile_configure(config);
-  }
-  ~Tiles() { tile_release(); }
-};
+// Tiles 0 to 3 are accumulators of 16 columns each, 4 the rows' queries or weights, 5 to 7 keys or values in turn. They stay
+// configured from block to block, as that takes as long as ten products.
+thread_local int configured_rows = 0;
+
+void configure_tiles(int rows) {
+  if (rows == configured_rows) return;
+  TileConfig config;
+  for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)(t < 5 ? rows : 16), config.row_bytes[t] = 64;
+  tile_configure(config);
+  configured_rows = rows;
+}
 constexpr int kColumnTiles = 4;
 
 AS_INLINE void prefetch_tile(const char* p, long stride) {
@@ -175,7 +189,7 @@ void weigh_tiles(const AttentionTile& a, const Weights& weights, int first) {
 }
 
 void attend_block(const AttentionTile& a, Scores& scores, Weights& weights) {
-  const Tiles tiles(a.rows);
+  configure_tiles(a.rows);
   const int groups = (a.tokens + kKeyGroup - 1) / kKeyGroup, columns = a.layout->padded_dim / 16;
   for (int g = 0; g < groups; g += kColumnTiles)
     with_constant<kColumnTiles>(std::min(kColumnTiles, groups - g), [&](auto n) { score_tiles<n>(a, g * kKeyGroup, scores[0] + g * kKeyGroup); });
@@ -317,6 +331,13 @@ void attend_bf16(const AttentionTile& a) {
   alignas(64) Scores scores;
   alignas(64) Weights weights;
   attend_block(a, scores, weights);
+}
+
+void end_attention_bf16() {
+#if defined(AS_ISA_AMX)
+  if (configured_rows) tile_release();
+  configured_rows = 0;
+#endif
 }
 
 }  // namespace AS_ISA
