@@ -57,7 +57,10 @@ void Executor::make_tiles(const Plan& plan) {
 
 void Executor::write_cache(const Op& op, int thread) {
   const int dim = shape_.head_dim, width = in(op).width;
-  const auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
+  auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
+  // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
+  auto splits = [&](int r) { return r > 0 && r < (int)rows_.size() && rows_[r].position % 2 && rows_[r - 1].slot == rows_[r].slot; };
+  r0 += splits(r0), r1 += splits(r1);
   for (int r = r0; r < r1; r++) {
     const Row& row = rows_[r];
     const int span = slots_[row.slot].spans[row.position / span_size_], token = row.position % span_size_;

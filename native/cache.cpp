@@ -60,20 +60,16 @@ void write_quantized(const SpanLayout& s, char* span, int token, const float* ke
   quantize(key, s.head_dim, s.padded_dim, levels, k, scales, scales + s.span_size);
   quantize(value, s.head_dim, s.padded_dim, levels, v, scales + 2 * s.span_size, scales + 3 * s.span_size);
   char* keys = span + token / kKeyGroup * s.group_bytes;
-  char* values = span + s.value_offset + token * s.value_bytes;
-  const int lane = token % kKeyGroup;
+  char* values = span + s.value_offset + token / 2 * 2 * s.value_bytes;
+  const int lane = token % kKeyGroup, half = token % 2;
   if (s.dtype == DType::i8) {
     for (int p = 0; p < pairs; p++)
       for (int i = 0; i < 2; i++) keys[(p * kKeyGroup + lane) * 2 + i] = (char)k[2 * p + i];
-    std::copy_n(v, s.padded_dim, values);
+    for (int d = 0; d < s.padded_dim; d++) values[2 * d + half] = (char)v[d];
     return;
   }
   for (int p = 0; p < pairs; p++) keys[p * kKeyGroup + lane] = (char)(k[2 * p] | k[2 * p + 1] << 4);
-  for (int d = 0; d < s.padded_dim; d += 16)
-    for (int b = 0; b < 8; b++) {  // byte b of a block: nibbles 2 (b % 4) and 2 (b % 4) + 1 of half b / 4
-      const int lane0 = d + b % 4 * 4 + b / 4;
-      values[d / 2 + b] = (char)(v[lane0] | v[lane0 + 2] << 4);
-    }
+  for (int d = 0; d < s.padded_dim; d++) values[d] = (char)((values[d] & (half ? 0x0f : 0xf0)) | v[d] << 4 * half);
 }
 
 }  // namespace

@@ -2,10 +2,9 @@
 //
 //   float32, bfloat16   keys [group of 16 tokens][d][token], values [token][padded d]
 //   bfloat16 in pairs   keys [group][pair of d][token][2], d padded to a multiple of 32; values [pair of tokens][padded d][2]
-//   int8                keys [group][pair of d][token][2], values [token][padded d], scales
-//   uint4               keys [group][pair of d][token], the first of the pair in the low nibble; values in blocks of 16: lane i
-//                       of a block is nibble i / 2 of the low (i even) or high half of 8 bytes, so that one shift by lane
-//                       unpacks a vector; scales
+//   int8                keys [group][pair of d][token][2], values [pair of tokens][padded d][2], scales
+//   uint4               keys [group][pair of d][token], values [pair of tokens][padded d], the first of a pair in the low
+//                       nibble; scales
 //
 // A lane is a token, so no score needs a horizontal sum; pairs of d suit products that add neighbours. Bfloat16 lies in pairs
 // where such products take it: 16 pairs of a group of keys, or of 16 values, are the second operand of a tile product. Scales
@@ -54,7 +53,7 @@ inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf1
   return s;
 }
 
-// Writes a token's key and value (each [head_dim]); several threads may write different tokens of a span. (cache.cpp)
+// Writes a token's key and value (each [head_dim]); several threads may write tokens of different pairs. (cache.cpp)
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);
 
 }  // namespace as
