@@ -38,7 +38,7 @@ void bind_kernels(py::module_& m) {
         // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
         const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0);
         if (rows > kTileRows || tokens > kBlockTokens || (int)limits.size() != rows) throw std::invalid_argument("at most 16 rows, 128 tokens, a limit a row");
-        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().bf16_pairs);
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int count = (tokens + span_size - 1) / span_size;
         std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written
         std::vector<const void*> spans(count);
@@ -62,7 +62,7 @@ void bind_kernels(py::module_& m) {
       "attend_seconds",
       [](int rows, int dim, int span_size, const std::string& dtype, int tokens, int heads, std::vector<int> cpus, int threads, int repeats) {
         // Each thread has its own part of `heads` caches of `tokens` tokens, as an executor's: the heads of a span adjacent.
-        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().bf16_pairs);
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int spans = tokens / span_size, blocks = tokens / kBlockTokens;
         Buffer memory(layout.bytes * spans * heads, "measuring attention");
         std::vector<float> x((size_t)std::max(rows, 2) * dim);

@@ -231,19 +231,19 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def("matrix_bytes",
         [](int n, int k, const std::string& dtype, int group_size) {
-          return as::matrix_bytes(as::layout(n, k, as::kernels().panel, as::kernels().bf16_pairs, as::format_of(dtype), group_size));
+          return as::matrix_bytes(as::layout(n, k, as::kernels().rules, as::format_of(dtype), group_size));
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
   m.def("span_bytes",
         [](int span_size, int head_dim, const std::string& dtype) {
-          return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim, as::kernels().bf16_pairs).bytes;
+          return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim, as::kernels().rules.bf16_pairs).bytes;
         },
         py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), "Memory of a span of the KV cache, for one layer and KV head.");
   m.def("prepared_bytes",
         [](int k, const std::string& dtype, int group_size) {
           const as::Kernels& kernels = as::kernels();
-          return kernels.prepared(as::layout(1, k, kernels.panel, kernels.bf16_pairs, as::format_of(dtype), group_size)).bytes;
+          return kernels.prepared(as::layout(1, k, kernels.rules, as::format_of(dtype), group_size)).bytes;
         },
         py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Scratch memory that a product with such a matrix takes for each row of activations.");

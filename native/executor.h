@@ -91,7 +91,6 @@ class Executor {
  private:
   struct Matrix {
     Packed packed;
-    Buffer buffer;
   };
   struct Tensor {
     int width;
@@ -162,6 +161,7 @@ class Executor {
   std::shared_ptr<Window> window_;
   Pool pool_;
   const Kernels& k_;
+  Arena weights_;
   std::vector<Matrix> matrices_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Tensor> tensors_;

@@ -35,7 +35,7 @@ struct SpanLayout {
   int query_dim() const { return (head_dim + 31) / 32 * 32; }  // values of a prepared query, 16 bits each
 };
 
-// bf16_pairs: how this instruction set has bfloat16 (Kernels). std::invalid_argument if the heads are too long for a quantized
+// bf16_pairs: as Rules (format.h) has it. std::invalid_argument if the heads are too long for a quantized
 // cache.
 inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf16_pairs) {
   if (is_quantized(dtype) && head_dim > kQuantizedHeadDim)
