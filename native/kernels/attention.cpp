@@ -45,6 +45,20 @@ using vi = __m512i;
 inline vi izero() { return _mm512_setzero_si512(); }
 inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+inline void store_rounded(int16_t* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a))); }
+inline float lane_sum(vf a) { return _mm512_reduce_add_ps(a); }
+inline float lane_max(vf a) { return _mm512_reduce_max_ps(a); }
+// e^x for x <= 0, 0 below -87.3: 2^n times a polynomial of 2^r for |r| <= 1/2 (error 1.1e-7). vexp() in half the instructions,
+// for what follows is rounded to 16 bits.
+inline vf exponential(vf x) {
+  const vf t = vmul(x, vset(1.44269504088896341f)), n = vround(t), r = vsub(t, n);
+  vf p = vfma(vset(0.001326472032815218f), r, vset(0.009671512991189957f));
+  p = vfma(p, r, vset(0.05550733953714371f));
+  p = vfma(p, r, vset(0.24022242426872253f));
+  p = vfma(p, r, vset(0.6931470036506653f));
+  p = vfma(p, r, vset(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ), p, n);
+}
 inline vi add_pairs(vi acc, vi k, vi q) {
 #if defined(AS_ISA_AVX512_VNNI)
   asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(k), "v"(q));  // not the intrinsic: GCC 12 copies the accumulator around it
@@ -86,6 +100,17 @@ inline vi pairs_u4(const char* p) {
   const uint32x4_t x = vmovl_u16(x16);
   return vreinterpretq_s32_u32(vandq_u32(vorrq_u32(x, vshlq_n_u32(x, 12)), vdupq_n_u32(0x000f000f)));
 }
+#endif
+
+#if !defined(AS_ISA_AVX512)
+inline void store_rounded(int16_t* p, vf a) {
+  float x[W];
+  vstore(x, vround(a));
+  for (int i = 0; i < W; i++) p[i] = (int16_t)(int32_t)x[i];
+}
+inline float lane_sum(vf a) { return vsum(a); }
+inline float lane_max(vf a) { return vhmax(a); }
+inline vf exponential(vf x) { return vexp(x); }
 #endif
 
 // The types of the cache: vector v of what is at `p`.
@@ -361,21 +386,27 @@ void attend_integers(const AttentionTile& a) {
   std::fill(minimum + a.tokens, minimum + padded, 0.0f);
   for (int r = 0; r < a.rows; r++) {
     float* row = p + r * kBlockTokens;
-    a.sum[r] = exponentials(row, std::max(0, std::min(a.context[r] - a.begin, a.tokens)), padded, a.maximum + r);
-    vf offset = vzero(), top = vzero();
+    const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
+    const vf none = vset(-std::numeric_limits<float>::infinity());
+    for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
+    vf highest = none;
+    for (int t = 0; t < padded; t += W) highest = vmax(highest, vload(row + t));
+    a.maximum[r] = limit > 0 ? lane_max(highest) : 0.0f;
+    vf sum = vzero(), offset = vzero(), top = vzero();
     for (int t = 0; t < padded; t += W) {
-      const vf w = vmul(vload(row + t), vload(scale + t));
-      offset = vfma(vload(row + t), vload(minimum + t), offset);
+      const vf e = exponential(vsub(vload(row + t), vset(a.maximum[r]))), w = vmul(e, vload(scale + t));
+      sum = vadd(sum, e);
+      offset = vfma(e, vload(minimum + t), offset);
       top = vmax(top, w);
       vstore(row + t, w);
     }
-    const float largest = vhmax(top);
+    const float largest = lane_max(top);
     const bool usable = largest > 1e-34f;  // the inverse would overflow; all of such values are their minimum
     const vf inverse = vset(usable ? 32767 / largest : 0.0f);
-    for (int t = 0; t < padded; t += W) vstore(row + t, vround(vmul(vload(row + t), inverse)));
-    for (int t = 0; t < padded; t++) weights[r * kBlockTokens + t] = (int16_t)(int32_t)row[t];
+    for (int t = 0; t < padded; t += W) store_rounded(weights + r * kBlockTokens + t, vmul(vload(row + t), inverse));
     factor[r] = usable ? largest / 32767 : 0.0f;
-    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, vsum(offset));  // NaN if any scale is
+    a.sum[r] = lane_sum(sum);
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, lane_sum(offset));  // NaN if any scale is
   }
   for (int r = 0; r < a.rows; r += OR)
     with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
