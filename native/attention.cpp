@@ -1,8 +1,10 @@
 // Span attention of a step: writes the new keys and values, then attends tile by tile over blocks of context.
 //
 // A tile is up to kTileRows query rows (positions x query heads) of one sequence that share a KV head, so that a key is read
-// once for all of them. Enough tiles: a thread walks its tiles, block after block. Few tiles (decode): threads share out the
-// (tile, block) pairs and the partial results are merged afterwards, in the same order: the bits are the same either way.
+// once for all of them. Enough tiles: threads take groups of a few adjacent ones and walk a group's context, block after block,
+// so that a block comes once from far for all of them; groups are taken from a counter, as their contexts differ. Few tiles
+// (decode): threads share out the (tile, block) pairs and the partial results are merged afterwards, in the same order: the
+// bits are the same either way.
 #include <algorithm>
 #include <limits>
 
@@ -10,13 +12,15 @@
 
 namespace as {
 
+constexpr int kGroupTiles = 4;
+
 // A layer's spans are adjacent, a span's KV heads within: [layer][span][kv head]{span_layout.h}.
 char* Executor::span_address(int layer, int span, int kv_head) const {
   return cache_.as() + layout_.bytes * (((size_t)layer * num_spans_ + span) * shape_.kv_heads + kv_head);
 }
 
 void Executor::make_tiles(const Plan& plan) {
-  tiles_.clear(), pairs_.clear();
+  tiles_.clear(), groups_.clear(), pairs_.clear();
   int row = 0;
   for (const Work& w : plan.work) {
     for (int kv = 0; kv < shape_.kv_heads; kv++) {
@@ -35,16 +39,28 @@ void Executor::make_tiles(const Plan& plan) {
     row += w.count;
   }
   split_blocks_ = pool_.size() > 1 && (int)tiles_.size() < 4 * pool_.size();
-  if (split_blocks_)
+  if (split_blocks_) {
     for (int t = 0; t < (int)tiles_.size(); t++) {
       tiles_[t].partial = (int)pairs_.size();
       for (int b = 0; b < tiles_[t].blocks; b++) pairs_.emplace_back(t, b);
     }
+    return;
+  }
+  const int most = std::min(kGroupTiles, std::max(1, (int)tiles_.size() / (8 * pool_.size())));  // some groups for each thread
+  for (int t = 0; t < (int)tiles_.size(); t++) {
+    const Tile& tile = tiles_[t];
+    const bool joins = !groups_.empty() && groups_.back().count < most && tiles_[t - 1].slot == tile.slot && tiles_[t - 1].kv_head == tile.kv_head;
+    if (joins) groups_.back().count++;
+    else groups_.push_back({t, 1});
+  }
 }
 
 void Executor::write_cache(const Op& op, int thread) {
   const int dim = shape_.head_dim, width = in(op).width;
-  const auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
+  auto [r0, r1] = part((long)rows_.size(), thread, pool_.size());
+  // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
+  auto splits = [&](int r) { return r > 0 && r < (int)rows_.size() && rows_[r].position % 2 && rows_[r - 1].slot == rows_[r].slot; };
+  r0 += splits(r0), r1 += splits(r1);
   for (int r = r0; r < r1; r++) {
     const Row& row = rows_[r];
     const int span = slots_[row.slot].spans[row.position / span_size_], token = row.position % span_size_;
@@ -56,72 +72,129 @@ void Executor::write_cache(const Op& op, int thread) {
   }
 }
 
-void Executor::attend_block(const Op& op, const Tile& tile, int block, float* maximum, float* sum, float* out) const {
-  const Slot& slot = slots_[tile.slot];
-  const int heads = tile.head1 - tile.head0, begin = block * kBlockTokens;
-  const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
-  AttentionTile a;
-  a.rows = tile.positions * heads;
+AttentionTile Executor::prepare_tile(const Op& op, const Tile& tile, char* queries) const {
+  const int heads = tile.head1 - tile.head0;
+  AttentionTile a{};
+  a.rows = tile.rows(), a.scale = shape_.scale, a.layout = &layout_;
   for (int i = 0; i < tile.positions; i++)
     for (int h = 0; h < heads; h++) {
       a.q[i * heads + h] = in(op).data + (size_t)(tile.row + i) * in(op).width + (size_t)(tile.head0 + h) * shape_.head_dim;
-      a.limit[i * heads + h] = tile.position + i + 1 - begin;
+      a.context[i * heads + h] = tile.position + i + 1;
     }
-  a.scale = shape_.scale;
-  a.tokens = std::min(kBlockTokens, tile.position + tile.positions - begin);
-  const int per_block = kBlockTokens / span_size_;
+  k_.prepare_queries(a, queries);
+  a.prepared = queries;
+  return a;
+}
+
+// Partial results: kTileRows maxima, as many sums, then the rows' vectors.
+void Executor::attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, float* partial) const {
+  const std::vector<int32_t>& slot_spans = slots_[tile.slot].spans;
+  const int end = tile.position + tile.positions, per_block = kBlockTokens / span_size_;
+  const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
+  a.begin = block * kBlockTokens;
+  a.tokens = std::min(kBlockTokens, end - a.begin);
   for (int i = 0; i * span_size_ < a.tokens; i++) {
     const int s = block * per_block + i, following = s + per_block;
-    spans[i] = span_address(op.layer, slot.spans[s], tile.kv_head);
-    next[i] = following * span_size_ < tile.position + tile.positions ? span_address(op.layer, slot.spans[following], tile.kv_head) : spans[i];
+    spans[i] = span_address(op.layer, slot_spans[s], tile.kv_head);
+    next[i] = following * span_size_ < end ? span_address(op.layer, slot_spans[following], tile.kv_head) : spans[i];
   }
-  a.spans = spans, a.next = next, a.layout = &layout_;
-  a.maximum = maximum, a.sum = sum, a.out = out;
+  a.spans = spans, a.next = next, a.cold = cold;
+  a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
   k_.attend(a);
 }
 
-void Executor::finish_tile(const Op& op, const Tile& tile, const float* sum, const float* result) const {
+void Executor::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const {
+  const int padded = shape_.padded_dim, heads = tile.head1 - tile.head0;
+  row0 = std::max(row0, (block * kBlockTokens - tile.position) * heads);  // rows before see nothing of this block
+  if (row0 >= row1) return;
+  k_.merge(row1 - row0, result + row0, result + kTileRows + row0, result + 2 * kTileRows + (size_t)row0 * padded, partial + row0,
+           partial + kTileRows + row0, partial + 2 * kTileRows + (size_t)row0 * padded, padded);
+}
+
+void Executor::finish_rows(const Op& op, const Tile& tile, int row0, int row1, const float* result) const {
   const int heads = tile.head1 - tile.head0;
-  for (int i = 0; i < tile.positions; i++)
-    for (int h = 0; h < heads; h++) {
-      const int r = i * heads + h;
-      float* y = out(op).data + (size_t)(tile.row + i) * out(op).width + (size_t)(tile.head0 + h) * shape_.head_dim;
-      const float inverse = 1.0f / sum[r];
-      for (int d = 0; d < shape_.head_dim; d++) y[d] = result[(size_t)r * shape_.padded_dim + d] * inverse;
+  for (int r = row0; r < row1; r++) {
+    float* y = out(op).data + (size_t)(tile.row + r / heads) * out(op).width + (size_t)(tile.head0 + r % heads) * shape_.head_dim;
+    const float inverse = 1.0f / result[kTileRows + r], *vector = result + 2 * kTileRows + (size_t)r * shape_.padded_dim;
+    for (int d = 0; d < shape_.head_dim; d++) y[d] = vector[d] * inverse;
+  }
+}
+
+namespace {
+
+// Nothing seen yet.
+void clear(float* result, size_t floats) {
+  std::fill_n(result, kTileRows, -std::numeric_limits<float>::infinity());
+  std::fill(result + kTileRows, result + floats, 0.0f);
+}
+
+}  // namespace
+
+// A thread's scratch memory: partial results of a block, then results of a group's tiles, then their queries.
+size_t Executor::attention_scratch_bytes() const {
+  return (kGroupTiles + 1) * partial_floats() * sizeof(float) + kGroupTiles * query_bytes(layout_);
+}
+
+void Executor::attend_groups(const Op& op, int thread) {
+  const size_t floats = partial_floats();
+  float* partial = reinterpret_cast<float*>(attention_scratch_.as() + thread * attention_scratch_bytes());
+  float* results = partial + floats;
+  char* queries = reinterpret_cast<char*>(results + kGroupTiles * floats);
+  AttentionTile prepared[kGroupTiles];
+  for (int taken; (taken = taken_groups_.fetch_add(1, std::memory_order_relaxed)) < (int)groups_.size();) {
+    const TileGroup& group = groups_[groups_.size() - 1 - taken];  // a prompt's last positions see most: these first
+    const Tile* tiles = &tiles_[group.first];
+    for (int i = 0; i < group.count; i++) {
+      prepared[i] = prepare_tile(op, tiles[i], queries + i * query_bytes(layout_));
+      clear(results + i * floats, floats);
     }
+    for (int b = 0; b < tiles[group.count - 1].blocks; b++) {
+      bool cold = true;
+      for (int i = 0; i < group.count; i++) {
+        if (b >= tiles[i].blocks) continue;
+        attend_block(op, prepared[i], tiles[i], b, cold, partial);
+        merge_block(tiles[i], b, 0, tiles[i].rows(), partial, results + i * floats);
+        cold = false;
+      }
+    }
+    for (int i = 0; i < group.count; i++) finish_rows(op, tiles[i], 0, tiles[i].rows(), results + i * floats);
+  }
+  k_.end_attention();
+}
+
+void Executor::attend_split(const Op& op, int thread) {
+  const size_t floats = partial_floats();
+  float* result = reinterpret_cast<float*>(attention_scratch_.as() + thread * attention_scratch_bytes());
+  char* queries = reinterpret_cast<char*>(result + (kGroupTiles + 1) * floats);
+  const auto [p0, p1] = part((long)pairs_.size(), thread, pool_.size());
+  AttentionTile prepared;
+  for (int p = p0; p < p1; p++) {
+    const auto [t, block] = pairs_[p];
+    if (p == p0 || t != pairs_[p - 1].first) prepared = prepare_tile(op, tiles_[t], queries);
+    attend_block(op, prepared, tiles_[t], block, true, partials_.as<float>() + p * floats);
+  }
+  k_.end_attention();
+  if (!pool_.barrier()) return;
+  int rows = 0;
+  for (const Tile& tile : tiles_) rows += tile.rows();
+  const auto [r0, r1] = part(rows, thread, pool_.size());
+  int before = 0;  // rows of the tiles before
+  for (const Tile& tile : tiles_) {
+    const int row0 = std::max(0, r0 - before), row1 = std::min(tile.rows(), r1 - before);
+    before += tile.rows();
+    if (row0 >= row1) continue;
+    clear(result, floats);
+    for (int b = 0; b < tile.blocks; b++) merge_block(tile, b, row0, row1, partials_.as<float>() + (tile.partial + b) * floats, result);
+    finish_rows(op, tile, row0, row1, result);
+  }
 }
 
 void Executor::span_attention(const Op& op, int thread) {
   pool_.guard([&] { write_cache(op, thread); });
+  if (thread == 0) taken_groups_.store(0, std::memory_order_relaxed);
   if (!pool_.barrier()) return;
-  const int padded = shape_.padded_dim, threads = pool_.size();
-  const size_t partial = (size_t)kTileRows * (padded + 2);  // floats: maxima, sums, vectors
-  if (split_blocks_) {
-    const auto [p0, p1] = part((long)pairs_.size(), thread, threads);
-    for (int p = p0; p < p1; p++) {
-      float* at = partials_.as<float>() + p * partial;
-      attend_block(op, tiles_[pairs_[p].first], pairs_[p].second, at, at + kTileRows, at + 2 * kTileRows);
-    }
-    if (!pool_.barrier()) return;
-  }
-  std::vector<float> scratch(2 * partial);
-  float *maximum = scratch.data(), *sum = maximum + kTileRows, *result = sum + kTileRows;
-  float *block_maximum = maximum + partial, *block_sum = block_maximum + kTileRows, *block_result = block_sum + kTileRows;
-  for (int t = thread; t < (int)tiles_.size(); t += threads) {
-    const Tile& tile = tiles_[t];
-    const int heads = tile.head1 - tile.head0, rows = tile.positions * heads;
-    for (int r = 0; r < rows; r++) maximum[r] = -std::numeric_limits<float>::infinity(), sum[r] = 0;
-    std::fill_n(result, (size_t)rows * padded, 0.0f);
-    for (int b = 0; b < tile.blocks; b++) {
-      float *m = block_maximum, *s = block_sum, *o = block_result;
-      if (split_blocks_) m = partials_.as<float>() + (tile.partial + b) * partial, s = m + kTileRows, o = s + kTileRows;
-      else attend_block(op, tile, b, m, s, o);
-      for (int r = 0; r < rows; r++)
-        if (tile.position + r / heads >= b * kBlockTokens)  // the row sees something of this block
-          k_.merge(maximum + r, sum + r, result + (size_t)r * padded, m[r], s[r], o + (size_t)r * padded, padded);
-    }
-    finish_tile(op, tile, sum, result);
-  }
+  if (split_blocks_) attend_split(op, thread);
+  else attend_groups(op, thread);
 }
 
 }  // namespace as

@@ -38,7 +38,7 @@ void bind_kernels(py::module_& m) {
         // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
         const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0);
         if (rows > kTileRows || tokens > kBlockTokens || (int)limits.size() != rows) throw std::invalid_argument("at most 16 rows, 128 tokens, a limit a row");
-        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim);
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int count = (tokens + span_size - 1) / span_size;
         std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written
         std::vector<const void*> spans(count);
@@ -46,11 +46,15 @@ void bind_kernels(py::module_& m) {
         for (int t = 0; t < tokens; t++)
           write_token(layout, memory.data() + layout.bytes * (t / span_size), t % span_size, keys.data(t, 0), values.data(t, 0));
         AttentionTile a{};
-        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = a.next = spans.data();
+        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = a.next = spans.data(), a.cold = true;
+        std::vector<char> queries(query_bytes(layout));
         Floats maximum(rows), sum(rows), out({rows, layout.padded_dim});
-        for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.limit[r] = limits[r];
+        for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.context[r] = limits[r];
+        kernels().prepare_queries(a, queries.data());
+        a.prepared = queries.data();
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
         kernels().attend(a);
+        kernels().end_attention();
         return py::make_tuple(maximum, sum, out);
       },
       "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
@@ -58,7 +62,7 @@ void bind_kernels(py::module_& m) {
       "attend_seconds",
       [](int rows, int dim, int span_size, const std::string& dtype, int tokens, int heads, std::vector<int> cpus, int threads, int repeats) {
         // Each thread has its own part of `heads` caches of `tokens` tokens, as an executor's: the heads of a span adjacent.
-        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim);
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int spans = tokens / span_size, blocks = tokens / kBlockTokens;
         Buffer memory(layout.bytes * spans * heads, "measuring attention");
         std::vector<float> x((size_t)std::max(rows, 2) * dim);
@@ -75,8 +79,11 @@ void bind_kernels(py::module_& m) {
             std::vector<float> out((size_t)rows * (layout.padded_dim + 2));
             const void *at[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
             AttentionTile a{};
-            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at, a.next = next;
-            for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.limit[r] = kBlockTokens;
+            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at, a.next = next, a.cold = true;
+            for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.context[r] = kBlockTokens;
+            std::vector<char> queries(query_bytes(layout));
+            kernels().prepare_queries(a, queries.data());
+            a.prepared = queries.data();
             a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
             const auto [b0, b1] = part((long)blocks * heads, thread, threads);
             for (int b = b0; b < b1; b++) {
@@ -87,6 +94,7 @@ void bind_kernels(py::module_& m) {
               }
               kernels().attend(a);
             }
+            kernels().end_attention();
           });
           best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
         }

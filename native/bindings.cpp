@@ -236,7 +236,9 @@ PYBIND11_MODULE(_native, m) {
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
   m.def("span_bytes",
-        [](int span_size, int head_dim, const std::string& dtype) { return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim).bytes; },
+        [](int span_size, int head_dim, const std::string& dtype) {
+          return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim, as::kernels().rules.bf16_pairs).bytes;
+        },
         py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), "Memory of a span of the KV cache, for one layer and KV head.");
   m.def("prepared_bytes",
         [](int k, const std::string& dtype, int group_size) {

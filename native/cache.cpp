@@ -22,6 +22,16 @@ void write_floats(const SpanLayout& s, char* span, int token, const float* key, 
   for (int d = s.head_dim; d < s.padded_dim; d++) v[d] = 0;
 }
 
+// The halves of a pair, the earlier in the lower. A token of an even number leaves the other half of its values' pairs as it is.
+void write_pairs(const SpanLayout& s, char* span, int token, const float* key, const float* value) {
+  uint16_t* k = reinterpret_cast<uint16_t*>(span + token / kKeyGroup * s.group_bytes) + token % kKeyGroup * 2;
+  uint16_t* v = reinterpret_cast<uint16_t*>(span + s.value_offset + token / 2 * 2 * s.value_bytes) + token % 2;
+  auto at = [&](int d) -> uint16_t& { return k[(size_t)(d / 2) * 2 * kKeyGroup + d % 2]; };
+  for (int d = 0; d < s.head_dim; d++) at(d) = float_to_bf16(key[d]), v[2 * d] = float_to_bf16(value[d]);
+  for (int d = s.head_dim; d < s.key_dim; d++) at(d) = 0;
+  for (int d = s.head_dim; d < s.padded_dim; d++) v[2 * d] = 0;
+}
+
 // q[0 .. padded) of x[0 .. n), 0 past n. A NaN or an infinity makes the scale NaN, and so whatever is computed from the row.
 void quantize(const float* x, int n, int padded, int levels, uint8_t* q, float* scale, float* minimum) {
   float low = x[0], high = x[0], poison = 0;
@@ -50,20 +60,16 @@ void write_quantized(const SpanLayout& s, char* span, int token, const float* ke
   quantize(key, s.head_dim, s.padded_dim, levels, k, scales, scales + s.span_size);
   quantize(value, s.head_dim, s.padded_dim, levels, v, scales + 2 * s.span_size, scales + 3 * s.span_size);
   char* keys = span + token / kKeyGroup * s.group_bytes;
-  char* values = span + s.value_offset + token * s.value_bytes;
-  const int lane = token % kKeyGroup;
+  char* values = span + s.value_offset + token / 2 * 2 * s.value_bytes;
+  const int lane = token % kKeyGroup, half = token % 2;
   if (s.dtype == DType::i8) {
     for (int p = 0; p < pairs; p++)
       for (int i = 0; i < 2; i++) keys[(p * kKeyGroup + lane) * 2 + i] = (char)k[2 * p + i];
-    std::copy_n(v, s.padded_dim, values);
+    for (int d = 0; d < s.padded_dim; d++) values[2 * d + half] = (char)v[d];
     return;
   }
   for (int p = 0; p < pairs; p++) keys[p * kKeyGroup + lane] = (char)(k[2 * p] | k[2 * p + 1] << 4);
-  for (int d = 0; d < s.padded_dim; d += 16)
-    for (int b = 0; b < 8; b++) {  // byte b of a block: nibbles 2 (b % 4) and 2 (b % 4) + 1 of half b / 4
-      const int lane0 = d + b % 4 * 4 + b / 4;
-      values[d / 2 + b] = (char)(v[lane0] | v[lane0 + 2] << 4);
-    }
+  for (int d = 0; d < s.padded_dim; d++) values[d] = (char)((values[d] & (half ? 0x0f : 0xf0)) | v[d] << 4 * half);
 }
 
 }  // namespace
@@ -71,7 +77,8 @@ void write_quantized(const SpanLayout& s, char* span, int token, const float* ke
 void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value) {
   switch (layout.dtype) {
     case DType::f32: return write_floats<float>(layout, span, token, key, value);
-    case DType::bf16: return write_floats<uint16_t>(layout, span, token, key, value);
+    case DType::bf16:
+      return layout.pairs ? write_pairs(layout, span, token, key, value) : write_floats<uint16_t>(layout, span, token, key, value);
     case DType::i8:
     case DType::u4: return write_quantized(layout, span, token, key, value);
   }

@@ -245,10 +245,11 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
   max_rows_ = max_rows, max_slots_ = max_slots, max_length_ = max_length, layers_ = layers;
   span_size_ = span_size, num_spans_ = num_spans;
   plan_buffers();
-  layout_ = span_layout(cache_dtype, span_size, head_dim);
+  layout_ = span_layout(cache_dtype, span_size, head_dim, k_.rules.bf16_pairs);
   cache_ = Buffer(layout_.bytes * layers * num_spans * kv_heads, "the KV cache");
   const size_t blocks = (max_length + kBlockTokens - 1) / kBlockTokens;
-  partials_ = Buffer((size_t)4 * pool_.size() * blocks * kTileRows * (shape_.padded_dim + 2) * sizeof(float), "partial results of attention");
+  partials_ = Buffer((size_t)4 * pool_.size() * blocks * partial_floats() * sizeof(float), "partial results of attention");
+  attention_scratch_ = Buffer(pool_.size() * attention_scratch_bytes(), "scratch memory of attention");
   size_t prepared = 0;
   for (const Op& op : ops_)
     if (op.type == OpType::linear)

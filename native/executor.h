@@ -1,5 +1,6 @@
 // Runs the op list of a model for one rank: all prompt chunks and single tokens of a step in one call.
 #pragma once
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -108,6 +109,11 @@ class Executor {
   // Query rows of one sequence that share a KV head: positions [position, position + positions), local q heads [head0, head1).
   struct Tile {
     int slot, row, position, positions, kv_head, head0, head1, blocks, partial;
+    int rows() const { return positions * (head1 - head0); }
+  };
+  // Adjacent tiles of one sequence and KV head.
+  struct TileGroup {
+    int first, count;
   };
 
   void plan_buffers();
@@ -130,8 +136,14 @@ class Executor {
   // attention.cpp
   void span_attention(const Op& op, int thread);
   void write_cache(const Op& op, int thread);
-  void attend_block(const Op& op, const Tile& tile, int block, float* maximum, float* sum, float* out) const;
-  void finish_tile(const Op& op, const Tile& tile, const float* sum, const float* out) const;
+  AttentionTile prepare_tile(const Op& op, const Tile& tile, char* queries) const;
+  void attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, float* partial) const;
+  void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
+  void finish_rows(const Op& op, const Tile& tile, int row0, int row1, const float* result) const;
+  void attend_groups(const Op& op, int thread);
+  void attend_split(const Op& op, int thread);
+  size_t partial_floats() const { return (size_t)kTileRows * (shape_.padded_dim + 2); }  // maxima, sums, vectors of a tile
+  size_t attention_scratch_bytes() const;  // of a thread
   char* span_address(int layer, int span, int kv_head) const;
   // profile.cpp
   void measure_attention(const Plan& plan);
@@ -161,6 +173,7 @@ class Executor {
   int max_rows_ = 0, max_slots_ = 0, max_length_ = 0, layers_ = 0, span_size_ = 0, num_spans_ = 0;
   SpanLayout layout_;  // of one span, layer and KV head
   Buffer activations_, cache_, partials_, prepared_;
+  Buffer attention_scratch_;  // of each thread
   std::vector<float> cosine_, sine_;
 
   // of the current step
@@ -168,6 +181,8 @@ class Executor {
   std::vector<Row> rows_;
   std::vector<int> logit_rows_;        // rows that sample
   std::vector<Tile> tiles_;
+  std::vector<TileGroup> groups_;
+  std::atomic<int> taken_groups_{0};
   bool split_blocks_ = false;          // few tiles: threads share out (tile, block) pairs
   std::vector<std::pair<int, int>> pairs_;
   std::vector<std::vector<uint8_t>> blobs_;

@@ -60,6 +60,22 @@ def test_block_against_float64(dtype, dim, tokens, span_size):
         assert alone[0][0] == maximum[r] and alone[1][0] == total[r]
 
 
+@pytest.mark.parametrize("dtype", LEVELS)
+@pytest.mark.parametrize("tokens", [1, 2, 15, 33, 127, 128])
+def test_weights_are_rounded_to_16_bits(dtype, tokens):
+    """Tokens seen alike, scales that differ: a weight may be off by 2^-16 of the largest, and no more."""
+    rng = np.random.default_rng(tokens)
+    values = (rng.normal(size=(tokens, 64)) * rng.uniform(0.1, 3, (tokens, 1))).astype(np.float32)
+    q, keys = np.zeros((9, 64), np.float32), rng.normal(size=(tokens, 64)).astype(np.float32)
+    limits = [max(1, tokens - r) for r in range(9)]
+    _, total, out = _native.kernels.attend(q, keys, values, limits, 0.125, 32, dtype)
+    cached, step = read_back(values, dtype)
+    for r, limit in enumerate(limits):
+        assert total[r] == limit
+        bound = 0.501 / 32767 * step[:limit].max() * LEVELS[dtype] + 1e-6 * np.abs(cached).max()
+        assert np.abs(out[r, :64] / limit - cached[:limit].mean(axis=0)).max() <= bound
+
+
 def one_token(dtype, key, value, query):
     """(score of the query, value as it is read back) of a cache of one token."""
     maximum, total, out = _native.kernels.attend(query[None], key[None], value[None], [1], 1.0, 16, dtype)

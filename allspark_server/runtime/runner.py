@@ -32,6 +32,7 @@ UNQUANTIZED = ("float32", "bfloat16")
 QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
 HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
 BLOCK_TOKENS, TILE_ROWS = 128, 16  # of attention's partial results (native/kernels/kernels.h)
+GROUP_TILES = 4  # of which a thread keeps results (native/attention.cpp)
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
@@ -187,9 +188,10 @@ class ModelRunner:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
         tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
                       for tensor in graph.tensors.values())
-        # Partial results of attention: native/executor.cpp, partials_.
+        # Partial results of attention: native/executor.cpp, partials_ and attention_scratch_.
         blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
-        partials = 4 * self._threads() * blocks * TILE_ROWS * (_padded(graph.config.head_dim) + 2)
+        partial, queries = (TILE_ROWS * (_padded(graph.config.head_dim) + n) for n in (2, 20))
+        partials = self._threads() * ((4 * blocks + GROUP_TILES + 1) * partial + GROUP_TILES * queries)
         columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
                                                     for weight in graph.weights.values() if weight.is_matrix)}
         prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)

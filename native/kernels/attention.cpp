@@ -9,12 +9,14 @@
 // Spans are too short for the processor's own prefetching to get going: while keys are read the same tokens' values are
 // prefetched, while values are read the keys of the next block.
 //
-//   float32, bfloat16   score = one chain of fused multiply-adds over the head dimension, times scale.
-//   int8, uint4         the query is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of 8-bit keys)
+//   float32, bfloat16   (bfloat16 in pairs: attention_bf16.cpp) score = one chain of fused multiply-adds over the head dimension, times scale.
+//   int8, uint4         the query, once a tile, is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of 8-bit keys)
 //                       and multiplied with the keys as they are stored, in exact integer sums: two products an instruction,
 //                       no conversion to float, and no order to keep. Scale and minimum of a key come to its finished score:
 //                       score = (key scale * f) * sum + (key minimum * (f * sum of the query)), f = query scale * scale.
-//                       Values: p * value scale takes the place of p, and out starts from the sum of p * value minimum.
+//                       Values likewise: p * value scale is rounded to 16 bits (2^-16 of the row's largest in the block: at the
+//                       most, with all equal, half a step of 8-bit values, as a rule a hundredth) and multiplied in integers,
+//                       pairs of tokens; out = factor * sum + sum of p * value minimum.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -28,14 +30,14 @@ namespace AS_ISA {
 namespace {
 
 constexpr int KV = kKeyGroup / W;  // vectors of a group of keys
-// QR: rows of a score tile; OR, OV: rows and vectors of an output tile. Eight chains hide the multipliers' latency, and the
-// more rows, the fewer times a key or value is converted.
+// QR: rows of a score tile, QG: groups of keys of one in integers; OR, OV: rows and vectors of an output tile. Eight chains
+// hide the multipliers' latency, and the more rows, the fewer times a key or value is converted.
 #if defined(AS_ISA_AVX512)
-constexpr int QR = 8, OR = 8, OV = 2;
+constexpr int QR = 8, QG = 2, OR = 8, OV = 2;
 #elif defined(AS_ISA_AVX2)
-constexpr int QR = 4, OR = 4, OV = 2;
+constexpr int QR = 4, QG = 1, OR = 4, OV = 2;
 #else
-constexpr int QR = 4, OR = 4, OV = 4;
+constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
 #endif
 
 #if defined(AS_ISA_AVX512)
@@ -43,6 +45,20 @@ using vi = __m512i;
 inline vi izero() { return _mm512_setzero_si512(); }
 inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+inline void store_rounded(int16_t* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a))); }
+inline float lane_sum(vf a) { return _mm512_reduce_add_ps(a); }
+inline float lane_max(vf a) { return _mm512_reduce_max_ps(a); }
+// e^x for x <= 0, 0 below -87.3: 2^n times a polynomial of 2^r for |r| <= 1/2 (error 1.1e-7). vexp() in half the instructions,
+// for what follows is rounded to 16 bits.
+inline vf exponential(vf x) {
+  const vf t = vmul(x, vset(1.44269504088896341f)), n = vround(t), r = vsub(t, n);
+  vf p = vfma(vset(0.001326472032815218f), r, vset(0.009671512991189957f));
+  p = vfma(p, r, vset(0.05550733953714371f));
+  p = vfma(p, r, vset(0.24022242426872253f));
+  p = vfma(p, r, vset(0.6931470036506653f));
+  p = vfma(p, r, vset(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ), p, n);
+}
 inline vi add_pairs(vi acc, vi k, vi q) {
 #if defined(AS_ISA_AVX512_VNNI)
   asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(k), "v"(q));  // not the intrinsic: GCC 12 copies the accumulator around it
@@ -56,15 +72,6 @@ inline vi pairs_u4(const char* p) {
   const vi x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi32(x, 12)), _mm512_set1_epi32(0x000f000f));
 }
-inline vf value_i8(const char* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-template <int Part> inline vf value_u4(const char* p) {
-  int64_t x;
-  std::memcpy(&x, p, 8);
-  const vi shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
-  // vpermps looks at the low 4 bits of a lane: a table stands for mask and conversion.
-  const vf table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(x), shifts), table);
-}
 #elif defined(AS_ISA_AVX2)
 using vi = __m256i;
 inline vi izero() { return _mm256_setzero_si256(); }
@@ -75,13 +82,6 @@ inline vi pairs_i8(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(
 inline vi pairs_u4(const char* p) {
   const vi x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
   return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 12)), _mm256_set1_epi32(0x000f000f));
-}
-inline vf value_i8(const char* p) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
-template <int Part> inline vf value_u4(const char* p) {
-  int64_t x;
-  std::memcpy(&x, p, 8);
-  const vi shifts = _mm256_add_epi32(_mm256_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12), _mm256_set1_epi32(16 * Part));
-  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi64x(x), shifts), _mm256_set1_epi32(15)));
 }
 #else
 using vi = int32x4_t;
@@ -100,53 +100,58 @@ inline vi pairs_u4(const char* p) {
   const uint32x4_t x = vmovl_u16(x16);
   return vreinterpretq_s32_u32(vandq_u32(vorrq_u32(x, vshlq_n_u32(x, 12)), vdupq_n_u32(0x000f000f)));
 }
-inline vf value_i8(const char* p) {
-  uint32_t bytes;
-  std::memcpy(&bytes, p, 4);
-  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(bytes)))));
-}
-template <int Part> inline vf value_u4(const char* p) {
-  const uint32x2_t x = vld1_u32((const uint32_t*)p);
-  const int32_t shifts[4] = {-8 * Part, -8 * Part, -8 * Part - 4, -8 * Part - 4};
-  return vcvtq_f32_u32(vandq_u32(vshlq_u32(vcombine_u32(x, x), vld1q_s32(shifts)), vdupq_n_u32(15)));
-}
 #endif
 
-// The types of the cache: vector v of the values at `p`, and of pairs of keys at `p`.
+#if !defined(AS_ISA_AVX512)
+inline void store_rounded(int16_t* p, vf a) {
+  float x[W];
+  vstore(x, vround(a));
+  for (int i = 0; i < W; i++) p[i] = (int16_t)(int32_t)x[i];
+}
+inline float lane_sum(vf a) { return vsum(a); }
+inline float lane_max(vf a) { return vhmax(a); }
+inline vf exponential(vf x) { return vexp(x); }
+#endif
+
+// The types of the cache: vector v of what is at `p`.
 template <typename T> struct Floats {
-  static constexpr bool quantized = false;
   static constexpr size_t bits = 8 * sizeof(T);
   template <int V> static vf value(const char* p) { return vload_as<T>(reinterpret_cast<const T*>(p) + V * W); }
   static vf keys(const char* p, int v) { return vload_as<T>(reinterpret_cast<const T*>(p) + v * W); }
   static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d (quantized: pair of d) of a group of keys
 };
 struct Int8 {
-  static constexpr bool quantized = true;
-  static constexpr size_t bits = 8;
-  template <int V> static vf value(const char* p) { return value_i8(p + V * W); }
-  static vi keys(const char* p, int v) { return pairs_i8(p + v * W * 2); }
+  static vi pairs(const char* p, int v) { return pairs_i8(p + v * W * 2); }  // of keys, or of values
+  static constexpr size_t vector_bytes = W * 2;
   static constexpr size_t row = kKeyGroup * 2;
 };
 struct UInt4 {
-  static constexpr bool quantized = true;
-  static constexpr size_t bits = 4;
-  template <int V> static vf value(const char* p) { return value_u4<V * W % 16 / W>(p + V * W / 16 * 8); }
-  static vi keys(const char* p, int v) { return pairs_u4(p + v * W); }
+  static vi pairs(const char* p, int v) { return pairs_u4(p + v * W); }
+  static constexpr size_t vector_bytes = W;
   static constexpr size_t row = kKeyGroup;
 };
 
-// The tile's queries rounded to 16 bits.
+// The tile's queries rounded to 16 bits, as prepare_queries() leaves them.
 struct Queries {
-  alignas(64) int16_t q[kTileRows][kQuantizedHeadDim];
-  float factor[kTileRows], offset[kTileRows];  // query scale * scale; that times the sum of the rounded query
+  const int16_t* q;                // [rows][stride]
+  const float *factor, *offset;    // [kTileRows]: query scale * scale; that times the sum of the rounded query
+  size_t stride;
 };
 
-void round_queries(const AttentionTile& a, int levels, Queries& out) {
-  const int dim = a.layout->head_dim, padded = a.layout->padded_dim;
+Queries queries_of(const AttentionTile& a) {
+  const size_t stride = a.layout->query_dim();
+  const float* factor = reinterpret_cast<const float*>(a.prepared + kTileRows * stride * 2);
+  return {reinterpret_cast<const int16_t*>(a.prepared), factor, factor + kTileRows, stride};
+}
+
+void round_queries(const AttentionTile& a, int levels, char* to) {
+  const int dim = a.layout->head_dim, padded = a.layout->query_dim();
+  int16_t* rounded = reinterpret_cast<int16_t*>(to);
+  float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
   // The largest that cannot overflow 32 bits.
   const int most = (int)std::min(32767L, 2147483647L / ((long)levels * dim));
   alignas(64) float x[kQuantizedHeadDim];
-  for (int r = 0; r < a.rows; r++) {
+  for (int r = 0; r < a.rows; r++, rounded += padded) {
     std::copy_n(a.q[r], dim, x);
     std::fill(x + dim, x + padded, 0.0f);
     vf top = vzero(), poison = vzero();  // poison: 0, or NaN if any value is not finite
@@ -162,11 +167,11 @@ void round_queries(const AttentionTile& a, int levels, Queries& out) {
     int32_t sum = 0;
     for (int d = 0; d < padded; d++) {
       const int32_t q = (int32_t)x[d];
-      out.q[r][d] = (int16_t)q;
+      rounded[d] = (int16_t)q;
       sum += q;
     }
-    out.factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + vsum(poison);
-    out.offset[r] = out.factor[r] * (float)sum;
+    factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + vsum(poison);
+    offset[r] = factor[r] * (float)sum;
   }
 }
 
@@ -192,30 +197,37 @@ inline void scores_floats(const char* keys, const char* ahead, const AttentionTi
     for (int v = 0; v < KV; v++) vstore(out + r * kBlockTokens + v * W, vmul(acc[r][v], s));
 }
 
-template <int R, typename C>
-inline void scores_integers(const char* keys, const char* ahead, const Queries& queries, int r0, int pairs, const float* scale,
-                            const float* minimum, float* out) {
-  vi acc[R][KV];
+// The same with G groups of keys; scale and minimum of theirs.
+template <int R, int G, typename C>
+inline void scores_integers(const char* const (&keys)[QG], const char* const (&ahead)[QG], const Queries& queries, int r0, int pairs,
+                            const float* const (&scale)[QG], size_t minimum, float* out) {
+  vi acc[R][G * KV];
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < KV; v++) acc[r][v] = izero();
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) acc[r][v] = izero();
   for (int p = 0; p < pairs; p++) {
-    vi k[KV];
-    for (int v = 0; v < KV; v++) k[v] = C::keys(keys + p * C::row, v);
-    __builtin_prefetch(ahead + p * C::row);
+    vi k[G * KV];
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) k[v] = C::pairs(keys[v / KV] + p * C::row, v % KV);
+    for (int g = 0; g < G; g++) __builtin_prefetch(ahead[g] + p * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
-      std::memcpy(&pair, queries.q[r0 + r] + 2 * p, 4);
+      std::memcpy(&pair, queries.q + (r0 + r) * queries.stride + 2 * p, 4);
       const vi x = iset(pair);
-      for (int v = 0; v < KV; v++) acc[r][v] = add_pairs(acc[r][v], k[v], x);
+#pragma GCC unroll 4
+      for (int v = 0; v < G * KV; v++) acc[r][v] = add_pairs(acc[r][v], k[v], x);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
     const vf f = vset(queries.factor[r0 + r]), o = vset(queries.offset[r0 + r]);
-    for (int v = 0; v < KV; v++)
-      vstore(out + r * kBlockTokens + v * W,
-             vfma(vmul(vload(scale + v * W), f), to_float(acc[r][v]), vmul(vload(minimum + v * W), o)));
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) {
+      const float* at = scale[v / KV] + v % KV * W;
+      vstore(out + r * kBlockTokens + v * W, vfma(vmul(vload(at), f), to_float(acc[r][v]), vmul(vload(at + minimum), o)));
+    }
   }
 }
 
@@ -241,6 +253,43 @@ inline void weigh(std::integer_sequence<int, V...>, const char* values, const ch
     for (int v = 0; v < N; v++) vstore(out + (size_t)r * padded_dim + v * W, acc[r][v]);
 }
 
+// out of rows [r0, r0 + R), vectors [first, first + V): += factor[r] * sum over pairs of tokens of weights * values.
+template <int R, int V, typename C>
+inline void weigh_integers(const AttentionTile& a, int r0, int first, const int16_t* weights, const float* factor) {
+  const SpanLayout& s = *a.layout;
+  const size_t stride = 2 * s.value_bytes, at = first * C::vector_bytes;
+  vi acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) acc[r][v] = izero();
+  for (int t = 0; t < a.tokens; t += s.span_size) {
+    const char* values = static_cast<const char*>(a.spans[t / s.span_size]) + s.value_offset + at;
+    const char* ahead = r0 ? values : static_cast<const char*>(a.next[t / s.span_size]) + at;
+    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // an odd one's other half has weight 0
+    for (int p = 0; p < pairs; p++, values += stride, ahead += stride) {
+      vi x[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) x[v] = C::pairs(values, v);
+      for (size_t line = 0; line < V * C::vector_bytes; line += 64) __builtin_prefetch(ahead + line);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        std::memcpy(&pair, weights + (r0 + r) * kBlockTokens + t + 2 * p, 4);
+        const vi w = iset(pair);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[r][v] = add_pairs(acc[r][v], x[v], w);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* out = a.out + (size_t)(r0 + r) * s.padded_dim + first * W;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) vstore(out + v * W, vfma(to_float(acc[r][v]), vset(factor[r0 + r]), vload(out + v * W)));
+  }
+}
+
 // Scores to weights e^(score - maximum); returns their sum.
 inline float exponentials(float* row, int limit, int padded, float* maximum) {
   for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
@@ -256,46 +305,34 @@ inline float exponentials(float* row, int limit, int padded, float* maximum) {
   return vsum(sum);
 }
 
+struct Block {
+  const char *keys, *values;
+  const float* scales;
+};
+// A token's group of keys and value; the four runs of scales from there.
+Block block_at(const AttentionTile& a, int token) {
+  const SpanLayout& s = *a.layout;
+  const char* span = static_cast<const char*>(a.spans[token / s.span_size]);
+  const int t = token % s.span_size;
+  return {span + t / kKeyGroup * s.group_bytes, span + s.value_offset + t * s.value_bytes,
+          reinterpret_cast<const float*>(span + s.scale_offset) + t};
+}
+
 template <typename C>
-void attend_typed(const AttentionTile& a, int levels) {
+void attend_floats(const AttentionTile& a) {
   const SpanLayout& s = *a.layout;
   alignas(64) float p[kTileRows * kBlockTokens];
-  alignas(64) float scale[kBlockTokens], minimum[kBlockTokens];  // of the values
-  [[maybe_unused]] Queries queries;
-  if constexpr (C::quantized) round_queries(a, levels, queries);
   const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, blocks = s.padded_dim / 16;
   for (int t = 0; t < padded; t += kKeyGroup) {
-    const char* span = static_cast<const char*>(a.spans[t / s.span_size]);
-    const char* keys = span + t % s.span_size / kKeyGroup * s.group_bytes;
-    const char* values = span + s.value_offset + t % s.span_size * s.value_bytes;
-    [[maybe_unused]] const float* scales = reinterpret_cast<const float*>(span + s.scale_offset) + t % s.span_size;
+    const Block at = block_at(a, t);
     for (int r = 0; r < a.rows; r += QR)
       with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
-        float* out = p + r * kBlockTokens + t;
-        const char* ahead = r ? keys : values;
-        if constexpr (C::quantized)
-          scores_integers<rows, C>(keys, ahead, queries, r, (s.head_dim + 1) / 2, scales, scales + s.span_size, out);
-        else scores_floats<rows, C>(keys, ahead, a, r, out);
+        scores_floats<rows, C>(at.keys, r ? at.keys : at.values, a, r, p + r * kBlockTokens + t);
       });
-    if constexpr (C::quantized) {
-      std::copy_n(scales + 2 * s.span_size, kKeyGroup, scale + t);
-      std::copy_n(scales + 3 * s.span_size, kKeyGroup, minimum + t);
-    }
-  }
-  if constexpr (C::quantized) {  // what lies past the tokens may be anything, NaN too
-    std::fill(scale + a.tokens, scale + padded, 0.0f);
-    std::fill(minimum + a.tokens, minimum + padded, 0.0f);
   }
   for (int r = 0; r < a.rows; r++) {
-    float* row = p + r * kBlockTokens;
-    a.sum[r] = exponentials(row, std::max(0, std::min(a.limit[r], a.tokens)), padded, a.maximum + r);
-    vf offset = vzero();
-    if constexpr (C::quantized)
-      for (int t = 0; t < padded; t += W) {
-        offset = vfma(vload(row + t), vload(minimum + t), offset);
-        vstore(row + t, vmul(vload(row + t), vload(scale + t)));
-      }
-    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, vsum(offset));
+    a.sum[r] = exponentials(p + r * kBlockTokens, std::max(0, std::min(a.context[r] - a.begin, a.tokens)), padded, a.maximum + r);
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, 0.0f);
   }
   constexpr int B = OV * W / 16;  // blocks of 16 values of an output tile
   for (int t = 0; t < a.tokens; t += s.span_size) {
@@ -318,26 +355,115 @@ void attend_typed(const AttentionTile& a, int levels) {
   }
 }
 
+template <typename C>
+void attend_integers(const AttentionTile& a) {
+  const SpanLayout& s = *a.layout;
+  alignas(64) float p[kTileRows * kBlockTokens];
+  alignas(64) float scale[kBlockTokens], minimum[kBlockTokens];  // of the values
+  alignas(64) int16_t weights[kTileRows * kBlockTokens];
+  float factor[kTileRows];
+  const Queries queries = queries_of(a);
+  const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, vectors = s.padded_dim / W;
+  for (int t = 0; t < padded; t += QG * kKeyGroup) {
+    const int groups = std::min(QG, (padded - t) / kKeyGroup);
+    const char *keys[QG], *values[QG];
+    const float* scales[QG];
+    for (int g = 0; g < groups; g++) {
+      const Block at = block_at(a, t + g * kKeyGroup);
+      keys[g] = at.keys, values[g] = at.values, scales[g] = at.scales;
+      std::copy_n(at.scales + 2 * s.span_size, kKeyGroup, scale + t + g * kKeyGroup);
+      std::copy_n(at.scales + 3 * s.span_size, kKeyGroup, minimum + t + g * kKeyGroup);
+    }
+    for (int r = 0; r < a.rows; r += QR)
+      with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
+        with_constant<QG>(groups, [&](auto count) {
+          scores_integers<rows, count, C>(keys, r ? keys : values, queries, r, (s.head_dim + 1) / 2, scales, s.span_size, p + r * kBlockTokens + t);
+        });
+      });
+  }
+  // What lies past the tokens may be anything, NaN too.
+  std::fill(scale + a.tokens, scale + padded, 0.0f);
+  std::fill(minimum + a.tokens, minimum + padded, 0.0f);
+  for (int r = 0; r < a.rows; r++) {
+    float* row = p + r * kBlockTokens;
+    const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
+    const vf none = vset(-std::numeric_limits<float>::infinity());
+    for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
+    vf highest = none;
+    for (int t = 0; t < padded; t += W) highest = vmax(highest, vload(row + t));
+    a.maximum[r] = limit > 0 ? lane_max(highest) : 0.0f;
+    vf sum = vzero(), offset = vzero(), top = vzero();
+    for (int t = 0; t < padded; t += W) {
+      const vf e = exponential(vsub(vload(row + t), vset(a.maximum[r]))), w = vmul(e, vload(scale + t));
+      sum = vadd(sum, e);
+      offset = vfma(e, vload(minimum + t), offset);
+      top = vmax(top, w);
+      vstore(row + t, w);
+    }
+    const float largest = lane_max(top);
+    const bool usable = largest > 1e-34f;  // the inverse would overflow; all of such values are their minimum
+    const vf inverse = vset(usable ? 32767 / largest : 0.0f);
+    for (int t = 0; t < padded; t += W) store_rounded(weights + r * kBlockTokens + t, vmul(vload(row + t), inverse));
+    factor[r] = usable ? largest / 32767 : 0.0f;
+    a.sum[r] = lane_sum(sum);
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, lane_sum(offset));  // NaN if any scale is
+  }
+  for (int r = 0; r < a.rows; r += OR)
+    with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
+      int v = 0;
+      for (; v + OV <= vectors; v += OV) weigh_integers<rows, OV, C>(a, r, v, weights, factor);
+      for (; v < vectors; v++) weigh_integers<rows, 1, C>(a, r, v, weights, factor);
+    });
+}
+
 }  // namespace
 
-void attend(const AttentionTile& tile) {
+void prepare_queries(const AttentionTile& tile, char* out) {
   switch (tile.layout->dtype) {
-    case DType::f32: return attend_typed<Floats<float>>(tile, 0);
-    case DType::bf16: return attend_typed<Floats<uint16_t>>(tile, 0);
-    case DType::i8: return attend_typed<Int8>(tile, 255);
-    case DType::u4: return attend_typed<UInt4>(tile, 15);
+    case DType::i8: return round_queries(tile, 255, out);
+    case DType::u4: return round_queries(tile, 15, out);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16: return prepare_queries_bf16(tile, out);
+#endif
+    default: return;  // taken as they are
   }
 }
 
-void merge(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim) {
-  const float top = *maximum > block_maximum ? *maximum : block_maximum;
-  const vf a = vexp(vset(*maximum - top)), b = vexp(vset(block_maximum - top));
-  float scale_a[W], scale_b[W];
-  vstore(scale_a, a);
-  vstore(scale_b, b);
-  *maximum = top;
-  *sum = *sum * scale_a[0] + block_sum * scale_b[0];
-  for (int d = 0; d < padded_dim; d += W) vstore(out + d, vfma(vload(out + d), a, vmul(vload(block_out + d), b)));
+void attend(const AttentionTile& tile) {
+  switch (tile.layout->dtype) {
+    case DType::f32: return attend_floats<Floats<float>>(tile);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16: return attend_bf16(tile);
+#else
+    case DType::bf16: return attend_floats<Floats<uint16_t>>(tile);
+#endif
+    case DType::i8: return attend_integers<Int8>(tile);
+    case DType::u4: return attend_integers<UInt4>(tile);
+  }
+}
+
+void end_attention() {
+#if defined(AS_ISA_AVX512_BF16)
+  end_attention_bf16();
+#endif
+}
+
+void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,
+           int padded_dim) {
+  alignas(64) float state[4][kTileRows] = {}, scale[2][kTileRows];
+  std::copy_n(maximum, rows, state[0]), std::copy_n(block_maximum, rows, state[1]);
+  std::copy_n(sum, rows, state[2]), std::copy_n(block_sum, rows, state[3]);
+  for (int r = 0; r < rows; r += W) {
+    const vf m = vload(state[0] + r), b = vload(state[1] + r), top = vmax(m, b);
+    const vf x = vexp(vsub(m, top)), y = vexp(vsub(b, top));
+    vstore(state[0] + r, top), vstore(scale[0] + r, x), vstore(scale[1] + r, y);
+    vstore(state[2] + r, vfma(vload(state[2] + r), x, vmul(vload(state[3] + r), y)));
+  }
+  std::copy_n(state[0], rows, maximum), std::copy_n(state[2], rows, sum);
+  for (int r = 0; r < rows; r++, out += padded_dim, block_out += padded_dim) {
+    const vf x = vset(scale[0][r]), y = vset(scale[1][r]);
+    for (int d = 0; d < padded_dim; d += W) vstore(out + d, vfma(vload(out + d), x, vmul(vload(block_out + d), y)));
+  }
 }
 
 }  // namespace AS_ISA

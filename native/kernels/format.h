@@ -30,7 +30,7 @@ AS_INLINE int bits_of(Format f) { return f == Format::f32 ? 32 : f == Format::bf
 // What an instruction set's kernels want of the layout.
 struct Rules {
   int panel;           // rows of a panel
-  bool bf16_pairs;     // bfloat16 in pairs of k
+  bool bf16_pairs;     // bfloat16 in pairs of k; in the cache, of d and of tokens (span_layout.h)
   bool wide_integers;  // int8 and int4: integer dot products with 16-bit activations, see matmul_integer.cpp
 };
 

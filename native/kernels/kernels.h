@@ -11,22 +11,29 @@
 
 namespace as {
 
+constexpr int kTileRows = 16;
+
 // Attention of a tile of rows (query heads that share one KV head) over one block of context.
 struct AttentionTile {
-  int rows;                // <= kTileRows
-  const float* q[16];      // each [head_dim]
-  int limit[16];           // row sees tokens [0, limit) of this block; <= 0: none
+  int rows;                  // <= kTileRows
+  const float* q[kTileRows];  // each [head_dim]
+  int context[kTileRows];    // row sees the sequence's tokens [0, context)
   float scale;
-  int tokens;              // of the block, that any row sees
   const SpanLayout* layout;
+  const char* prepared;      // queries as prepare_queries() made them
+  // The block: tokens [begin, begin + tokens) of the sequence, those that any row sees.
+  int begin, tokens;
   const void* const* spans;  // the block's, of this layer and KV head
-  const void* const* next;   // where to prefetch: the following block's, or again the block's
-  float* maximum;          // [rows]
-  float* sum;              // [rows]
-  float* out;              // [rows][padded_dim], not normalized
+  const void* const* next;   // what to prefetch: the following block's, or again the block's
+  bool cold;                 // the block has not just been read for another tile: prefetch
+  float* maximum;            // [rows]
+  float* sum;                // [rows]
+  float* out;                // [rows][padded_dim], not normalized
 };
-constexpr int kTileRows = 16;
 constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
+
+// Bytes of a tile's prepared queries: 16 bits a value, then two floats a row.
+inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
 
 enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
 
@@ -48,9 +55,13 @@ struct Kernels {
   void (*add)(float* x, const float* y, size_t n);
   // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
+  // The tile's queries as the kernel takes them, into query_bytes() at `out`; the same for all blocks.
+  void (*prepare_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile& tile);
-  // Merges the next block's partial result into the running one (both [padded_dim]).
-  void (*merge)(float* maximum, float* sum, float* out, float block_maximum, float block_sum, const float* block_out, int padded_dim);
+  void (*end_attention)();  // by each thread after its last attend(), before other kernels
+  // Merges the next block's partial results (a row: a maximum, a sum, [padded_dim]) into the running ones.
+  void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,
+                int padded_dim);
   // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
   void (*rope)(float* x, const float* cosine, const float* sine, int half);
   const LogitKernels& (*logits)();  // passes over logits, for the sampler

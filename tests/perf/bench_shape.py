@@ -1,6 +1,6 @@
 """A model of a real shape with random weights, on the native executor alone: prefill, decode, and where the time goes.
 
-    bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32]
+    bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32] [--context 128]
 
 No checkpoint, engine or tokenizer: what is measured is the step. Ceilings are measured beforehand. Prefill is given in
 operations really done (weights of all rows, the head's of one, attention's causal half) over the AMX peak, or over the
@@ -18,7 +18,6 @@ from allspark_server import _native
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 
 SPAN = 32
-CONTEXT = 128  # of each sequence when decoding
 
 
 @dataclass
@@ -36,8 +35,8 @@ SHAPES = {"0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960,
 
 
 class Model:
-    def __init__(self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int):
-        self.shape, self.names = shape, []
+    def __init__(self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int, context: int, cache: str):
+        self.shape, self.names, self.context = shape, [], context
         e = self.executor = _native.Executor(cpus=list(range(threads)), num_threads=threads)
         rng = np.random.default_rng(0)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -87,14 +86,14 @@ class Model:
         op("select_rows", "select_rows", [y], [last], [], {})
         op("head", "linear", [last], [logits], [head], {})
         op("sample", "sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": shape.vocab})
-        spans = -(-max(rows, CONTEXT + 32) // SPAN) * batch
-        e.allocate(rows, batch, 2048, shape.layers, shape.kv_heads, shape.head_dim, SPAN, spans, "bfloat16")
+        spans = -(-max(rows, context + 32) // SPAN) * batch
+        e.allocate(rows, batch, max(2048, rows + 32), shape.layers, shape.kv_heads, shape.head_dim, SPAN, spans, cache)
 
     def start(self, slot: int, prompt: int, first_span: int) -> float:
         """Seconds for a prompt in one chunk."""
         ids = np.random.default_rng(slot).integers(10, 3000, prompt).tolist()
         new = [NewSlot(slot, ids, SamplingParams(do_sample=False, prompt_len=prompt).encode())]
-        spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[:-(-max(prompt, CONTEXT + 32) // SPAN)]
+        spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[:-(-max(prompt, self.context + 32) // SPAN)]
         plan = StepPlan(new=new, work=[WorkItem(slot, 0, prompt, True, [], spans)]).encode()
         begin = time.perf_counter()
         self.executor.step(plan)
@@ -108,11 +107,11 @@ class Model:
     def decode(self, batch: int, steps: int) -> float:
         """Seconds of a step, the median."""
         for slot in range(batch):
-            self.start(slot, CONTEXT, slot * -(-(CONTEXT + 32) // SPAN))
+            self.start(slot, self.context, slot * -(-(self.context + 32) // SPAN))
         self.executor.set_profiling(True)
         times = []
         for i in range(steps):
-            plan = StepPlan(work=[WorkItem(s, CONTEXT + i, 1, True, [5 + i], []) for s in range(batch)]).encode()
+            plan = StepPlan(work=[WorkItem(s, self.context + i, 1, True, [5 + i], []) for s in range(batch)]).encode()
             begin = time.perf_counter()
             self.executor.step(plan)
             times.append(time.perf_counter() - begin)
@@ -136,6 +135,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["bfloat16:0", "w8a8:0"])
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=128, help="tokens of each sequence when decoding")
+    parser.add_argument("--cache", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     cpus = list(range(options.threads))
@@ -147,7 +148,8 @@ def main() -> None:
         shape = SHAPES[name]
         for text in options.formats:
             dtype, group = text.split(":")
-            model = Model(shape, options.threads, dtype, int(group), options.prompt, max(options.batch, default=1))
+            model = Model(shape, options.threads, dtype, int(group), max(options.prompt, options.context), max(options.batch, default=1),
+                          options.context, options.cache)
             model.prefill(options.prompt)
             model.executor.set_profiling(True)
             times, peaks = [], []
