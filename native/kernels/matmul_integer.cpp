@@ -7,6 +7,7 @@
 //   without  8-bit weights: both widened to 16 bits for vpmaddwd (a pair is at most 2 * 255 * 127). Measured as fast as
 //            vpmaddubsw of |w| and sign(a, w), and AVX-512 has no vpsign.
 //            4-bit weights: vpmaddubsw; a pair is at most 2 * 15 * 127 = 3810, so eight of them fit 16 bits.
+//   Arm      integers_arm.h
 // Weights are used as they lie in memory at any number of rows: they need no block in float32.
 #include <algorithm>
 #include <cmath>
@@ -14,6 +15,9 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(AS_ISA_ARM)
+#include "integers_arm.h"
+#endif
 #include "kernels.h"
 #include "simd.h"
 #include "tables.h"
@@ -47,13 +51,6 @@ template <int N> inline vi shift_right16(vi a) { return _mm256_srli_epi16(a, N);
 inline vi pairs16(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 inline vi pairs8(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }
 inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-#else
-using vi = int32x4_t;
-inline vi iload(const void* p) { return vld1q_s32((const int32_t*)p); }
-inline vi iset(int32_t x) { return vdupq_n_s32(x); }
-inline vi iand(vi a, vi b) { return vandq_s32(a, b); }
-template <int N> inline vi shift_right16(vi a) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_s32(a), N)); }
-inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
 #endif
 
 inline int32_t four_bytes(const void* p) {
@@ -62,22 +59,12 @@ inline int32_t four_bytes(const void* p) {
   return x;
 }
 
-#if defined(AS_ISA_AVX512_VNNI) || defined(AS_ISA_NEON)
+#if defined(AS_ISA_AVX512_VNNI)
 // acc + four products of u8 weights and s8 activations in every lane
 inline vi dot(vi acc, vi w, vi a) {
-#if defined(AS_ISA_AVX512_VNNI)
   // Not the intrinsic: GCC 12 copies the accumulator before and after each.
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
   return acc;
-#else
-  const int16x8_t a16 = vmovl_s8(vget_low_s8(vreinterpretq_s8_s32(a)));
-  auto two = [&](uint8x8_t bytes) {
-    const int16x8_t w16 = vreinterpretq_s16_u16(vmovl_u8(bytes));
-    return vpaddq_s32(vmull_s16(vget_low_s16(w16), vget_low_s16(a16)), vmull_s16(vget_high_s16(w16), vget_high_s16(a16)));
-  };
-  const uint8x16_t bytes = vreinterpretq_u8_s32(w);
-  return vaddq_s32(acc, vpaddq_s32(two(vget_low_u8(bytes)), two(vget_high_u8(bytes))));
-#endif
 }
 
 struct W8A8 {
@@ -120,7 +107,7 @@ struct W4A8 {
   }
 };
 
-#else
+#elif !defined(AS_ISA_ARM)
 
 struct W8A8 {
   static constexpr int kMiddle = 128, kUnit = 4;

@@ -32,6 +32,8 @@ struct Int8 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(AS_ISA_AVX2)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#elif defined(AS_ISA_SVE)
+    return svcvt_f32_s32_x(vall(), svld1sb_s32(vall(), reinterpret_cast<const int8_t*>(p)));
 #else
     int32_t four;
     std::memcpy(&four, p, 4);
@@ -58,6 +60,10 @@ struct Int4 {
   template <int J> static vf value(Raw raw) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(raw, 28 - shift<J>()), 28));
   }
+#elif defined(AS_ISA_SVE)
+  typedef svint32_t Raw AS_SVE_FIXED;
+  static Raw load(const char* p) { return svld1_s32(vall(), reinterpret_cast<const int32_t*>(p)); }
+  template <int J> static vf value(Raw raw) { return svcvt_f32_s32_x(vall(), svasr_n_s32_x(vall(), svlsl_n_s32_x(vall(), raw, 28 - shift<J>()), 28)); }
 #else
   using Raw = int32x4_t;
   static Raw load(const char* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }
@@ -140,7 +146,7 @@ void few_rows(const Packed& w, const Activations& a, int row, int panel, const f
 
 // Panels that R rows take at once, so that there are enough chains for the latency of a multiply-add.
 template <int R>
-constexpr int panels_at_once() { return MR > 4 ? (R == 1 ? 4 : R <= 3 ? 2 : 1) : R == 1 ? 2 : 1; }
+constexpr int panels_at_once() { return R == 1 ? (NV == 2 ? 4 : 2) : NV == 2 && R <= 3 ? 2 : 1; }
 
 // Rows [row, row + rows) against one panel; rows <= MB.
 template <typename F>

@@ -1,0 +1,122 @@
+// Integer products of matmul_integer.cpp on Arm: sdot adds four products of signed bytes to 32 bits, so 8-bit weights become
+// q - 128 by flipping their highest bit. Without sdot (neon) a pair of 16-bit products is at most 2 * 128 * 127 = 32512.
+//
+// Activations are broadcast by the product itself where it can take one element of a vector (neon_dotprod), by the load
+// with SVE.
+#pragma once
+#include <cstring>
+#include <type_traits>
+
+#include "format.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+#if defined(AS_ISA_SVE)
+typedef svint32_t vi AS_SVE_FIXED;
+inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
+inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
+inline vi signed_bytes(vi a) { return sveor_n_s32_x(vall(), a, (int32_t)0x80808080); }
+template <int Part> inline vi nibbles(vi a) {
+  const svuint8_t bytes = svreinterpret_u8_s32(a);
+  return svreinterpret_s32_u8(Part ? svlsr_n_u8_x(svptrue_b8(), bytes, 4) : svand_n_u8_x(svptrue_b8(), bytes, 15));
+}
+using Four = vi;
+inline Four four_values(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return iset(x);
+}
+inline vi dot(vi acc, vi w, Four a) { return svdot_s32(acc, svreinterpret_s8_s32(w), svreinterpret_s8_s32(a)); }
+#else
+using vi = int32x4_t;
+inline vi iload(const void* p) { return vld1q_s32(static_cast<const int32_t*>(p)); }
+inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
+inline vi signed_bytes(vi a) { return veorq_s32(a, iset((int32_t)0x80808080)); }
+template <int Part> inline vi nibbles(vi a) {
+  const uint8x16_t bytes = vreinterpretq_u8_s32(a);
+  return vreinterpretq_s32_u8(Part ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+}
+#if defined(AS_ISA_DOTPROD)
+using Four = int8x8_t;  // in the first four lanes
+inline Four four_values(const void* p) {
+  uint32_t x;
+  std::memcpy(&x, p, 4);
+  return vcreate_s8(x);
+}
+inline vi dot(vi acc, vi w, Four a) { return vdotq_lane_s32(acc, vreinterpretq_s8_s32(w), a, 0); }
+#else
+using Four = int8x16_t;
+inline Four four_values(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return vreinterpretq_s8_s32(iset(x));
+}
+inline vi dot(vi acc, vi w, Four a) {
+  const int8x16_t b = vreinterpretq_s8_s32(w);
+  return vpadalq_s16(acc, vpaddq_s16(vmull_s8(vget_low_s8(b), vget_low_s8(a)), vmull_high_s8(b, a)));
+}
+#endif
+#endif
+
+constexpr int kAhead = 2048;  // bytes
+
+AS_INLINE void prefetch_unit(const char* w) {
+  for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAhead + line);
+}
+
+// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows.
+template <int R>
+AS_INLINE void dot_rows(const vi (&weights)[NV], const char* a, size_t stride, vi (&acc)[R][NV]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const Four values = four_values(a + r * stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], weights[v], values);
+  }
+}
+
+struct W8A8 {
+  static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() takes the middle off
+  using Value = int8_t;
+  template <int R>
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+    for (int i = 0; i < k; i += kUnit, w += NR * 4) {
+      vi weights[NV];
+      prefetch_unit(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = signed_bytes(iload(w + v * W * 4));
+      dot_rows(weights, a + i, stride, acc);
+    }
+  }
+};
+
+// The lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would leave too few registers.
+struct W4A8 {
+  static constexpr int kMiddle = 8, kUnit = 8;
+  using Value = int8_t;
+  template <int R>
+  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+    for (int i = 0; i < k; i += kUnit, w += NR * 4) {
+      vi weights[NV];
+      prefetch_unit(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
+      dot_rows(weights, a + i, stride, acc);
+      const char* again = w;
+      asm("" : "+r"(again));  // else the first load's result is kept
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
+      dot_rows(weights, a + i + 4, stride, acc);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace AS_ISA
+}  // namespace as
