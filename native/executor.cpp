@@ -31,10 +31,10 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
     throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) + ": both must be positive");
   if (group_size < 0 || group_size % 32)
     throw std::invalid_argument("group_size must be 0 or a multiple of 32, got " + std::to_string(group_size));
-  if (has_integer_activations(format) && in_features > kMaxIntegerK)
+  Packed packed = layout(out_features, in_features, k_.rules, format, group_size);
+  if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
-                                std::to_string(kMaxIntegerK));
-  Packed packed = layout(out_features, in_features, k_.panel, k_.bf16_pairs, format, group_size);
+                                std::to_string(kMaxIntegerK) + " in a group");
   Buffer buffer(matrix_bytes(packed), "weights");
   packed.data = buffer.as();
   matrices_.push_back({packed, std::move(buffer)});
