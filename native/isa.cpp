@@ -50,7 +50,7 @@ bool has_amx() {
 #endif
 
 #if defined(__aarch64__)
-bool has_dot_products() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
+[[maybe_unused]] bool has_dot_products() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
 
 // SVE with vectors of just this size: kernels have it compiled in. (A process may have set a shorter one than the CPU's.)
 [[maybe_unused]] bool has_sve(int bytes) {

@@ -4,8 +4,8 @@
 // Activations are broadcast by the product itself where it can take one element of a vector (neon_dotprod), by the load
 // with SVE.
 #pragma once
+#include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "format.h"
 #include "simd.h"
@@ -70,52 +70,110 @@ AS_INLINE void prefetch_unit(const char* w) {
   for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAhead + line);
 }
 
-// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows.
-template <int R>
-AS_INLINE void dot_rows(const vi (&weights)[NV], const char* a, size_t stride, vi (&acc)[R][NV]) {
+// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows, the first of
+// which is at line(r) + at.
+template <int R, typename L>
+AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
-    const Four values = four_values(a + r * stride);
+    const Four values = four_values(line(r) + at);
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], weights[v], values);
   }
 }
 
-struct W8A8 {
+struct Bytes {
   static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() takes the middle off
   using Value = int8_t;
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
       prefetch_unit(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = signed_bytes(iload(w + v * W * 4));
-      dot_rows(weights, a + i, stride, acc);
+      dot_rows(weights, line, i, acc);
     }
   }
 };
 
 // The lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would leave too few registers.
-struct W4A8 {
+struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
       prefetch_unit(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
-      dot_rows(weights, a + i, stride, acc);
+      dot_rows(weights, line, i, acc);
       const char* again = w;
       asm("" : "+r"(again));  // else the first load's result is kept
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
-      dot_rows(weights, a + i + 4, stride, acc);
+      dot_rows(weights, line, i + 4, acc);
     }
   }
 };
+
+#if defined(AS_ISA_DOTPROD)
+// n <= W values times factor, rounded to nearest even, zeros behind; n <= W lanes stored as bytes; the sum of all lanes.
+#if defined(AS_ISA_SVE)
+inline vi rounded(const float* x, int n, vf factor) {
+  return svcvt_s32_f32_x(vall(), svrintn_f32_x(vall(), svmul_f32_x(vall(), svld1_f32(svwhilelt_b32(0, n), x), factor)));
+}
+inline void store_bytes(char* p, vi x, int n) { svst1b_s32(svwhilelt_b32(0, n), reinterpret_cast<int8_t*>(p), x); }
+inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
+inline vi isub(vi a, vi b) { return svsub_s32_x(vall(), a, b); }
+template <int N> inline vi shift_right(vi a) { return svasr_n_s32_x(vall(), a, N); }
+template <int N> inline vi shift_left(vi a) { return svlsl_n_s32_x(vall(), a, N); }
+inline int32_t isum(vi a) { return (int32_t)svaddv_s32(vall(), a); }
+#else
+inline vi rounded(const float* x, int n, vf factor) {
+  float some[W] = {};
+  if (n < W) std::memcpy(some, x, n * sizeof(float));
+  return vcvtnq_s32_f32(vmul(vload(n < W ? some : x), factor));
+}
+inline void store_bytes(char* p, vi x, int n) {
+  const int16x4_t halves = vmovn_s32(x);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+  if (n == W) std::memcpy(p, &bytes, W);
+  else std::memcpy(p, &bytes, n);
+}
+inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
+inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
+template <int N> inline vi shift_right(vi a) { return vshrq_n_s32(a, N); }
+template <int N> inline vi shift_left(vi a) { return vshlq_n_s32(a, N); }
+inline int32_t isum(vi a) { return vaddvq_s32(a); }
+#endif
+
+// Values of a row as P planes, and their sums within each group.
+template <int P>
+void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+  char* values = out + at.values_at;
+  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
+    vi sums[2] = {iset(0), iset(0)};
+    for (int i = k0; i < k0 + w.group_k(g); i += W) {
+      const int n = std::min(W, k0 + w.group_k(g) - i);
+      const vi a = rounded(x + i, n, vset(inverse)), high = P == 1 ? a : shift_right<8>(iadd(a, iset(128)));
+      store_bytes(values + i, high, n);
+      sums[0] = iadd(sums[0], high);
+      if (P == 2) {
+        const vi low = isub(a, shift_left<8>(high));
+        store_bytes(values + at.plane_bytes + i, low, n);
+        sums[1] = iadd(sums[1], low);
+      }
+    }
+    for (int p = 0; p < P; p++) {
+      const int32_t sum = isum(sums[p]);
+      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
+    }
+  }
+  for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
+}
+#endif
 
 }  // namespace
 }  // namespace AS_ISA

@@ -1,5 +1,5 @@
 // y = x w^T + bias with quantized weights and integer activations (format.h): w8a8 and w4a8 with per-token int8 activations;
-// with VNNI int8 and int4 too, with per-token 16-bit activations.
+// with VNNI or sdot int8 and int4 too, with per-token 16-bit activations.
 //
 // A 16-bit activation is two int8 planes, 256 * high + low with low in [-128, 127]: its error is 2^-16 of the row's largest
 // value (rounding to bfloat16 would lose 2^-9 of each value), no weight needs to be converted to float, and planes are just
@@ -281,7 +281,7 @@ void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, f
   for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
 }
 
-#else
+#elif !defined(AS_WIDE_INTEGERS)
 
 // Values of one row, four k at a time, in the order in which the kernel reads them.
 template <typename Value>
@@ -324,7 +324,7 @@ void prepare_integers(const Packed& w, const float* x, char* out) {
     std::memset(out + at.values_at, 0, w.planes * at.plane_bytes);
     return;
   }
-#if defined(AS_ISA_AVX512_VNNI)
+#if defined(AS_WIDE_INTEGERS)
   if (w.planes == 2) return prepare_planes<2>(w, at, x, row.inverse, out);
 #endif
   prepare_planes<1>(w, at, x, row.inverse, out);
@@ -346,7 +346,7 @@ void prepare_pairs(const Packed& w, const float* x, char* out) {
 
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const bool bytes = bits_of(w.format) == 8;
-#if defined(AS_ISA_AVX512_VNNI)
+#if defined(AS_WIDE_INTEGERS)
   if (w.planes == 2) return bytes ? matmul_format<Bytes, 2>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 2>(w, a, bias, y, ldy, m, p0, p1);
 #endif
   bytes ? matmul_format<Bytes, 1>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 1>(w, a, bias, y, ldy, m, p0, p1);

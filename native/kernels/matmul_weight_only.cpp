@@ -18,7 +18,7 @@
 #include "tables.h"
 #include "tile.h"
 
-#if !defined(AS_ISA_AVX512_VNNI)
+#if !defined(AS_WIDE_INTEGERS)
 namespace as {
 namespace AS_ISA {
 namespace {
@@ -34,8 +34,6 @@ struct Int8 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #elif defined(AS_ISA_AVX2)
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-#elif defined(AS_ISA_SVE)
-    return svcvt_f32_s32_x(vall(), svld1sb_s32(vall(), reinterpret_cast<const int8_t*>(p)));
 #else
     int32_t four;
     std::memcpy(&four, p, 4);
@@ -62,10 +60,6 @@ struct Int4 {
   template <int J> static vf value(Raw raw) {
     return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(raw, 28 - shift<J>()), 28));
   }
-#elif defined(AS_ISA_SVE)
-  typedef svint32_t Raw AS_SVE_FIXED;
-  static Raw load(const char* p) { return svld1_s32(vall(), reinterpret_cast<const int32_t*>(p)); }
-  template <int J> static vf value(Raw raw) { return svcvt_f32_s32_x(vall(), svasr_n_s32_x(vall(), svlsl_n_s32_x(vall(), raw, 28 - shift<J>()), 28)); }
 #else
   using Raw = int32x4_t;
   static Raw load(const char* p) { return vreinterpretq_s32_u8(vld1q_u8((const uint8_t*)p)); }
