@@ -35,9 +35,8 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
   if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMaxIntegerK) + " in a group");
-  Buffer buffer(matrix_bytes(packed), "weights");
-  packed.data = buffer.as();
-  matrices_.push_back({packed, std::move(buffer)});
+  packed.data = weights_.take(matrix_bytes(packed), "weights");
+  matrices_.push_back({packed});
   return (int)matrices_.size() - 1;
 }
 
@@ -356,14 +355,14 @@ void Executor::run_op(Op& op, int thread) {
 
 size_t Executor::weight_bytes() const {
   size_t total = 0;
-  for (const Matrix& m : matrices_) total += m.buffer.size();
+  for (const Matrix& m : matrices_) total += matrix_bytes(m.packed);
   for (const auto& v : vectors_) total += v.size() * sizeof(float);
   return total;
 }
 
 std::vector<std::pair<const void*, size_t>> Executor::memory() const {
   std::vector<std::pair<const void*, size_t>> all;
-  for (const Matrix& m : matrices_) all.emplace_back(m.buffer.as(), m.buffer.size());
+  for (const Matrix& m : matrices_) all.emplace_back(m.packed.data, matrix_bytes(m.packed));
   if (cache_.size()) all.emplace_back(cache_.as(), cache_.size());
   return all;
 }

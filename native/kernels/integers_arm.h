@@ -19,6 +19,7 @@ namespace {
 typedef svint32_t vi AS_SVE_FIXED;
 inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
 inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
 inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
 inline vi signed_bytes(vi a) { return sveor_n_s32_x(vall(), a, (int32_t)0x80808080); }
 template <int Part> inline vi nibbles(vi a) {
@@ -36,6 +37,7 @@ inline vi dot(vi acc, vi w, Four a) { return svdot_s32(acc, svreinterpret_s8_s32
 using vi = int32x4_t;
 inline vi iload(const void* p) { return vld1q_s32(static_cast<const int32_t*>(p)); }
 inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
 inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
 inline vi signed_bytes(vi a) { return veorq_s32(a, iset((int32_t)0x80808080)); }
 template <int Part> inline vi nibbles(vi a) {
@@ -103,6 +105,12 @@ struct Nibbles {
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    vi upper[kSplit ? R : 1][NV];
+#pragma GCC unroll 4
+    for (int r = 0; r < (kSplit ? R : 1); r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
       prefetch_unit(w);
@@ -113,8 +121,14 @@ struct Nibbles {
       asm("" : "+r"(again));  // else the first load's result is kept
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
-      dot_rows(weights, line, i + 4, acc);
+      if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
+      else dot_rows(weights, line, i + 4, acc);
     }
+    if constexpr (kSplit)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
   }
 };
 
@@ -125,7 +139,6 @@ inline vi rounded(const float* x, int n, vf factor) {
   return svcvt_s32_f32_x(vall(), svrintn_f32_x(vall(), svmul_f32_x(vall(), svld1_f32(svwhilelt_b32(0, n), x), factor)));
 }
 inline void store_bytes(char* p, vi x, int n) { svst1b_s32(svwhilelt_b32(0, n), reinterpret_cast<int8_t*>(p), x); }
-inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
 inline vi isub(vi a, vi b) { return svsub_s32_x(vall(), a, b); }
 template <int N> inline vi shift_right(vi a) { return svasr_n_s32_x(vall(), a, N); }
 template <int N> inline vi shift_left(vi a) { return svlsl_n_s32_x(vall(), a, N); }
@@ -142,7 +155,6 @@ inline void store_bytes(char* p, vi x, int n) {
   if (n == W) std::memcpy(p, &bytes, W);
   else std::memcpy(p, &bytes, n);
 }
-inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
 inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
 template <int N> inline vi shift_right(vi a) { return vshrq_n_s32(a, N); }
 template <int N> inline vi shift_left(vi a) { return vshlq_n_s32(a, N); }
