@@ -14,8 +14,7 @@ RUN = pathlib.Path(__file__).parent / "arm" / "run"
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="this is an Arm machine: the usual tests are those")
 @pytest.mark.parametrize("level", ["neon", "neon_dotprod", "sve256", "sve512"])
 def test_level_passes_the_tests_of_the_kernels(level):
-    check = subprocess.run([sys.executable, RUN, "--check"], capture_output=True, text=True)
-    if check.returncode == 3:
-        pytest.skip(check.stdout.strip())
     done = subprocess.run([sys.executable, RUN, level], capture_output=True, text=True)
+    if done.returncode == 3:
+        pytest.skip(done.stdout.strip()[-200:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
