@@ -27,6 +27,9 @@ VERSION = "0.1.0"
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
           "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
+# Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and then lacks
+# registers for the accumulators. The processors that these levels are for reorder by themselves.
+ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
 ISAS = {
     "x86_64": {
@@ -37,10 +40,18 @@ ISAS = {
         "amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8",
                 "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI", "-DAS_ISA_AVX512_BF16"],
     },
-    "aarch64": {"neon": ["-march=armv8-a"]},
+    "aarch64": {
+        "neon": [*ARM, "-march=armv8-a"],
+        "neon_dotprod": [*ARM, "-march=armv8.2-a+dotprod", "-DAS_ISA_NEON", "-DAS_ISA_DOTPROD"],
+        # The vectors' length is compiled in: accumulators of unknown size could not be held in arrays.
+        "sve256": [*ARM, "-march=armv8.2-a+sve", "-msve-vector-bits=256", "-DAS_ISA_SVE", "-DAS_ISA_DOTPROD"],
+        "sve512": [*ARM, "-march=armv8.2-a+sve", "-msve-vector-bits=512", "-DAS_ISA_SVE", "-DAS_ISA_DOTPROD"],
+    },
 }
-# Left out where compiler or assembler is too old to know this instruction.
-OPTIONAL = {"avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0", "amx": "tilerelease"}
+SVE_TYPE = "#include <arm_sve.h>\ntypedef svfloat32_t V __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));"
+# Left out where compiler or assembler is too old to know this.
+OPTIONAL = {"avx512_bf16": 'void f() { asm("vdpbf16ps %zmm0, %zmm0, %zmm0"); }', "amx": 'void f() { asm("tilerelease"); }',
+            "neon_dotprod": 'void f() { asm("sdot v0.4s, v0.16b, v0.16b"); }', "sve256": SVE_TYPE, "sve512": SVE_TYPE}
 # For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
 EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -84,10 +95,9 @@ class BuildPy(build_py):
 class BuildExt(build_ext):
     """Compiles the baseline sources as usual and native/kernels/*.cpp once per instruction set."""
 
-    def accepts(self, compiler, flags, instruction) -> bool:
+    def accepts(self, compiler, flags, program) -> bool:
         """Whether compiler and assembler know the instruction set."""
-        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=f'void f() {{ asm("{instruction}"); }}',
-                              text=True, capture_output=True)
+        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=program, text=True, capture_output=True)
         if done.returncode:
             self.warn(f"the compiler refuses {' '.join(flags)}: these kernels are left out")
         return done.returncode == 0

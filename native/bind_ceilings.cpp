@@ -28,6 +28,15 @@ AS_DECLARE(avx512_bf16)
 #if defined(AS_HAVE_NEON)
 AS_DECLARE(neon)
 #endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+AS_DECLARE(neon_dotprod)
+#endif
+#if defined(AS_HAVE_SVE256)
+AS_DECLARE(sve256)
+#endif
+#if defined(AS_HAVE_SVE512)
+AS_DECLARE(sve512)
+#endif
 
 namespace {
 
@@ -52,6 +61,15 @@ MultiplyAdd integer_multiply_add() {
 #endif
 #if defined(AS_HAVE_NEON)
   AS_CHOOSE(neon)
+#endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+  AS_CHOOSE(neon_dotprod)
+#endif
+#if defined(AS_HAVE_SVE256)
+  AS_CHOOSE(sve256)
+#endif
+#if defined(AS_HAVE_SVE512)
+  AS_CHOOSE(sve512)
 #endif
   return nullptr;
 }

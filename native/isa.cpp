@@ -10,6 +10,11 @@
 #include <unistd.h>
 #endif
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
+#endif
+
 #include "sampler.h"
 
 namespace as {
@@ -44,6 +49,19 @@ bool has_amx() {
 }
 #endif
 
+#if defined(__aarch64__)
+[[maybe_unused]] bool has_dot_products() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
+
+// SVE with vectors of just this size: kernels have it compiled in. (A process may have set a shorter one than the CPU's.)
+[[maybe_unused]] bool has_sve(int bytes) {
+  constexpr unsigned long kSve = 1ul << 22;                    // HWCAP_SVE
+  constexpr int kGetVectorLength = 51, kLengthMask = 0xffff;  // PR_SVE_GET_VL, PR_SVE_VL_LEN_MASK
+  if (!(getauxval(AT_HWCAP) & kSve)) return false;
+  const int length = prctl(kGetVectorLength);
+  return length >= 0 && (length & kLengthMask) == bytes;
+}
+#endif
+
 // From best to worst.
 const Isa kIsas[] = {
 #if defined(AS_HAVE_AMX)
@@ -61,8 +79,17 @@ const Isa kIsas[] = {
 #if defined(AS_HAVE_AVX2)
     {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::kernels},
 #endif
+#if defined(AS_HAVE_SVE512)
+    {"sve512", [] { return has_sve(64); }, sve512::kernels},
+#endif
+#if defined(AS_HAVE_SVE256)
+    {"sve256", [] { return has_sve(32); }, sve256::kernels},
+#endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+    {"neon_dotprod", has_dot_products, neon_dotprod::kernels},
+#endif
 #if defined(AS_HAVE_NEON)
-    {"neon", [] { return true; }, neon::kernels},
+    {"neon", [] { return (getauxval(AT_HWCAP) & 2) != 0; }, neon::kernels},  // HWCAP_ASIMD
 #endif
 };
 

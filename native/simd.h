@@ -7,6 +7,9 @@
 
 #if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #include <immintrin.h>
+#elif defined(AS_ISA_SVE)
+#include <arm_neon.h>
+#include <arm_sve.h>
 #elif defined(AS_ISA_NEON)
 #include <arm_neon.h>
 #else
@@ -64,6 +67,29 @@ inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _
 inline vf vscale2(vf a, vf n) {
   return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
 }
+
+#elif defined(AS_ISA_SVE)
+
+// Of the length that is compiled in, so that they can stand in arrays; every operation takes all lanes.
+#define AS_SVE_FIXED __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)))
+typedef svfloat32_t vf AS_SVE_FIXED;
+constexpr int W = __ARM_FEATURE_SVE_BITS / 32;
+inline svbool_t vall() { return svptrue_b32(); }
+inline vf vzero() { return svdup_n_f32(0); }
+inline vf vset(float x) { return svdup_n_f32(x); }
+inline vf vload(const float* p) { return svld1_f32(vall(), p); }
+inline void vstore(float* p, vf v) { svst1_f32(vall(), p, v); }
+inline vf vload_bf16(const uint16_t* p) { return svreinterpret_f32_u32(svlsl_n_u32_x(vall(), svld1uh_u32(vall(), p), 16)); }
+inline vf vload_f16(const uint16_t* p) { return svcvt_f32_f16_x(vall(), svreinterpret_f16_u32(svld1uh_u32(vall(), p))); }
+inline vf vfma(vf a, vf b, vf c) { return svmla_f32_x(vall(), c, a, b); }
+inline vf vadd(vf a, vf b) { return svadd_f32_x(vall(), a, b); }
+inline vf vsub(vf a, vf b) { return svsub_f32_x(vall(), a, b); }
+inline vf vmul(vf a, vf b) { return svmul_f32_x(vall(), a, b); }
+inline vf vdiv(vf a, vf b) { return svdiv_f32_x(vall(), a, b); }
+inline vf vmax(vf a, vf b) { return svmax_f32_x(vall(), a, b); }
+inline vf vmin(vf a, vf b) { return svmin_f32_x(vall(), a, b); }
+inline vf vround(vf a) { return svrintn_f32_x(vall(), a); }
+inline vf vscale2(vf a, vf n) { return svscale_f32_x(vall(), a, svcvt_s32_f32_x(vall(), n)); }
 
 #elif defined(AS_ISA_NEON)
 
@@ -127,6 +153,8 @@ inline vf vexp(vf x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
 #elif defined(AS_ISA_AVX2)
   return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_NLT_UQ), y);
+#elif defined(AS_ISA_SVE)
+  return svsel_f32(svcmplt_f32(vall(), x, low), vzero(), y);
 #else
   return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, low)));
 #endif

@@ -19,5 +19,5 @@ def native_library() -> ModuleType:
         raise ImportError(f"the native library allspark_server._native cannot be loaded: {error}") from error
     if not module.isas():
         raise ImportError("this CPU has none of the instruction sets that the native library has kernels for "
-                          "(x86-64: AVX2 with FMA and F16C, or AVX-512; Arm: NEON)")
+                          "(x86-64: AVX2 with FMA and F16C, or AVX-512; 64-bit Arm: NEON)")
     return module

@@ -36,6 +36,8 @@ constexpr int KV = kKeyGroup / W;  // vectors of a group of keys
 constexpr int QR = 8, QG = 2, OR = 8, OV = 2;
 #elif defined(AS_ISA_AVX2)
 constexpr int QR = 4, QG = 1, OR = 4, OV = 2;
+#elif defined(AS_ISA_SVE)
+constexpr int QR = 8, QG = 1, OR = 8, OV = 2;
 #else
 constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
 #endif
@@ -82,6 +84,21 @@ inline vi pairs_i8(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128(
 inline vi pairs_u4(const char* p) {
   const vi x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
   return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 12)), _mm256_set1_epi32(0x000f000f));
+}
+#elif defined(AS_ISA_SVE)
+typedef svint32_t vi AS_SVE_FIXED;
+inline vi izero() { return svdup_n_s32(0); }
+inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
+// SVE's own products of 16-bit pairs come with SVE2. The halves of k are the same for all rows, those of q for all vectors.
+inline vi add_pairs(vi acc, vi k, vi q) {
+  const svint32_t even = svmla_s32_x(vall(), acc, svand_n_s32_x(vall(), k, 0xffff), svexth_s32_x(vall(), q));
+  return svmla_s32_x(vall(), even, svasr_n_s32_x(vall(), k, 16), svasr_n_s32_x(vall(), q, 16));
+}
+inline vi pairs_i8(const char* p) { return svreinterpret_s32_u16(svld1ub_u16(svptrue_b16(), reinterpret_cast<const uint8_t*>(p))); }
+inline vi pairs_u4(const char* p) {
+  const svuint32_t x = svld1ub_u32(vall(), reinterpret_cast<const uint8_t*>(p));
+  return svreinterpret_s32_u32(svand_n_u32_x(vall(), svorr_u32_x(vall(), x, svlsl_n_u32_x(vall(), x, 12)), 0x000f000f));
 }
 #else
 using vi = int32x4_t;

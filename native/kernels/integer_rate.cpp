@@ -42,6 +42,42 @@ double integer_multiply_add(long rounds, float* keep) {
   _mm256_store_si256((__m256i*)sums, a[0]);
   *keep = (float)(sums[0] ^ sums[5]);
   return 2.0 * 32 * 12 * rounds;
+#elif defined(AS_ISA_SVE)
+  typedef svint32_t vi AS_SVE_FIXED;
+  typedef svint8_t vb AS_SVE_FIXED;
+  vb x = svdup_n_s8(3);
+  vi a[12];
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) a[i] = svdup_n_s32(i);
+  for (long r = 0; r < rounds; r++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) {
+      __asm__("" : "+w"(x));
+      a[i] = svdot_s32(a[i], x, x);
+    }
+  }
+  int64_t total = 0;
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) total ^= svaddv_s32(vall(), a[i]);
+  *keep = (float)total;
+  return 2.0 * 4 * W * 12 * rounds;
+#elif defined(AS_ISA_DOTPROD)
+  int8x16_t x = vdupq_n_s8(3);
+  int32x4_t a[12];
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) a[i] = vdupq_n_s32(i);
+  for (long r = 0; r < rounds; r++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) {
+      __asm__("" : "+w"(x));
+      a[i] = vdotq_s32(a[i], x, x);
+    }
+  }
+  int32_t total = 0;
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) total ^= vaddvq_s32(a[i]);
+  *keep = (float)total;
+  return 2.0 * 16 * 12 * rounds;
 #else
   int16x8_t x = vdupq_n_s16(3);
   int32x4_t a[12];

@@ -89,6 +89,15 @@ namespace avx512_bf16 { const Kernels& kernels(); }
 #if defined(AS_HAVE_NEON)
 namespace neon { const Kernels& kernels(); }
 #endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+namespace neon_dotprod { const Kernels& kernels(); }
+#endif
+#if defined(AS_HAVE_SVE256)
+namespace sve256 { const Kernels& kernels(); }
+#endif
+#if defined(AS_HAVE_SVE512)
+namespace sve512 { const Kernels& kernels(); }
+#endif
 
 // The kernels in use.
 const Kernels& kernels();

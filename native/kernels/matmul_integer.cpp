@@ -1,5 +1,5 @@
 // y = x w^T + bias with quantized weights and integer activations (format.h): w8a8 and w4a8 with per-token int8 activations;
-// with VNNI int8 and int4 too, with per-token 16-bit activations.
+// with VNNI or sdot int8 and int4 too, with per-token 16-bit activations.
 //
 // A 16-bit activation is two int8 planes, 256 * high + low with low in [-128, 127]: its error is 2^-16 of the row's largest
 // value (rounding to bfloat16 would lose 2^-9 of each value), no weight needs to be converted to float, and planes are just
@@ -14,6 +14,7 @@
 //   without  8-bit weights: both widened to 16 bits for vpmaddwd (a pair is at most 2 * 255 * 127). Measured as fast as
 //            vpmaddubsw of |w| and sign(a, w), and AVX-512 has no vpsign.
 //            4-bit weights: vpmaddubsw; a pair is at most 2 * 15 * 127 = 3810, so eight of them fit 16 bits.
+//   Arm      integers_arm.h
 // Weights are used as they lie in memory at any number of rows: they need no block in float32.
 #include <algorithm>
 #include <cmath>
@@ -21,6 +22,9 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(AS_ISA_ARM)
+#include "integers_arm.h"
+#endif
 #include "kernels.h"
 #include "simd.h"
 #include "tables.h"
@@ -54,14 +58,6 @@ template <int N> inline vi shift_right16(vi a) { return _mm256_srli_epi16(a, N);
 inline vi pairs16(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 inline vi pairs8(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }
 inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-#else
-using vi = int32x4_t;
-inline vi iload(const void* p) { return vld1q_s32((const int32_t*)p); }
-inline vi iset(int32_t x) { return vdupq_n_s32(x); }
-inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
-inline vi iand(vi a, vi b) { return vandq_s32(a, b); }
-template <int N> inline vi shift_right16(vi a) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_s32(a), N)); }
-inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
 #endif
 
 inline int32_t four_bytes(const void* p) {
@@ -70,22 +66,12 @@ inline int32_t four_bytes(const void* p) {
   return x;
 }
 
-#if defined(AS_ISA_AVX512_VNNI) || defined(AS_ISA_NEON)
+#if defined(AS_ISA_AVX512_VNNI)
 // acc + four products of u8 weights and s8 activations in every lane
 inline vi dot(vi acc, vi w, vi a) {
-#if defined(AS_ISA_AVX512_VNNI)
   // Not the intrinsic: GCC 12 copies the accumulator before and after each.
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
   return acc;
-#else
-  const int16x8_t a16 = vmovl_s8(vget_low_s8(vreinterpretq_s8_s32(a)));
-  auto two = [&](uint8x8_t bytes) {
-    const int16x8_t w16 = vreinterpretq_s16_u16(vmovl_u8(bytes));
-    return vpaddq_s32(vmull_s16(vget_low_s16(w16), vget_low_s16(a16)), vmull_s16(vget_high_s16(w16), vget_high_s16(a16)));
-  };
-  const uint8x16_t bytes = vreinterpretq_u8_s32(w);
-  return vaddq_s32(acc, vpaddq_s32(two(vget_low_u8(bytes)), two(vget_high_u8(bytes))));
-#endif
 }
 
 // A group of R rows: line(r) is where the values of row (or plane of a row) r lie.
@@ -140,7 +126,7 @@ struct Nibbles {
   }
 };
 
-#else
+#elif !defined(AS_ISA_ARM)
 
 struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4;
@@ -306,7 +292,7 @@ void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, f
   for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
 }
 
-#else
+#elif !defined(AS_WIDE_INTEGERS)
 
 // Values of one row, four k at a time, in the order in which the kernel reads them.
 template <typename Value>
@@ -349,7 +335,7 @@ void prepare_integers(const Packed& w, const float* x, char* out) {
     std::memset(out + at.values_at, 0, w.planes * at.plane_bytes);
     return;
   }
-#if defined(AS_ISA_AVX512_VNNI)
+#if defined(AS_WIDE_INTEGERS)
   if (w.planes == 2) return prepare_planes<2>(w, at, x, row.inverse, out);
 #endif
   prepare_planes<1>(w, at, x, row.inverse, out);
@@ -371,7 +357,7 @@ void prepare_pairs(const Packed& w, const float* x, char* out) {
 
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const bool bytes = bits_of(w.format) == 8;
-#if defined(AS_ISA_AVX512_VNNI)
+#if defined(AS_WIDE_INTEGERS)
   if (w.planes == 2) return bytes ? matmul_format<Bytes, 2>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 2>(w, a, bias, y, ldy, m, p0, p1);
 #endif
   bytes ? matmul_format<Bytes, 1>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 1>(w, a, bias, y, ldy, m, p0, p1);

@@ -18,7 +18,7 @@
 #include "tables.h"
 #include "tile.h"
 
-#if !defined(AS_ISA_AVX512_VNNI)
+#if !defined(AS_WIDE_INTEGERS)
 namespace as {
 namespace AS_ISA {
 namespace {
@@ -142,7 +142,7 @@ void few_rows(const Packed& w, const Activations& a, int row, int panel, const f
 
 // Panels that R rows take at once, so that there are enough chains for the latency of a multiply-add.
 template <int R>
-constexpr int panels_at_once() { return MR > 4 ? (R == 1 ? 4 : R <= 3 ? 2 : 1) : R == 1 ? 2 : 1; }
+constexpr int panels_at_once() { return R == 1 ? (NV == 2 ? 4 : 2) : NV == 2 && R <= 3 ? 2 : 1; }
 
 // Rows [row, row + rows) against one panel; rows <= MB.
 template <typename F>

@@ -11,7 +11,7 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
-#if defined(AS_ISA_AVX512_VNNI)
+#if defined(AS_WIDE_INTEGERS)
 constexpr bool kWideIntegers = true;
 #else
 constexpr bool kWideIntegers = false;

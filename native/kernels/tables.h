@@ -2,6 +2,11 @@
 #pragma once
 #include "kernels.h"
 
+// Integer dot products are there and good enough for int8 and int4 too: Rules::wide_integers.
+#if defined(AS_ISA_AVX512_VNNI) || defined(AS_ISA_DOTPROD)
+#define AS_WIDE_INTEGERS
+#endif
+
 namespace as {
 namespace AS_ISA {
 

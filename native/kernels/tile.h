@@ -1,7 +1,8 @@
 // The register tile of the matrix products: MR rows x NV vectors of accumulators; a panel has NR = NV * W features.
 //
 // The two FMA ports need latency 4 x 2 = 8 independent chains; registers allow 12 of AVX2's 16 (4 x 3; 3 for the weights,
-// 1 broadcast) and 24 of AVX-512's 32 (12 x 2).
+// 1 broadcast) and 24 of AVX-512's 32 (12 x 2). Arm has 32 and loads two vectors a cycle beside its multiply-adds: 6 x 4 needs
+// 10 loads for 24 of them, 12 x 2 would need 14, and one row has four chains.
 #pragma once
 #include <algorithm>
 #include <type_traits>

@@ -1,0 +1,192 @@
+// Integer products of matmul_integer.cpp on Arm: sdot adds four products of signed bytes to 32 bits, so 8-bit weights become
+// q - 128 by flipping their highest bit. Without sdot (neon) a pair of 16-bit products is at most 2 * 128 * 127 = 32512.
+//
+// Activations are broadcast by the product itself where it can take one element of a vector (neon_dotprod), by the load
+// with SVE.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "format.h"
+#include "simd.h"
+#include "tile.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+#if defined(AS_ISA_SVE)
+typedef svint32_t vi AS_SVE_FIXED;
+inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
+inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
+inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
+inline vi signed_bytes(vi a) { return sveor_n_s32_x(vall(), a, (int32_t)0x80808080); }
+template <int Part> inline vi nibbles(vi a) {
+  const svuint8_t bytes = svreinterpret_u8_s32(a);
+  return svreinterpret_s32_u8(Part ? svlsr_n_u8_x(svptrue_b8(), bytes, 4) : svand_n_u8_x(svptrue_b8(), bytes, 15));
+}
+using Four = vi;
+inline Four four_values(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return iset(x);
+}
+inline vi dot(vi acc, vi w, Four a) { return svdot_s32(acc, svreinterpret_s8_s32(w), svreinterpret_s8_s32(a)); }
+#else
+using vi = int32x4_t;
+inline vi iload(const void* p) { return vld1q_s32(static_cast<const int32_t*>(p)); }
+inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
+inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
+inline vi signed_bytes(vi a) { return veorq_s32(a, iset((int32_t)0x80808080)); }
+template <int Part> inline vi nibbles(vi a) {
+  const uint8x16_t bytes = vreinterpretq_u8_s32(a);
+  return vreinterpretq_s32_u8(Part ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+}
+#if defined(AS_ISA_DOTPROD)
+using Four = int8x8_t;  // in the first four lanes
+inline Four four_values(const void* p) {
+  uint32_t x;
+  std::memcpy(&x, p, 4);
+  return vcreate_s8(x);
+}
+inline vi dot(vi acc, vi w, Four a) { return vdotq_lane_s32(acc, vreinterpretq_s8_s32(w), a, 0); }
+#else
+using Four = int8x16_t;
+inline Four four_values(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return vreinterpretq_s8_s32(iset(x));
+}
+inline vi dot(vi acc, vi w, Four a) {
+  const int8x16_t b = vreinterpretq_s8_s32(w);
+  return vpadalq_s16(acc, vpaddq_s16(vmull_s8(vget_low_s8(b), vget_low_s8(a)), vmull_high_s8(b, a)));
+}
+#endif
+#endif
+
+constexpr int kAhead = 2048;  // bytes
+
+AS_INLINE void prefetch_unit(const char* w) {
+  for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAhead + line);
+}
+
+// acc += products of one vector of four-k lanes of each of NV weights with four activations of each of R rows, the first of
+// which is at line(r) + at.
+template <int R, typename L>
+AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const Four values = four_values(line(r) + at);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], weights[v], values);
+  }
+}
+
+struct Bytes {
+  static constexpr int kMiddle = 0, kUnit = 4;  // signed_bytes() takes the middle off
+  using Value = int8_t;
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+    for (int i = 0; i < k; i += kUnit, w += NR * 4) {
+      vi weights[NV];
+      prefetch_unit(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = signed_bytes(iload(w + v * W * 4));
+      dot_rows(weights, line, i, acc);
+    }
+  }
+};
+
+// The lower halves of a unit's bytes before the upper ones, which are loaded again: both at once would leave too few registers.
+struct Nibbles {
+  static constexpr int kMiddle = 8, kUnit = 8;
+  using Value = int8_t;
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    vi upper[kSplit ? R : 1][NV];
+#pragma GCC unroll 4
+    for (int r = 0; r < (kSplit ? R : 1); r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
+    for (int i = 0; i < k; i += kUnit, w += NR * 4) {
+      vi weights[NV];
+      prefetch_unit(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = nibbles<0>(iload(w + v * W * 4));
+      dot_rows(weights, line, i, acc);
+      const char* again = w;
+      asm("" : "+r"(again));  // else the first load's result is kept
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = nibbles<1>(iload(again + v * W * 4));
+      if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
+      else dot_rows(weights, line, i + 4, acc);
+    }
+    if constexpr (kSplit)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
+  }
+};
+
+#if defined(AS_ISA_DOTPROD)
+// n <= W values times factor, rounded to nearest even, zeros behind; n <= W lanes stored as bytes; the sum of all lanes.
+#if defined(AS_ISA_SVE)
+inline vi rounded(const float* x, int n, vf factor) {
+  return svcvt_s32_f32_x(vall(), svrintn_f32_x(vall(), svmul_f32_x(vall(), svld1_f32(svwhilelt_b32(0, n), x), factor)));
+}
+inline void store_bytes(char* p, vi x, int n) { svst1b_s32(svwhilelt_b32(0, n), reinterpret_cast<int8_t*>(p), x); }
+inline vi isub(vi a, vi b) { return svsub_s32_x(vall(), a, b); }
+template <int N> inline vi shift_right(vi a) { return svasr_n_s32_x(vall(), a, N); }
+template <int N> inline vi shift_left(vi a) { return svlsl_n_s32_x(vall(), a, N); }
+inline int32_t isum(vi a) { return (int32_t)svaddv_s32(vall(), a); }
+#else
+inline vi rounded(const float* x, int n, vf factor) {
+  float some[W] = {};
+  if (n < W) std::memcpy(some, x, n * sizeof(float));
+  return vcvtnq_s32_f32(vmul(vload(n < W ? some : x), factor));
+}
+inline void store_bytes(char* p, vi x, int n) {
+  const int16x4_t halves = vmovn_s32(x);
+  const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+  if (n == W) std::memcpy(p, &bytes, W);
+  else std::memcpy(p, &bytes, n);
+}
+inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
+template <int N> inline vi shift_right(vi a) { return vshrq_n_s32(a, N); }
+template <int N> inline vi shift_left(vi a) { return vshlq_n_s32(a, N); }
+inline int32_t isum(vi a) { return vaddvq_s32(a); }
+#endif
+
+// Values of a row as P planes, and their sums within each group.
+template <int P>
+void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+  char* values = out + at.values_at;
+  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
+    vi sums[2] = {iset(0), iset(0)};
+    for (int i = k0; i < k0 + w.group_k(g); i += W) {
+      const int n = std::min(W, k0 + w.group_k(g) - i);
+      const vi a = rounded(x + i, n, vset(inverse)), high = P == 1 ? a : shift_right<8>(iadd(a, iset(128)));
+      store_bytes(values + i, high, n);
+      sums[0] = iadd(sums[0], high);
+      if (P == 2) {
+        const vi low = isub(a, shift_left<8>(high));
+        store_bytes(values + at.plane_bytes + i, low, n);
+        sums[1] = iadd(sums[1], low);
+      }
+    }
+    for (int p = 0; p < P; p++) {
+      const int32_t sum = isum(sums[p]);
+      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
+    }
+  }
+  for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
+}
+#endif
+
+}  // namespace
+}  // namespace AS_ISA
+}  // namespace as
