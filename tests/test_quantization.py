@@ -254,12 +254,12 @@ def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
     from allspark_server.weights.loader import Loader
     from checkpoints import check_logits, checkpoint, prompt_of
     from driver import Driver
-    from numpy_executor import NumpyExecutor, forward
+    from numpy_executor import NumpyExecutor, forward, unquantized
 
     directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(33)
     model, quantize = quantized_weights(directory, dtype, group)
     executor = NumpyExecutor()
-    weights = Loader(model.graph, model.source, executor, 0, 1, "float32").load()
+    weights = Loader(model.graph, model.source, executor, 0, 1, unquantized(model.graph)).load()
     executor.weights = [quantize(w).astype(np.float64) if w.ndim == 2 else w for w in executor.weights]
     add_ops(model.graph, executor, weights, 0, 1)
     with Driver(directory, weight_dtype=dtype, weight_group_size=group) as driver:
