@@ -281,7 +281,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def("matrix_bytes",
         [](int n, int k, const std::string& dtype, int group_size) {
-          return as::matrix_bytes(as::layout(n, k, as::kernels().panel, as::kernels().bf16_pairs, as::format_of(dtype), group_size));
+          return as::matrix_bytes(as::layout(n, k, as::kernels().rules, as::format_of(dtype), group_size));
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
@@ -291,7 +291,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("prepared_bytes",
         [](int k, const std::string& dtype, int group_size) {
           const as::Kernels& kernels = as::kernels();
-          return kernels.prepared(as::layout(1, k, kernels.panel, kernels.bf16_pairs, as::format_of(dtype), group_size)).bytes;
+          return kernels.prepared(as::layout(1, k, kernels.rules, as::format_of(dtype), group_size)).bytes;
         },
         py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Scratch memory that a product with such a matrix takes for each row of activations.");

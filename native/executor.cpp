@@ -31,13 +31,12 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
     throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) + ": both must be positive");
   if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
     throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
-  if (has_integer_activations(format) && in_features > kMaxIntegerK)
+  Packed packed = layout(out_features, in_features, k_.rules, format, group_size);
+  if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
-                                std::to_string(kMaxIntegerK));
-  Packed packed = layout(out_features, in_features, k_.panel, k_.bf16_pairs, format, group_size);
-  Buffer buffer(matrix_bytes(packed), "weights");
-  packed.data = buffer.as();
-  matrices_.push_back({packed, std::move(buffer)});
+                                std::to_string(kMaxIntegerK) + " in a group");
+  packed.data = weights_.take(matrix_bytes(packed), "weights");
+  matrices_.push_back({packed});
   return (int)matrices_.size() - 1;
 }
 
@@ -391,14 +390,14 @@ void Executor::run_op(Op& op, int thread) {
 
 size_t Executor::weight_bytes() const {
   size_t total = 0;
-  for (const Matrix& m : matrices_) total += m.buffer.size();
+  for (const Matrix& m : matrices_) total += matrix_bytes(m.packed);
   for (const auto& v : vectors_) total += v.size() * sizeof(float);
   return total;
 }
 
 std::vector<std::pair<const void*, size_t>> Executor::memory() const {
   std::vector<std::pair<const void*, size_t>> all;
-  for (const Matrix& m : matrices_) all.emplace_back(m.buffer.as(), m.buffer.size());
+  for (const Matrix& m : matrices_) all.emplace_back(m.packed.data, matrix_bytes(m.packed));
   if (cache_.size()) all.emplace_back(cache_.as(), cache_.size());
   return all;
 }

@@ -96,7 +96,6 @@ class Executor {
  private:
   struct Matrix {
     Packed packed;
-    Buffer buffer;
   };
   struct Tensor {
     int width;
@@ -157,6 +156,7 @@ class Executor {
   std::shared_ptr<Window> window_;
   Pool pool_;
   const Kernels& k_;
+  Arena weights_;
   std::vector<Matrix> matrices_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Tensor> tensors_;

@@ -35,7 +35,7 @@ void Executor::record(Op& op, double seconds) const {
       break;
     case OpType::embedding: {
       const Matrix& m = matrices_[op.weights[0]];
-      moved += (double)rows_.size() * m.buffer.size() / m.packed.n;
+      moved += (double)rows_.size() * matrix_bytes(m.packed) / m.packed.n;
       break;
     }
     case OpType::all_reduce:
@@ -46,7 +46,7 @@ void Executor::record(Op& op, double seconds) const {
       break;
     case OpType::linear: {
       const Matrix& m = matrices_[op.weights[0]];
-      moved += (double)m.buffer.size();
+      moved += (double)matrix_bytes(m.packed);
       operations = 2.0 * m.packed.k * values(op.outputs[0]);
       break;
     }

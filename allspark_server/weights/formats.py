@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from allspark_server.models.graph import Graph
 
 SMALLEST_GROUP = 8  # along K, that the kernels have
-SCALE_TYPE = "F32"  # of serialized scales and offsets, as the kernels have them
+SCALE_TYPE = "BF16"  # of serialized scales and offsets, as the kernels have them
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,9 @@ void multiply_bf16(const Packed& w, const Activations& a, const float* bias, flo
 }
 
 // The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on.
-AS_INLINE vf add_group(const char* sums, int middle, int activations, const float* scale, int v, vf total) {
+AS_INLINE vf add_group(const char* sums, int middle, int activations, const uint16_t* scale, int v, vf total) {
   const __m512i chain = _mm512_sub_epi32(_mm512_loadu_si512(sums + v * W * 4), _mm512_set1_epi32(middle * activations));
-  return vfma(vload(scale + NR + v * W), vset((float)activations), vfma(vload(scale + v * W), _mm512_cvtepi32_ps(chain), total));
+  return vfma(vload_bf16(scale + NR + v * W), vset((float)activations), vfma(vload_bf16(scale + v * W), _mm512_cvtepi32_ps(chain), total));
 }
 
 AS_INLINE void write_row(const char* row, const PreparedLayout& at, const vf (&total)[NV], const Bias* bias, float* out) {
@@ -183,8 +183,8 @@ void multiply_channels(const Packed& w, const Activations& a, const float* bias,
   const PreparedLayout at = prepared(w);
   multiply<Bytes>(w, a, at.values_at, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); },
                   [&](int p, int row, int rows, float* c) {
-    const float* scale = w.scales(p, 0);
-    const Bias add(bias ? bias : scale, p, bias ? w.n : 0);
+    const uint16_t* scale = w.scales(p, 0);
+    const Bias add(bias, p, bias ? w.n : 0);
     for (int r = 0; r < rows; r++, c += NR) {
       const char* activations = a.prepared + (row + r) * a.stride;
       vf total[NV];
@@ -216,12 +216,12 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
   for (int m0 = 0; m0 < m; m0 += kRows)
     for (int p = p0; p < p1; p++) {
       const int columns = std::min(NR, w.n - p * NR), end = std::min(m, m0 + kRows);
-      const Bias add(bias ? bias : totals, p, bias ? w.n : 0);
+      const Bias add(bias, p, bias ? w.n : 0);
       for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
         const int steps = (w.group_k(g) + Bytes::kStep - 1) / Bytes::kStep;
         const char* weights = w.weights(p, g);
         if (nibbles) widen(weights, steps, wide), weights = wide;
-        const float* scale = w.scales(p, g);
+        const uint16_t* scale = w.scales(p, g);
         for (int r0 = m0; r0 < end; r0 += kPair) {
           const int rows = std::min(kPair, m - r0);
           tiles.configure(rows);
@@ -254,7 +254,7 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
     multiply_bf16(w, a, bias, y, ldy, m, p0, p1);
     return true;
   }
-  if (!has_integer_activations(w.format) || m < kFew) return false;
+  if (w.planes != 1 || m < kFew) return false;
   if (w.groups() == 1 && w.format == Format::w8a8) {
     multiply_channels(w, a, bias, y, ldy, m, p0, p1);
     return true;

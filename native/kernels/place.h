@@ -45,7 +45,7 @@ AS_INLINE void transpose_bytes(const uint8_t* in, long stride, char* out, long o
 // Lays q of `rows` rows and n k, from k0 of a group on, at lane `lane` of the group's weights.
 AS_INLINE void place(const Packed& w, const uint8_t (*q)[kChunk], int rows, int n, int k0, int lane, char* weights) {
   const long panel = w.panel;
-  if (w.format == Format::int8) {
+  if (w.unit() == 1) {
     uint8_t centred[kRows][kChunk];
     for (int r = 0; r < kRows; r++)
       for (int i = 0; i < kChunk; i++) centred[r][i] = q[r][i] ^ 0x80;
@@ -57,8 +57,8 @@ AS_INLINE void place(const Packed& w, const uint8_t (*q)[kChunk], int rows, int 
       for (int r = 0; r < rows; r++) out[i * panel + r] = (char)centred[r][i];
     return;
   }
-  const int unit = unit_of(w.format);
-  const uint32_t centre = w.format == Format::int4 ? 0x88888888u : 0;
+  const int unit = w.unit();
+  const uint32_t centre = w.planes ? 0 : 0x88888888u;
   char* out = weights + ((long)(k0 / unit) * panel + lane) * 4;
   for (int i = 0; i < n; i += unit, out += panel * 4)
     for (int r = 0; r < rows; r++) {
