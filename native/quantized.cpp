@@ -20,12 +20,16 @@ void pair_neighbours(const char* lanes, long bytes, uint8_t* out) {
     const uint32_t first = (low | low >> 4) & 0x00ff00ff, second = (high | high >> 4) & 0x00ff00ff;
     return ((first | first >> 8) & 0xffff) | (second | second >> 8) << 16;
   };
-  for (; bytes > 0; bytes -= 4, lanes += 4, out += 4) {
-    uint32_t lane;
+  uint32_t lane;
+  for (; bytes >= 4; bytes -= 4, lanes += 4, out += 4) {
     std::memcpy(&lane, lanes, 4);
     lane = paired(lane);
-    std::memcpy(out, &lane, std::min(bytes, 4l));
+    std::memcpy(out, &lane, 4);
   }
+  if (!bytes) return;
+  std::memcpy(&lane, lanes, 4);
+  lane = paired(lane);
+  std::memcpy(out, &lane, bytes);
 }
 
 // n values from k `first` of a stored row on, a byte each.
@@ -36,9 +40,13 @@ AS_INLINE void unpack(const uint8_t* row, int bits, long first, int n, uint8_t* 
   }
   int i = 0;
   if (first % 2 == 0) {
-    const uint8_t* pairs = row + first / 2;
-    for (; i + 16 <= n; i += 16)
-      for (int j = 0; j < 8; j++) out[i + 2 * j] = pairs[i / 2 + j] & 15, out[i + 2 * j + 1] = pairs[i / 2 + j] >> 4;
+    const Byte16 order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    for (; i + 16 <= n; i += 16) {
+      uint64_t pairs;
+      std::memcpy(&pairs, row + (first + i) / 2, 8);
+      const Byte16 both = (Byte16)Long2{pairs, 0}, values = mix(both & 15, both >> 4, order);
+      std::memcpy(out + i, &values, 16);
+    }
   }
   for (; i < n; i++) out[i] = row[(first + i) / 2] >> (first + i) % 2 * 4 & 15;
 }

@@ -91,21 +91,30 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
   return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
 }
 
+// Stores integral values of 0...255 as bytes.
+AS_INLINE void store_bytes(uint8_t* out, vf v) {
+#if defined(AS_ISA_AVX512)
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#elif defined(AS_ISA_AVX2)
+  const __m256i words = _mm256_cvtps_epi32(v);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(halves, halves));
+#else
+  float lanes[W];
+  vstore(lanes, v);
+  for (int i = 0; i < W; i++) out[i] = (uint8_t)(int32_t)lanes[i];
+#endif
+}
+
 // q of x [n] into out [kChunk], zeros behind.
 template <typename S>
 AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
-  alignas(64) float q[kChunk];
   const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels), middle = vset(0.5f * (levels + 1));
   for_vectors<S>(x, n, [&](vf v, int i) __attribute__((always_inline)) {
     const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
-    vstore(q + i, vmax(vzero(), vmin(most, scaled)));
+    store_bytes(out + i, vmax(vzero(), vmin(most, scaled)));
   });
-  if (n == kChunk) {
-    for (int i = 0; i < kChunk; i++) out[i] = (uint8_t)(int32_t)q[i];
-  } else {
-    std::memset(out, 0, kChunk);
-    for (int i = 0; i < n; i++) out[i] = (uint8_t)(int32_t)q[i];
-  }
+  if (n < kChunk) std::memset(out + n, 0, kChunk - n);
 }
 
 template <typename S>
