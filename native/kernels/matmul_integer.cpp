@@ -246,10 +246,10 @@ template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kRows = MR / P;
   const PreparedLayout at = prepared(w);
-  for (int m0 = 0; m0 < m; m0 += MB)
-    for (int p = p0; p < p1; p++)
-      for (int r0 = m0; r0 < std::min(m, m0 + MB); r0 += kRows)
-        with_constant<kRows>(std::min(kRows, std::min(m, m0 + MB) - r0), [&](auto count) {
+  for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
+    for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
+      for (int r0 = m0; r0 < end; r0 += kRows)
+        with_constant<kRows>(std::min(kRows, end - r0), [&](auto count) {
           tile<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy);
         });
 }
