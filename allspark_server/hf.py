@@ -18,7 +18,7 @@ from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.models.config import read_json
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
-from allspark_server.weights.asgraph import STORED_TYPES, write_graph, write_params
+from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import TENSORS_HASH, OpenedModel, open_model, tensors_hash
 from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
@@ -118,7 +118,8 @@ class HuggingFaceModel:
 
         enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8"; customized_quant_config
         says otherwise, see weights/formats.py. user_set_data_type is then the type of what stays unquantized. Loading gives
-        the very weights that quantizing the checkpoint at load does.
+        the very weights that quantizing the checkpoint at load does. skip_if_exists: if there are files of this name and
+        format.
         engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
         text_graph: write the op list as text.
         """
@@ -165,14 +166,13 @@ class HuggingFaceModel:
     def _serialize(self, directory: Path, how: Quantization | None, skip_if_exists: bool,
                    text_graph: bool) -> "HuggingFaceModel":
         graph_path, param_path = directory / f"{self.name}.asgraph", directory / f"{self.name}.asparam"
-        if not (skip_if_exists and graph_path.exists() and param_path.exists()):
-            model = self._opened()
+        if not (skip_if_exists and graph_path.exists() and param_path.exists() and _same_formats(graph_path, how)):
+            model, graph = self._opened(), self._graph(how)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._copy_tokenizer(directory / f"{self.name}.tokenizer")
             except OSError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
-            graph = self._graph(how)
             # What is converted is another model.
             metadata = {TENSORS_HASH: tensors_hash(model.graph, model.source)} if how and self.data_type == "auto" else {}
             quantize = native_library().Executor(num_threads=physical_cores()).quantize_rows if how else None
@@ -268,3 +268,9 @@ class HuggingFaceModel:
         if self.model_config is None:
             self.read_model_config()
         return self.model_config
+
+
+def _same_formats(graph_path: Path, how: Quantization | None) -> bool:
+    """Whether a serialized model is quantized as is wanted."""
+    stored = read_graph(graph_path).quantization
+    return (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))

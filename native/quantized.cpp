@@ -35,7 +35,8 @@ void pair_neighbours(const char* lanes, long bytes, uint8_t* out) {
 // n values from k `first` of a stored row on, a byte each.
 AS_INLINE void unpack(const uint8_t* row, int bits, long first, int n, uint8_t* out) {
   if (bits == 8) {
-    std::memcpy(out, row + first, n);
+    if (n == kChunk) std::memcpy(out, row + first, kChunk);  // of a length that is known: a move or four
+    else std::memcpy(out, row + first, n);
     return;
   }
   int i = 0;
@@ -90,7 +91,7 @@ void place_rows(const Packed& w, const StoredRows& stored, long row_offset, long
         alignas(64) uint8_t q[kRows][kChunk];
         for (int r = 0; r < rows; r++) {
           unpack(stored.q + (row + r - row_offset) * stored.row_bytes(), stored.bits, column + first + k0, n, q[r]);
-          std::memset(q[r] + n, 0, kChunk - n);
+          if (n < kChunk) std::memset(q[r] + n, 0, kChunk - n);
         }
         place(w, q, rows, n, k0, lane, w.weights(panel, g));
       }

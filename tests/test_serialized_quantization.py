@@ -1,5 +1,7 @@
 """Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is refused."""
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -20,8 +22,7 @@ from driver import Driver  # noqa: E402
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
 GROUPS = (0, 32, 64, 512)
 # Sizes at which ranks cut inside groups: 5 heads of 48 (at 96, 144, 192), 25 units of 32 in the MLP (at 288, 416, 544).
-SPEC = Spec("qwen2", _sizes(136, 5, 5, 800, layers=1, head_dim=48, tie_word_embeddings=True) | _rope("default", 1e6), "bfloat16")
-SPEC = Spec("qwen3", {**SPEC.fields}, "bfloat16")
+SPEC = Spec("qwen3", _sizes(136, 5, 5, 800, layers=1, head_dim=48, tie_word_embeddings=True) | _rope("default", 1e6), "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,17 @@ def test_values_that_are_not_finite_are_counted_once():
     handle = executor.add_matrix(3, 40, "int8", 8)
     assert executor.fill_matrix(handle, values, "F32", 0, 56, 64) == 3      # local groups of 8 in the one from 64 on
     assert np.isnan(executor.read_row(handle, 1)).tolist() == [False] * 8 + [True] * 32
+
+
+@pytest.mark.skipif(len(_native.isas()) < 2, reason="one instruction set only")
+@pytest.mark.parametrize("dtype, group", [("int8", 0), ("int4", 32)])
+def test_the_same_files_on_another_instruction_set(directory, tmp_path, dtype, group):
+    path = serialize(directory, tmp_path / "here", dtype, group)
+    script = (f"from allspark_server import HuggingFaceModel, _native; assert _native.isa() == {_native.isas()[-1]!r}; "
+              f"HuggingFaceModel({str(directory)!r}, 'm').serialize_to_path(None, {str(tmp_path / 'there')!r}, **{options(dtype, group)!r})")
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "ALLSPARK_ISA": _native.isas()[-1]}, check=True)
+    for suffix in (".asgraph", ".asparam"):
+        assert path.with_suffix(suffix).read_bytes() == (tmp_path / "there" / "m").with_suffix(suffix).read_bytes()
 
 
 # -- which tensors -----------------------------------------------------------------------------------------------------
@@ -339,6 +351,18 @@ def test_text_graph_and_memory(directory, tmp_path):
     graph = read_graph(tmp_path / "m.asgraph")
     write_graph(graph, tmp_path / "n.asgraph")
     assert to_message(read_graph(tmp_path / "n.asgraph")) == to_message(graph)
+
+
+def test_existing_files_are_kept_if_their_format_is_wanted(directory, tmp_path):
+    model, params = HuggingFaceModel(directory, "m"), tmp_path / "m.asparam"
+    model.serialize_to_path(None, tmp_path)
+    for wanted in (options("int8", 64), options("int8", 32), options("int8", 32, quantize_head=False), {}):
+        before = params.read_bytes()
+        model.serialize_to_path(None, tmp_path, skip_if_exists=True, **wanted)
+        assert params.read_bytes() != before
+        written = params.stat().st_mtime_ns
+        model.serialize_to_path(None, tmp_path, skip_if_exists=True, **wanted)
+        assert params.stat().st_mtime_ns == written
 
 
 def test_type_of_what_stays_unquantized(directory, tmp_path):

@@ -62,6 +62,28 @@ float float_of_bits(uint32_t bits) {
 
 constexpr uint16_t kNan = 0x7fc0;
 
+// Of a vector; with groups of 64, loops over its lanes would take as long as all else.
+AS_INLINE float largest(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_reduce_max_ps(v);
+#elif defined(AS_ISA_AVX2)
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
+  return vhmax(v);
+#endif
+}
+AS_INLINE bool any_nan(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+#elif defined(AS_ISA_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+#else
+  return std::isnan(vsum(v));
+#endif
+}
+
 template <typename S>
 Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -70,7 +92,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
     low = vmin(low, v), high = vmax(high, v);
     poison = vfma(v, vzero(), poison);
   });
-  if (std::isnan(vsum(poison))) {
+  if (any_nan(poison)) {
     for_vectors<S>(x, n, [&](vf v, int i) {
       float lanes[W];
       vstore(lanes, v);
@@ -79,7 +101,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
     return {0, 0, 0, kNan};
   }
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
-  const float half_min = -vhmax(vsub(vzero(), low)) * 0.5f, half_max = vhmax(high) * 0.5f;
+  const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;  // no -0: which zero is least is chance
   const float half_middle = half_min + middle * ((half_max - half_min) / levels);
   constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
   const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
