@@ -17,7 +17,9 @@ from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingS
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
-WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+UNQUANTIZED = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
+GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 
 
 def _compute_unit(name: str, value: Any) -> str:
@@ -72,7 +74,9 @@ class AsModelConfig(Checked):
     lora_names: list[str] = custom_field(_strings, factory=list)
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: of quantized weights. 0: per output channel; otherwise length of the groups along K
-    weight_group_size: int = choice_field(0, (0, 32, 64, 128, 256, 512))
+    weight_group_size: int = choice_field(0, GROUP_SIZES)
+    #: of quantized weights: whether the embedding and the language-model head are quantized as well
+    quantize_head: bool = bool_field(True)
     #: bytes per rank for the KV cache; 0: chosen
     cache_memory: int = int_field(0, 0, INT64_MAX)
     #: bytes per rank for the prefix cache's second tier; 0: chosen
@@ -105,6 +109,10 @@ class AsModelConfig(Checked):
                              "allowed: at most 1024")
         if not self.model_path:
             raise ValueError("model_path is empty; give a Hugging Face directory or a .asgraph file")
+        if self.weight_group_size and self.weight_dtype in ("auto", *UNQUANTIZED):
+            raise ValueError(f"weight_group_size={self.weight_group_size} is for quantized weights, and weight_dtype is "
+                             f"{self.weight_dtype!r}; set weight_dtype to one of "
+                             f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}")
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
@@ -324,6 +332,10 @@ class AsModelRuntimeConfigBuilder:
     def prefix_cache_ttl(self, ttl: int = 300) -> "AsModelRuntimeConfigBuilder":
         """Seconds that an unused prefix stays."""
         return self._set(prefix_cache_ttl=ttl)
+
+    def quantize_head(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
+        """Of quantized weights: whether the embedding and the language-model head are quantized as well."""
+        return self._set(quantize_head=enable)
 
     def lora_max_rank(self, rank: int) -> "AsModelRuntimeConfigBuilder":
         """Largest rank of a LoRA adapter."""

@@ -207,6 +207,7 @@ class ModelInfo:
     tokenizer_dir: str | None = None
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
+    quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
 
     def dict(self) -> dict[str, Any]:
         """All fields as a dict."""

@@ -436,7 +436,7 @@ class Engine(AbstractEngine):
 
 
 def _fingerprint(info: ModelInfo) -> str:
-    facts = (_build_id(), info.isa, info.ranks, info.weight_dtype, info.weight_group_size,
+    facts = (_build_id(), info.isa, info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
              info.cache_dtype, info.span_size, info.model_hash)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

@@ -14,11 +14,14 @@ from typing import Any
 from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder, AsModelRuntimeConfigBuilder
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import TargetDevice
-from allspark_server.models import ModelConfig, read_config
+from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.models.config import read_json
-from allspark_server.weights.asgraph import STORED_TYPES, write_graph, write_params
-from allspark_server.weights.checkpoint import OpenedModel, open_model
-from allspark_server.weights.loader import stored_types
+from allspark_server.runtime.memory import physical_cores
+from allspark_server.runtime.native import native_library
+from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
+from allspark_server.weights.checkpoint import TENSORS_HASH, OpenedModel, open_model, tensors_hash
+from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
+from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import ITEM_BYTES
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,7 @@ class HuggingFaceModel:
         self.in_memory = in_memory_serialize
         self.model_config: ModelConfig | None = None
         self._model: OpenedModel | None = None
+        self._unquantized = ""
         self._tokenizer: Any = None
         self._files: tuple[Path, Path] | None = None
         self._memory: weakref.finalize | None = None
@@ -72,7 +76,7 @@ class HuggingFaceModel:
         if load_format not in ("auto", "safetensors", "pt"):
             raise ValueError(f"load_format={load_format!r} is not known; allowed: auto, safetensors, pt")
         self._model = open_model(str(self._directory()))
-        stored_types(self._model.graph, self._model.source)
+        self._unquantized = unquantized_type(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
         return self
 
@@ -112,32 +116,45 @@ class HuggingFaceModel:
                           text_graph: bool = False) -> "HuggingFaceModel":
         """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `model_output_dir`.
 
+        enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8"; customized_quant_config
+        says otherwise, see weights/formats.py. user_set_data_type is then the type of what stays unquantized. Loading gives
+        the very weights that quantizing the checkpoint at load does. skip_if_exists: if there are files of this name and
+        format.
         engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
         text_graph: write the op list as text.
         """
         if lora_cfg:
             raise not_available("Serializing with LoRA")
-        if enable_quant or weight_only_quant or customized_quant_config:
-            raise not_available("Serializing quantized weights")
+        how = self._quantization(enable_quant, weight_only_quant, customized_quant_config)
         if self.in_memory:
-            return self.serialize_to_memory(engine, text_graph=text_graph)
-        return self._serialize(Path(model_output_dir), skip_if_exists, text_graph)
+            return self._serialize_to_memory(how, text_graph)
+        return self._serialize(Path(model_output_dir), how, skip_if_exists, text_graph)
 
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
                             customized_quant_config: dict | None = None,
                             text_graph: bool = False) -> "HuggingFaceModel":
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
-        if enable_quant or weight_only_quant or customized_quant_config:
-            raise not_available("Serializing quantized weights")
+        return self._serialize_to_memory(self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph)
+
+    def _serialize_to_memory(self, how: Quantization | None, text_graph: bool) -> "HuggingFaceModel":
         self.free_memory_serialize_file()
-        needed, free = self._serialized_bytes(), shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
+        needed, free = self._serialized_bytes(how), shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
         if needed > free:
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"serializing model {self.name!r} to memory needs {needed} bytes, {MEMORY_FOLDER} has "
                                 f"{free} free: use serialize_to_path")
         folder = tempfile.mkdtemp(prefix="allspark-", dir=MEMORY_FOLDER)
         self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
-        return self._serialize(Path(folder), False, text_graph)
+        return self._serialize(Path(folder), how, False, text_graph)
+
+    @staticmethod
+    def _quantization(enable: bool, weight_only: bool, customized: dict | None) -> Quantization | None:
+        """None: no quantization; as in DashInfer, weight_only_quant alone asks for none."""
+        if enable:
+            return quantization_of(weight_only, customized)
+        if customized:
+            raise ValueError("customized_quant_config is given, but enable_quant is False")
+        return None
 
     def free_memory_serialize_file(self) -> "HuggingFaceModel":
         """Removes what serialize_to_memory made; a model that is installed from it is not affected."""
@@ -146,17 +163,21 @@ class HuggingFaceModel:
             self._memory = self._files = None
         return self
 
-    def _serialize(self, directory: Path, skip_if_exists: bool, text_graph: bool) -> "HuggingFaceModel":
+    def _serialize(self, directory: Path, how: Quantization | None, skip_if_exists: bool,
+                   text_graph: bool) -> "HuggingFaceModel":
         graph_path, param_path = directory / f"{self.name}.asgraph", directory / f"{self.name}.asparam"
-        if not (skip_if_exists and graph_path.exists() and param_path.exists()):
-            model = self._opened()
+        if not (skip_if_exists and graph_path.exists() and param_path.exists() and _same_formats(graph_path, how)):
+            model, graph = self._opened(), self._graph(how)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._copy_tokenizer(directory / f"{self.name}.tokenizer")
             except OSError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
-            write_params(model.graph, model.source, param_path, self.data_type)
-            write_graph(model.graph, graph_path, text=text_graph)
+            # What is converted is another model.
+            metadata = {TENSORS_HASH: tensors_hash(model.graph, model.source)} if how and self.data_type == "auto" else {}
+            quantize = native_library().Executor(num_threads=physical_cores()).quantize_rows if how else None
+            write_params(graph, model.source, param_path, self.data_type, quantize, metadata)
+            write_graph(graph, graph_path, text=text_graph)
         self._files = graph_path, param_path
         return self
 
@@ -167,10 +188,24 @@ class HuggingFaceModel:
             for file in found:
                 shutil.copyfile(file, folder / file.name)
 
-    def _serialized_bytes(self) -> int:
-        source, total = self._opened().source, 0
-        for name in {part.tensor for weight in self._opened().graph.weights.values() for part in weight.parts}:
+    def _graph(self, how: Quantization | None) -> Graph:
+        """The op list of what is serialized."""
+        graph = self._opened().graph
+        if how is None:
+            return graph
+        unquantized = self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
+        return graph.quantized(how.formats(graph, unquantized), StoredQuantization(how.format, how.quantize_head, unquantized))
+
+    def _serialized_bytes(self, how: Quantization | None) -> int:
+        graph, source = self._graph(how), self._opened().source
+        stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
+        total = 0
+        for name, form in stored.items():
             tensor = source.get(name)
+            if form is not None:
+                rows, columns = tensor.shape
+                total += rows * (form.row_bytes(columns) + 2 * ITEM_BYTES[SCALE_TYPE] * form.groups(columns))
+                continue
             kind = tensor.dtype if self.data_type == "auto" else STORED_TYPES[self.data_type]
             total += ITEM_BYTES[kind] * tensor.data.size
         return total
@@ -233,3 +268,9 @@ class HuggingFaceModel:
         if self.model_config is None:
             self.read_model_config()
         return self.model_config
+
+
+def _same_formats(graph_path: Path, how: Quantization | None) -> bool:
+    """Whether a serialized model is quantized as is wanted."""
+    stored = read_graph(graph_path).quantization
+    return (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))

@@ -21,6 +21,9 @@ from .topology import Topology, format_list, parse_list, read_topology
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
+#: --weight-dtype of convert: customized_quant_config's weight_format and compute_method
+QUANTIZED = {"int8": ("int8", "weight_only"), "int4": ("uint4", "weight_only"), "w8a8": ("int8", "activate_quant"),
+             "w4a8": ("uint4", "activate_quant")}
 DEFAULT_PROMPT = "Tell me a story about a fox."
 
 
@@ -102,8 +105,11 @@ ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, t
     p.add_argument("source", metavar="HF_DIR", help="directory with config.json and the weights")
     p.add_argument("target", metavar="OUT", help="directory to write to")
     p.add_argument("--name", help="default: the source directory's name")
-    p.add_argument("--weight-dtype", default="auto",
-                   help="auto (as stored), float32, bfloat16; quantized ones are not available yet")
+    p.add_argument("--weight-dtype", default="auto", metavar="TYPE",
+                   help="auto (as stored), float32, bfloat16, float16, or quantized: int8, int4, w8a8, w4a8")
+    p.add_argument("--weight-group-size", type=int, default=0, metavar="K",
+                   help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")
+    p.add_argument("--keep-head", action="store_true", help="quantize all but the embedding and the language-model head")
 
     p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
     p.add_argument("--json", action="store_true", help="for programs")
@@ -277,14 +283,22 @@ def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None
 
 def convert(options: argparse.Namespace) -> int:
     from allspark_server import HuggingFaceModel
-    if options.weight_dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"--weight-dtype {options.weight_dtype} is not available yet; use auto, float32 or bfloat16")
     source = Path(options.source).expanduser().resolve()
     name = options.name or source.name
-    model = HuggingFaceModel(str(source), name, user_set_data_type=options.weight_dtype)
+    form, quant = options.weight_dtype, {}
+    if form in QUANTIZED:
+        weight_format, compute_method = QUANTIZED[form]
+        quant = {"enable_quant": True, "customized_quant_config": {
+            "weight_format": weight_format, "compute_method": compute_method, "group_size": options.weight_group_size,
+            "quantize_head": not options.keep_head}}
+        form = "auto"
+    elif options.weight_group_size or options.keep_head:
+        raise ValueError(f"--weight-group-size and --keep-head are for quantized weights, and --weight-dtype is {form}; use one of "
+                         f"{', '.join(QUANTIZED)}")
+    model = HuggingFaceModel(str(source), name, user_set_data_type=form)
     model.load_model()
     model.read_model_config()
-    model.serialize_to_path(None, options.target)
+    model.serialize_to_path(None, options.target, **quant)
     for path in sorted(Path(options.target).glob(f"{name}.as*")):
         print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
     return 0

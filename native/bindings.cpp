@@ -43,6 +43,18 @@ SourceType source_of(const std::string& name, const py::array& a) {
   throw std::invalid_argument("source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
 }
 
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Scales = py::array_t<QuantizedScale, py::array::c_style>;
+
+// The rows of a two-dimensional array of which columns are adjacent; its columns are all taken.
+SourceRows source_rows(const py::array& a, const std::string& source) {
+  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
+  const SourceType type = source_of(source, a);
+  if (a.shape(1) > 1 && a.strides(1) != a.itemsize()) throw std::invalid_argument("a matrix' columns must be adjacent in memory");
+  if (a.strides(0) % a.itemsize()) throw std::invalid_argument("a matrix' rows must be whole elements apart");
+  return {a.data(), type, (long)(a.strides(0) / a.itemsize()), 0, 0, (long)a.shape(1), (long)a.shape(1)};
+}
+
 template <typename T> py::array_t<T> to_array(const std::vector<T>& v) { return py::array_t<T>(v.size(), v.data()); }
 
 // What a step gave: arrays over the rows that sample.
@@ -91,18 +103,56 @@ void bind_executor(py::module_& m) {
            [](Executor& e, int n, int k, const std::string& dtype, int group_size) { return e.add_matrix(n, k, format_of(dtype), group_size); },
            py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0)
       .def("fill_matrix",
-           [](Executor& e, int id, const py::array& a, const std::string& source, long row_offset) {
-             if (a.ndim() != 2) throw std::invalid_argument("fill_matrix needs a 2-D array");
-             const SourceType type = source_of(source, a);
-             if (a.shape(1) > 1 && a.strides(1) != a.itemsize()) throw std::invalid_argument("fill_matrix: columns must be adjacent in memory");
-             if (a.strides(0) % a.itemsize()) throw std::invalid_argument("fill_matrix: rows must be whole elements apart");
-             const void* data = a.data();
-             const long rows = a.shape(0), columns = a.shape(1), stride = a.strides(0) / a.itemsize();
+           [](Executor& e, int id, const py::array& a, const std::string& source, long row_offset, long column, std::optional<long> group_size) {
+             SourceRows rows = source_rows(a, source);
+             rows.row_offset = row_offset, rows.column = column;
+             if (!group_size && rows.columns != e.in_features(id))
+               throw std::invalid_argument("fill_matrix: " + std::to_string(rows.columns) + " columns do not fit a matrix of " +
+                                           std::to_string(e.in_features(id)));
+             const long group = group_size.value_or(e.group(id));
+             rows.group = group ? group : rows.columns;
+             const long count = a.shape(0);
              py::gil_scoped_release release;
-             return e.fill_matrix(id, data, type, rows, columns, stride, row_offset);
+             return e.fill_matrix(id, rows, count);
            },
-           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0,
-           "Packs rows into a matrix, converting to its type; returns how many values are NaN or infinite.")
+           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0, py::arg("group_size") = py::none(),
+           "Packs columns `column`... of rows into a matrix, converting to its type; returns how many values are NaN or infinite.\n"
+           "group_size: by which the rows are quantized, 0 for whole ones; without it, the rows must be no longer than the matrix'.")
+      .def("fill_quantized",
+           [](Executor& e, int id, Bytes q, Scales scales, Scales offsets, int bits, long columns, long group_size, long row_offset, long column) {
+             const StoredRows rows{q.data(), scales.data(), offsets.data(), bits, columns, group_size ? group_size : columns};
+             if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0) throw std::invalid_argument("fill_quantized: bits, columns or group_size");
+             const py::ssize_t count = q.ndim() == 2 ? q.shape(0) : -1;
+             auto is = [&](const py::array& a, long width) { return a.ndim() == 2 && a.shape(0) == count && a.shape(1) == width; };
+             if (!is(q, rows.row_bytes()) || !is(scales, rows.groups()) || !is(offsets, rows.groups()))
+               throw std::invalid_argument("fill_quantized: q must be [rows, " + std::to_string(rows.row_bytes()) + "], scales and offsets [rows, " +
+                                           std::to_string(rows.groups()) + "]");
+             py::gil_scoped_release release;
+             e.fill_quantized(id, rows, count, row_offset, column);
+           },
+           py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("offsets").noconvert(), py::arg("bits"),
+           py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
+           "Packs columns `column`... of rows that quantize_rows made of rows of `columns` values.")
+      .def("quantize_rows",
+           [](Executor& e, const py::array& a, const std::string& source, int bits, long group_size) {
+             SourceRows rows = source_rows(a, source);
+             if ((bits != 8 && bits != 4) || group_size < 0 || group_size % 2) throw std::invalid_argument("quantize_rows: bits or group_size");
+             rows.group = group_size ? group_size : rows.columns;
+             QuantizedRows out{nullptr, nullptr, nullptr, bits, rows.columns, rows.group};
+             Bytes q({(py::ssize_t)a.shape(0), (py::ssize_t)out.row_bytes()});
+             Scales scales({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()}), offsets({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()});
+             out.q = q.mutable_data(), out.scales = scales.mutable_data(), out.offsets = offsets.mutable_data();
+             const long count = a.shape(0);
+             long bad;
+             {
+               py::gil_scoped_release release;
+               bad = e.quantize(rows, out, count);
+             }
+             return py::make_tuple(q, scales, offsets, bad);
+           },
+           py::arg("array"), py::arg("source"), py::arg("bits"), py::arg("group_size"),
+           "InstantQuant: (q uint8 [rows, columns], of 4 bits two in a byte, the even column in the lower half; scales and offsets\n"
+           "[rows, groups]; how many values are NaN or infinite). A weight is recovered as scale * (q - 2^(bits - 1)) + offset.")
       .def("add_vector", [](Executor& e, py::array_t<float, py::array::c_style | py::array::forcecast> a) {
         return e.add_vector(std::vector<float>(a.data(), a.data() + a.size()));
       })

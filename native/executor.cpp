@@ -29,8 +29,8 @@ Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vec
 int Executor::add_matrix(int out_features, int in_features, Format format, int group_size) {
   if (out_features < 1 || in_features < 1)
     throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) + ": both must be positive");
-  if (group_size < 0 || group_size % 32)
-    throw std::invalid_argument("group_size must be 0 or a multiple of 32, got " + std::to_string(group_size));
+  if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
+    throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
   Packed packed = layout(out_features, in_features, k_.rules, format, group_size);
   if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
@@ -40,11 +40,46 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
   return (int)matrices_.size() - 1;
 }
 
-long Executor::fill_matrix(int id, const void* source, SourceType type, long rows, long columns, long stride, long row_offset) {
+// The matrix, of which rows [row_offset, row_offset + rows) are to be columns [column, column + k) of rows of `columns` values
+// in groups of `group`.
+const Packed& Executor::checked_part(int id, long rows, long row_offset, long column, long columns, long group) const {
   const Packed& m = matrices_.at(id).packed;
-  if (columns != m.k || rows < 0 || row_offset < 0 || row_offset + rows > m.n)
-    throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) + " x " + std::to_string(columns) +
-                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+  if (rows < 0 || row_offset < 0 || row_offset + rows > m.n || column < 0 || column + m.k > columns)
+    throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) + " of columns " +
+                                std::to_string(column) + "... of " + std::to_string(columns) + " do not fit a matrix of " + std::to_string(m.n) +
+                                " x " + std::to_string(m.k));
+  if (is_quantized(m.format))
+    for (long g = 0, first = column; g < m.groups(); first += m.group_k(g), g++)
+      if (group < 1 || first / group != (first + m.group_k(g) - 1) / group)
+        throw std::invalid_argument("groups of " + std::to_string(m.group) + " from column " + std::to_string(column) + " on are not parts of groups of " +
+                                    std::to_string(group));
+  return m;
+}
+
+void Executor::fill_quantized(int id, const StoredRows& source, long rows, long row_offset, long column) {
+  const Packed& m = checked_part(id, rows, row_offset, column, source.columns, source.group);
+  if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
+    throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " + std::to_string(bits_of(m.format)));
+  const long first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part(last - first, thread, pool_.size());
+    const long r0 = std::max(row_offset, (first + p0) * m.panel), r1 = std::min(row_offset + rows, (first + p1) * m.panel);
+    if (r0 < r1) place_rows(m, source, row_offset, column, r0, r1);
+  });
+}
+
+long Executor::quantize(const SourceRows& source, const QuantizedRows& out, long rows) {
+  std::atomic<long> bad{0};
+  pool_.run([&](int thread) {
+    const auto [r0, r1] = part(rows, thread, pool_.size());
+    pool_.guard([&, r0 = r0, r1 = r1] { bad += quantize_rows(k_, source, out, r0, r1); });
+  });
+  return bad;
+}
+
+long Executor::fill_matrix(int id, const SourceRows& source, long rows) {
+  const long row_offset = source.row_offset, stride = source.stride;
+  const Packed& m = checked_part(id, rows, row_offset, source.column, source.columns, source.group);
   std::atomic<long> bad{0};
   const long first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
   pool_.run([&](int thread) {
@@ -52,17 +87,17 @@ long Executor::fill_matrix(int id, const void* source, SourceType type, long row
     const long r0 = std::max(row_offset, (first + p0) * m.panel), r1 = std::min(row_offset + rows, (first + p1) * m.panel);
     if (r0 >= r1) return;
     if (is_quantized(m.format)) {
-      bad += k_.quantize(m, source, type, stride, row_offset, r0, r1);
+      bad += k_.quantize(m, source, r0, r1);
       return;
     }
     auto pack = [&](auto tag) {
       using S = decltype(tag);
-      auto* s = static_cast<const typename S::Storage*>(source);
-      if (m.format == Format::f32) bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (float*)m.data);
-      else bad += pack_rows<S>(s, stride, columns, row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
+      auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
+      if (m.format == Format::f32) bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (float*)m.data);
+      else bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
     };
-    if (type == SourceType::f32) pack(F32{});
-    else if (type == SourceType::f16) pack(F16{});
+    if (source.type == SourceType::f32) pack(F32{});
+    else if (source.type == SourceType::f16) pack(F16{});
     else pack(BF16{});
   });
   return bad;

@@ -10,6 +10,7 @@
 #include "memory.h"
 #include "plan.h"
 #include "pool.h"
+#include "quantized.h"
 #include "window.h"
 
 namespace as {
@@ -67,8 +68,12 @@ class Executor {
 
   // group_size: of quantized formats, along in_features; 0: one group a row.
   int add_matrix(int out_features, int in_features, Format format, int group_size);
-  // Copies `rows` x `columns` of source (row stride in elements) into rows row_offset... Returns how many NaN or Inf it has.
-  long fill_matrix(int id, const void* source, SourceType type, long rows, long columns, long stride, long row_offset);
+  // Copies `rows` rows of source (from source.column on) into rows source.row_offset... Returns how many NaN or Inf they have.
+  long fill_matrix(int id, const SourceRows& source, long rows);
+  // The same from rows that are quantized already.
+  void fill_quantized(int id, const StoredRows& source, long rows, long row_offset, long column);
+  // Quantizes rows into plain arrays. Returns how many values are NaN or infinite.
+  long quantize(const SourceRows& source, const QuantizedRows& out, long rows);
   int add_vector(std::vector<float> values);
   int add_tensor(int width, bool logit_rows);
   void add_op(const std::string& type, std::vector<int> inputs, std::vector<int> outputs, std::vector<int> weights, Attributes attributes);
@@ -79,6 +84,7 @@ class Executor {
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
 
   int in_features(int id) const { return matrices_.at(id).packed.k; }
+  int group(int id) const { return matrices_.at(id).packed.group; }
   // out [in features]: a row of a matrix as its format recovers it.
   void read_row(int id, long row, float* out) const;
 
@@ -116,6 +122,7 @@ class Executor {
     int first, count;
   };
 
+  const Packed& checked_part(int id, long rows, long row_offset, long column, long columns, long group) const;
   void plan_buffers();
   void begin_step(const Plan& plan);
   void make_tiles(const Plan& plan);

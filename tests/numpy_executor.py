@@ -8,6 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from allspark_server.weights.asgraph import to_float32
+from allspark_server.weights.formats import WeightFormat
+
+
+def unquantized(graph) -> dict[str, WeightFormat]:
+    """The formats of a model all of whose matrices are float32."""
+    return {weight.name: WeightFormat("float32") for weight in graph.weights.values() if weight.is_matrix}
 
 
 class NumpyExecutor:
@@ -22,9 +28,12 @@ class NumpyExecutor:
         self.weights.append(np.full((out_features, in_features), np.nan))
         return len(self.weights) - 1
 
-    def fill_matrix(self, identity: int, array: np.ndarray, source: str, row_offset: int = 0) -> int:
+    def fill_matrix(self, identity: int, array: np.ndarray, source: str, row_offset: int = 0, column: int = 0,
+                    group_size: int = 0) -> int:
         assert array.ndim == 2 and array.strides[1] == array.itemsize
-        rows = slice(row_offset, row_offset + len(array))
+        rows, width = slice(row_offset, row_offset + len(array)), self.weights[identity].shape[1]
+        assert column + width <= array.shape[1]
+        array = array[:, column:column + width]
         self.weights[identity][rows] = np.stack([to_float32(row, source) for row in array])
         return array.size - int(np.isfinite(self.weights[identity][rows]).sum())
 

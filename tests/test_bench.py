@@ -243,7 +243,22 @@ def test_accuracy_of_formats(accuracy, capsys, tmp_path):
 def test_verdict_on_a_format(accuracy):
     reference = accuracy.Row("transformers bfloat16", "bfloat16", {"sums": 1.0, "sampled": 1.0, "perplexity": 1.4})
     row = accuracy.Row("int8", "int8", {"sums": 0.99, "sampled": 0.5, "perplexity": 1.5}, 0.01)
-    assert row.worst(reference) == pytest.approx(1.0)
-    assert "worse than allowed" in accuracy.table([reference, row])
+    assert row.worst(reference) == (pytest.approx(1.0), "sums")
+    text = accuracy.table([reference, row], None)
+    assert "worse than allowed" in text and "+-" in text
     row.scores["sums"] = 0.996
-    assert "worse than allowed" not in accuracy.table([reference, row])
+    assert "worse than allowed" not in accuracy.table([reference, row], None)
+    assert accuracy.half_interval(0.5, 100) == pytest.approx(9.6, abs=0.1)       # (0.404, 0.596)
+    assert accuracy.half_interval(1.0, 300) == pytest.approx(0.63, abs=0.01)     # (0.987, 1)
+    assert accuracy.parts_of("int4:64+head") == ("int4", 64, False) and accuracy.parts_of("w8a8") == ("w8a8", 0, True)
+    assert accuracy.config_of(shipped_model(), "int8+head").quantize_head is False
+
+
+def test_loading_is_measured_beside_reading_and_writing(capsys):
+    sys.path.insert(0, str(PERF))
+    import bench_load
+
+    assert bench_load.main([str(shipped_model()), "--formats", "int8,w4a8:64", "--threads", "1", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["format", "int8", "w4a8:64"]
+    assert all(float(line.split()[-2]) > 0 for line in lines[1:])

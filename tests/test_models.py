@@ -22,7 +22,7 @@ from allspark_server.weights.loader import Loader  # noqa: E402
 from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint,  # noqa: E402
                          prompt_of, reference_greedy, reference_logits, reference_model)
 from driver import Driver  # noqa: E402
-from numpy_executor import NumpyExecutor, forward  # noqa: E402
+from numpy_executor import NumpyExecutor, forward, unquantized  # noqa: E402
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)
@@ -34,7 +34,7 @@ def numpy_logits(directory, prompt, world):
     ranks = []
     for rank in range(world):
         executor = NumpyExecutor()
-        weights = Loader(model.graph, model.source, executor, rank, world, "float32").load()
+        weights = Loader(model.graph, model.source, executor, rank, world, unquantized(model.graph)).load()
         add_ops(model.graph, executor, weights, rank, world)
         ranks.append(executor)
     return forward(ranks, prompt)

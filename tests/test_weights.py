@@ -15,7 +15,7 @@ from allspark_server import HuggingFaceModel
 from allspark_server.models.config import read_config
 from allspark_server.weights.asgraph import from_float32, read_graph, to_float32, to_message
 from allspark_server.weights.checkpoint import model_hash, open_model, open_weights
-from allspark_server.weights.loader import Loader, stored_types
+from allspark_server.weights.loader import Loader, unquantized_type
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
 from allspark_server.weights.shard import Split, split
 
@@ -24,7 +24,7 @@ pytest.importorskip("transformers")
 
 from checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits  # noqa: E402
 from driver import Driver  # noqa: E402
-from numpy_executor import NumpyExecutor  # noqa: E402
+from numpy_executor import NumpyExecutor, unquantized  # noqa: E402
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def replace_tensor(directory, name, change):
 
 def check_model(directory):
     model = open_model(str(directory))
-    return stored_types(model.graph, model.source)
+    return unquantized_type(model.graph, model.source)
 
 
 def test_missing_directory(tmp_path):
@@ -265,7 +265,7 @@ def test_unused_tensors_are_named(copy, caplog):
 def test_loader_reports_progress():
     model = open_model(str(checkpoint("llama-biases")))
     seen = []
-    Loader(model.graph, model.source, NumpyExecutor(), 1, 3, "float32", lambda *done: seen.append(done)).load()
+    Loader(model.graph, model.source, NumpyExecutor(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)).load()
     assert all(a[0] < b[0] for a, b in zip(seen, seen[1:]))
     constants = len(model.graph.weights["rotary.inv_freq"].values)
     assert seen[-1] == (seen[-1][1] - constants, seen[-1][1])
@@ -294,7 +294,7 @@ def as_torch_files(directory, shards):
 def test_torch_files_hold_the_same_model(copy, name, shards):
     directory = copy(name)
     as_torch_files(directory, shards)
-    assert model_hash(open_model(str(directory))) == model_hash(open_model(str(checkpoint(name))))
+    assert model_hash(open_model(str(directory)), {}) == model_hash(open_model(str(checkpoint(name))), {})
 
 
 def test_torch_file_of_parameters_and_views(copy):
@@ -304,7 +304,7 @@ def test_torch_file_of_parameters_and_views(copy):
     tensors[NORM] = torch.nn.Parameter(tensors[NORM])
     tensors[DOWN] = tensors[DOWN].T.contiguous().T
     torch.save(tensors, directory / "pytorch_model.bin")
-    assert model_hash(open_model(str(directory))) == model_hash(open_model(str(checkpoint("qwen2-gqa-tied"))))
+    assert model_hash(open_model(str(directory)), {}) == model_hash(open_model(str(checkpoint("qwen2-gqa-tied"))), {})
     torch.save([1], directory / "pytorch_model.bin")
     with pytest.raises(AllSparkError, match="pytorch_model.bin does not hold tensors by name"):
         open_weights(directory)
@@ -348,7 +348,7 @@ def test_serialized_form_is_the_same_model(tmp_path, name, text):
     plain, serialized = open_model(str(checkpoint(name))), open_model(str(tmp_path / "m.asgraph"))
     assert serialized.graph.config == plain.graph.config
     assert to_message(serialized.graph) == to_message(plain.graph)
-    assert model_hash(serialized) == model_hash(plain)
+    assert model_hash(serialized, {}) == model_hash(plain, {})
     serialized.source.verify(0, 1)
     with Driver(checkpoint(name)) as a, Driver(tmp_path / "m.asgraph", weights_path=str(tmp_path / "m.asparam")) as b:
         prompt = prompt_of(40)
@@ -412,7 +412,7 @@ def test_damaged_graphs(serialized):
         with pytest.raises(AllSparkError, match="m.asgraph is not a readable .asgraph file"):
             open_model(str(path))
     message = to_message(open_model(str(checkpoint("llama-linear"))).graph)
-    for change, problem in ((lambda m: setattr(m, "version", 9), "version is 9: this build reads version 1"),
+    for change, problem in ((lambda m: setattr(m, "version", 9), "version is 9: this build reads versions 1 and 2"),
                             (lambda m: setattr(m.ops[3], "type", "conv"), "unknown op 'conv'"),
                             (lambda m: m.ops[3].inputs.append("zz"), "refers to 'zz'"),
                             (lambda m: setattr(m.config, "architecture", "X"), "architecture is 'X'")):
@@ -468,8 +468,6 @@ def test_what_hugging_face_model_refuses(tmp_path, caplog):
         HuggingFaceModel(tmp_path, "m").load_model(load_format="x")
     with pytest.raises(AllSparkError, match="LoRA is not available yet"):
         HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, lora_cfg={"x": 1})
-    with pytest.raises(AllSparkError, match="quantized weights is not available yet"):
-        HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, enable_quant=True)
     with pytest.raises(AllSparkError, match="is not a directory"):
         HuggingFaceModel(tmp_path / "none", "m").load_model()
     HuggingFaceModel(tmp_path, "m", trust_remote_code=True)

@@ -9,10 +9,14 @@ rank or divided by a `Split`; buffers are reused by name from layer to layer, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Mapping
 
 from allspark_server.models.config import ModelConfig
 from allspark_server.models.rotary import Rotary
+from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
 OP_TYPES = (
@@ -65,7 +69,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up).
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). stored: the format
+    of a matrix that is serialized quantized.
     """
 
     name: str
@@ -74,6 +79,7 @@ class Weight:
     column_split: Split | None = None
     first_rank_only: bool = False
     values: tuple[float, ...] = ()
+    stored: WeightFormat | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -111,6 +117,7 @@ class Graph:
         self.tensors: dict[str, Tensor] = {}
         self.weights: dict[str, Weight] = {}
         self.ops: list[Op] = []
+        self.quantization: StoredQuantization | None = None
 
     # -- the ways this model's dimensions are divided ------------------------------------------------------------------
     @property
@@ -123,11 +130,21 @@ class Graph:
 
     @property
     def intermediate(self) -> Split:
-        return Split(self.config.intermediate_size)
+        """In whole groups of quantized weights, where the size allows that: down_proj is cut along K."""
+        unit = gcd(self.config.intermediate_size, 32)
+        return Split(self.config.intermediate_size // unit, unit)
 
     @property
     def vocab(self) -> Split:
         return Split(self.config.vocab_size)
+
+    def quantized(self, formats: Mapping[str, WeightFormat], how: StoredQuantization) -> Graph:
+        """The same model with its weights stored in these formats."""
+        other = copy.copy(self)
+        other.weights = {name: replace(weight, stored=formats[name]) if weight.is_matrix and formats[name].quantized else weight
+                         for name, weight in self.weights.items()}
+        other.quantization = how
+        return other
 
     # -- buffers and weights -------------------------------------------------------------------------------------------
     def tensor(self, name: str, blocks: tuple[Block, ...], logit_rows: bool = False) -> Tensor:

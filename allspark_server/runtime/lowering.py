@@ -9,7 +9,7 @@ from allspark_server.models.graph import Graph, Op
 def check_ranks(graph: Graph, world: int) -> None:
     """Every rank needs work; raises AllSparkError when the model has less than `world` of something it divides."""
     config = graph.config
-    for name, units in (("query heads", config.num_heads), ("intermediate features", config.intermediate_size),
+    for name, units in (("query heads", config.num_heads), ("units of intermediate features", graph.intermediate.units),
                         ("tokens in its vocabulary", config.vocab_size)):
         if units < world:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,

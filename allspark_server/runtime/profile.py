@@ -11,10 +11,12 @@ import functools
 import re
 import time
 from dataclasses import dataclass
+from typing import Mapping
 
 from allspark_server.models.graph import Graph, Op
 from allspark_server.runtime.memory import available_memory
 from allspark_server.runtime.native import native_library
+from allspark_server.weights.formats import WeightFormat
 
 PROFILE_SECONDS = 60.0
 INTEGER_FORMATS = ("w8a8", "w4a8")  # activations are quantized too, products are of integers
@@ -151,11 +153,11 @@ class Profiler:
             self._executor.set_profiling(False)
             self.active = False
 
-    def read(self, graph: Graph, weight_dtype: str) -> list[OpProfile]:
-        """What was counted, for each place in the graph's op list; and more will be. weight_dtype: of the matrices."""
-        integer = weight_dtype in INTEGER_FORMATS
+    def read(self, graph: Graph, formats: Mapping[str, WeightFormat]) -> list[OpProfile]:
+        """What was counted, for each place in the graph's op list; and more will be. formats: of the matrices."""
         entries = [OpProfile(entry["op"], role_of(graph, op), entry["count"], entry["min"], entry["max"], entry["sum"],
-                             entry["bytes"], entry["operations"], integer and op.type == "linear")
+                             entry["bytes"], entry["operations"],
+                             op.type == "linear" and formats[op.weights[0]].dtype in INTEGER_FORMATS)
                    for entry, op in zip(self._executor.profile(), graph.ops, strict=True)]
         self.prolong()
         return entries

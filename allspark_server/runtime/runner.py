@@ -18,7 +18,8 @@ from allspark_server.runtime.memory import available_memory, bound_nodes, memory
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.profile import Profile, Profiler, measured_ceilings, summarize
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
-from allspark_server.weights.loader import Loader, Progress, stored_types
+from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
+from allspark_server.weights.loader import Loader, Progress, unquantized_type
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ DEFAULT_STEP_TOKENS = 256
 # Of the memory that is left beside the weights, what a cache of unspecified size takes at most; and what it may take if
 # that is needed for even one request of full length.
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
-UNQUANTIZED = ("float32", "bfloat16")
 QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
 HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
 BLOCK_TOKENS, TILE_ROWS = 128, 16  # of attention's partial results (native/kernels/kernels.h)
@@ -61,9 +61,8 @@ def memory_errors(purpose: str) -> Iterator[None]:
 class ModelRunner:
     """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
 
-    weight_dtype "auto" keeps bfloat16 matrices as they are and makes everything else float32: float16 values are exact
-    in float32, not in bfloat16. cache_dtype "auto" is the weights' type, or what "auto" would make it if they are
-    quantized; a quantized cache_mode comes before it.
+    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a quantized
+    cache_mode comes before it.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
@@ -86,7 +85,7 @@ class ModelRunner:
         self._model = open_model(self.config.model_path, self.config.weights_path)
         graph, source = self._model.graph, self._model.source
         check_ranks(graph, self.world)
-        self._choose_types(stored_types(graph, source))
+        self._choose_types(graph, unquantized_type(graph, source))
         self._warn_about_length(graph)
         self._warn_about_unused(graph, source)
         available = available_memory(self.world)
@@ -95,10 +94,9 @@ class ModelRunner:
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
         source.verify(self.rank, self.world)
         with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
-            weights = Loader(graph, source, self._executor, self.rank, self.world, self.weight_dtype,
-                             self._report(), self.weight_group_size).load()
+            weights = Loader(graph, source, self._executor, self.rank, self.world, self.formats, self._report()).load()
         add_ops(graph, self._executor, weights, self.rank, self.world)
-        self._hash = model_hash(self._model)
+        self._hash = model_hash(self._model, self.formats)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, self.weight_dtype,
                     time.perf_counter() - began)
@@ -122,7 +120,7 @@ class ModelRunner:
             isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
             model_hash=self._hash, tokenizer_dir=model.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
-            weight_group_size=self.weight_group_size)
+            weight_group_size=self.weight_group_size, quantize_head=self.quantize_head)
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
@@ -133,7 +131,7 @@ class ModelRunner:
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); measures the ceilings when called first."""
         model = self._loaded()
-        return Profile(summarize(self._profiler.read(model.graph, self.weight_dtype)),
+        return Profile(summarize(self._profiler.read(model.graph, self.formats)),
                        measured_ceilings(tuple(self._pinned()), self._threads()))
 
     def close(self) -> None:
@@ -146,12 +144,14 @@ class ModelRunner:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.config.model_name!r} is not loaded")
         return self._model
 
-    def _choose_types(self, stored: set[str]) -> None:
-        unquantized = "bfloat16" if stored == {"BF16"} else "float32"
-        self.weight_dtype = unquantized if self.config.weight_dtype == "auto" else self.config.weight_dtype
-        quantized = self.weight_dtype not in UNQUANTIZED
-        self.weight_group_size = self.config.weight_group_size if quantized else 0
-        computed = unquantized if quantized else self.weight_dtype
+    def _choose_types(self, graph: Graph, unquantized: str) -> None:
+        self.formats = wanted_formats(graph, self.config, unquantized)
+        stored = graph.quantization
+        dtype = unquantized if self.config.weight_dtype == "auto" else self.config.weight_dtype
+        form = stored.format if stored else WeightFormat(dtype, self.config.weight_group_size)
+        self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
+        self.quantize_head = stored.quantize_head if stored else self.config.quantize_head
+        computed = unquantized if form.quantized else self.weight_dtype
         plain = computed if self.config.cache_dtype == "auto" else self.config.cache_dtype
         self.cache_dtype = QUANTIZED_CACHES.get(self.config.cache_mode, plain)
 
@@ -174,13 +174,17 @@ class ModelRunner:
         begin, end = graph.kv_heads.units_of(self.rank, self.world)
         return end - begin
 
+    def _slice(self, weight: Weight) -> tuple[int, str, int]:
+        """(in_features, type, group size) of this rank's part of a matrix."""
+        first, last = weight.column_range_of(self.rank, self.world)
+        form = self.formats[weight.name]
+        return last - first, form.dtype, group_of_slice(form.group_size, first)
+
     def _weight_bytes(self, graph: Graph) -> int:
         def size(weight: Weight) -> int:
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
-            first, last = weight.column_range_of(self.rank, self.world)
-            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype,
-                                                 self.weight_group_size)
+            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight))
 
         return sum(size(weight) for weight in graph.weights.values())
 
@@ -192,9 +196,8 @@ class ModelRunner:
         blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
         partial, queries = (TILE_ROWS * (_padded(graph.config.head_dim) + n) for n in (2, 20))
         partials = self._threads() * ((4 * blocks + GROUP_TILES + 1) * partial + GROUP_TILES * queries)
-        columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
-                                                    for weight in graph.weights.values() if weight.is_matrix)}
-        prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)
+        slices = {self._slice(weight) for weight in graph.weights.values() if weight.is_matrix}
+        prepared = max(native_library().prepared_bytes(*one) for one in slices)
         return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
 
     def _span_bytes(self, graph: Graph) -> int:

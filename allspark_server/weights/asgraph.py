@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Callable, Iterator
 
 import numpy as np
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
 from allspark_client._proto import asgraph_pb2 as pb
+from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Weight
+from allspark_server.weights.formats import SCALE_TYPE, StoredQuantization, WeightFormat
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
 
 if TYPE_CHECKING:
     from allspark_server.weights.checkpoint import Source
 
-VERSION = 1
+VERSION, QUANTIZED_VERSION = 1, 2
 PARAM_FORMAT = "asparam-1"
 TEXT_MARK = b"# allspark graph, text form\n"
 STORED_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PIECE_ELEMENTS = 1 << 22
+SCALE, OFFSET = ".scale", ".offset"  # of a quantized tensor, after its name
+
+logger = logging.getLogger(__name__)
+
+# (q [n, row bytes], scales [n, groups], offsets [n, groups], how many values are NaN or infinite) of (data, its stored type,
+# bits, group size): the native library's.
+Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
 # -- graph <-> message -------------------------------------------------------------------------------------------------
@@ -33,6 +42,10 @@ def to_message(graph: Graph) -> pb.Graph:
     config = dataclasses.asdict(graph.config)
     rope = {name: value for name, value in config.pop("rope").items() if value is not None}
     message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
+    if graph.quantization is not None:
+        how, message.version = graph.quantization, QUANTIZED_VERSION
+        message.quantization.CopyFrom(pb.Quantization(format=_format_message(how.format), quantize_head=how.quantize_head,
+                                                      unquantized=how.unquantized))
     for tensor in graph.tensors.values():
         blocks = [pb.Block(width=b.width, split=_split_message(b.split)) for b in tensor.blocks]
         message.tensors.add(name=tensor.name, blocks=blocks, logit_rows=tensor.logit_rows)
@@ -40,7 +53,8 @@ def to_message(graph: Graph) -> pb.Graph:
         parts = [pb.Part(tensor=p.tensor, rows=p.rows, split=_split_message(p.split)) for p in weight.parts]
         message.weights.add(name=weight.name, parts=parts, columns=weight.columns,
                             column_split=_split_message(weight.column_split),
-                            first_rank_only=weight.first_rank_only, values=weight.values)
+                            first_rank_only=weight.first_rank_only, values=weight.values,
+                            stored=_format_message(weight.stored))
     for op in graph.ops:
         attrs = {name: pb.Attr(integer=value) if isinstance(value, int) else pb.Attr(number=value)
                  for name, value in op.attrs.items()}
@@ -52,10 +66,14 @@ def _split_message(split: Split | None) -> pb.Split | None:
     return None if split is None else pb.Split(units=split.units, size=split.size, group=split.group)
 
 
+def _format_message(form: WeightFormat | None) -> pb.Format | None:
+    return None if form is None else pb.Format(dtype=form.dtype, group_size=form.group_size)
+
+
 def from_message(message: pb.Graph) -> Graph:
     """Rebuilds a graph; ValueError when it is not consistent."""
-    if message.version != VERSION:
-        raise ValueError(f"its version is {message.version}: this build reads version {VERSION}")
+    if message.version not in (VERSION, QUANTIZED_VERSION):
+        raise ValueError(f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}")
     fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)}
     rope = {f.name: getattr(message.config.rope, f.name) for f in dataclasses.fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
@@ -64,12 +82,20 @@ def from_message(message: pb.Graph) -> Graph:
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"its architecture is {config.architecture!r}: known are {', '.join(ARCHITECTURES)}")
     graph = Graph(config)
+    if message.HasField("quantization"):
+        how = message.quantization
+        if how.unquantized not in UNQUANTIZED:
+            raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
+        graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     for t in message.tensors:
         graph.tensor(t.name, tuple(Block(b.width, _split_of(b)) for b in t.blocks), t.logit_rows)
     for w in message.weights:
         parts = tuple(Part(p.tensor, p.rows, _split_of(p)) for p in w.parts)
         column_split = _split_of(w, "column_split")
-        graph.weight(Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values)))
+        stored = _format_of(w.stored) if w.HasField("stored") else None
+        if stored is not None and (graph.quantization is None or not w.columns):
+            raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
+        graph.weight(Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored))
     for op in message.ops:
         if op.type not in OP_TYPES:
             raise ValueError(f"it holds the unknown op {op.type!r}")
@@ -80,6 +106,13 @@ def from_message(message: pb.Graph) -> Graph:
         attrs = {n: a.integer if a.WhichOneof("value") == "integer" else a.number for n, a in sorted(op.attrs.items())}
         graph.ops.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
     return graph
+
+
+def _format_of(message: pb.Format) -> WeightFormat:
+    form = WeightFormat(message.dtype, message.group_size)
+    if message.dtype not in WEIGHT_DTYPES or not form.quantized or message.group_size not in GROUP_SIZES:
+        raise ValueError(f"it holds weights of the unknown format {message.dtype!r} in groups of {message.group_size}")
+    return form
 
 
 def _split_of(message, name: str = "split") -> Split | None:
@@ -120,20 +153,45 @@ def read_graph(path: Path) -> Graph:
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} is not a readable .asgraph file: {error}") from error
 
 
-def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto") -> None:
-    """Writes each tensor that the graph uses, whole, with its crc32. dtype: "auto" (as stored) or of STORED_TYPES."""
+def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None,
+                 metadata: dict[str, str] | None = None) -> None:
+    """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto" (as
+    stored) or of STORED_TYPES. quantize: for a graph with quantized weights. metadata: to be stored as well."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
-    names = sorted({part.tensor for weight in graph.weights.values() for part in weight.parts})
-    tensors = [source.get(name) for name in names]
-    kinds = [(t.name, wanted or t.dtype, t.shape) for t in tensors]
-    # Checksums stand in the header, before the data, so the tensors are gone through twice.
-    metadata = {"format": PARAM_FORMAT}
-    for tensor, (name, kind, _) in zip(tensors, kinds):
-        crc = 0
-        for piece in _pieces(tensor, kind):
-            crc = zlib.crc32(piece, crc)
-        metadata[f"crc32:{name}"] = f"{crc:08x}"
-    write_safetensors(path, kinds, metadata, (_pieces(t, kind) for t, (_, kind, _) in zip(tensors, kinds)))
+    stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
+    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    data: list[Iterator[np.ndarray]] = []
+    # What is read in place must be aligned, and bytes come in any number: they are last.
+    for name in sorted(stored, key=lambda n: (stored[n] is not None, n)):
+        tensor, form = source.get(name), stored[name]
+        if form is None:
+            entries.append((name, wanted or tensor.dtype, tensor.shape))
+            data.append(_pieces(tensor, wanted or tensor.dtype))
+            continue
+        rows, columns = tensor.shape
+        entries += [(name + SCALE, SCALE_TYPE, (rows, form.groups(columns))), (name + OFFSET, SCALE_TYPE, (rows, form.groups(columns))),
+                    (name, "U8", (rows, form.row_bytes(columns)))]
+        data += _quantized_pieces(tensor, form, quantize)
+    formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
+    write_safetensors(path, entries, {"format": PARAM_FORMAT, **(metadata or {}), **formats}, data, checksums=True)
+
+
+def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:
+    """The pieces of scales, offsets and q, of a tensor that is quantized when the first of them is asked for."""
+    later: list[np.ndarray] = []
+
+    def scales() -> Iterator[np.ndarray]:
+        q, scale, offset, bad = quantize(tensor.data, tensor.dtype, form.bits, form.group_size)
+        if bad:
+            logger.warning("tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong", tensor.name,
+                           tensor.file, bad)
+        later.extend((q, offset))
+        yield scale
+
+    def rest() -> Iterator[np.ndarray]:
+        yield later.pop()
+
+    return [scales(), rest(), rest()]
 
 
 def _pieces(tensor: StoredTensor, kind: str) -> Iterator[np.ndarray]:

@@ -20,7 +20,8 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
 from allspark_server.models.config import read_json
-from allspark_server.weights.asgraph import PARAM_FORMAT, read_graph
+from allspark_server.weights.asgraph import OFFSET, PARAM_FORMAT, SCALE, read_graph
+from allspark_server.weights.formats import SCALE_TYPE, WeightFormat
 from allspark_server.weights.safetensors import SafetensorsFile, StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,18 @@ logger = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SAMPLE_BYTES, SAMPLES = 64, 16
+TENSORS_HASH = "checkpoint"  # in .asparam's metadata
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A quantized matrix [n, k] as it is serialized (proto/asgraph.proto). q: uint8 [n, row bytes]; scales, offsets: [n, groups].
+    """
+
+    q: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray
+    file: Path
 
 
 class Source(Protocol):
@@ -43,6 +56,9 @@ class Source(Protocol):
 
     def where(self) -> str:
         """What to call the source in messages."""
+
+    def tensors_hash(self) -> str:
+        """tensors_hash of the checkpoint that these are serialized from; "" when they are that themselves."""
 
 
 class SafetensorsSource:
@@ -65,8 +81,13 @@ class SafetensorsSource:
         return str(self.location)
 
 
+    def tensors_hash(self) -> str:
+        return ""
+
+
 class ParamSource(SafetensorsSource):
-    """An .asparam file: safetensors with a crc32 of every tensor in its metadata."""
+    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix is several tensors, see
+    quantized()."""
 
     def __init__(self, path: Path):
         self.file = SafetensorsFile(path)
@@ -75,6 +96,25 @@ class ParamSource(SafetensorsSource):
                                 f"{path} is not an .asparam file: its metadata has format "
                                 f"{self.file.metadata.get('format')!r}, expected {PARAM_FORMAT!r}")
         super().__init__(path, {name: self.file for name in self.file.names()})
+
+    def names(self) -> Iterable[str]:
+        quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
+        return self.files.keys() - {name + suffix for name in quantized for suffix in (SCALE, OFFSET)}
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """A quantized matrix of `shape`; KeyError when there is none, AllSparkError when it is another."""
+        q, scales, offsets = self.get(name), self.get(name + SCALE), self.get(name + OFFSET)
+        found = self.file.metadata.get(f"format:{name}")
+        if found != str(form):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}")
+        groups = (shape[0], form.groups(shape[1]))
+        for tensor, kind, expected in ((q, "U8", (shape[0], form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
+                                       (offsets, SCALE_TYPE, groups)):
+            if (tensor.dtype, tensor.shape) != (kind, expected):
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
+                                    f"expected {kind} and {list(expected)}, for {form} of {list(shape)}")
+        return QuantizedTensor(q.data, scales.data, offsets.data, q.file)
 
     def verify(self, rank: int, world: int) -> None:
         names = sorted(self.files)[rank::world]
@@ -85,6 +125,10 @@ class ParamSource(SafetensorsSource):
                     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                         f"tensor {name!r} of {self.file.path} is damaged: its crc32 is {found:08x}, "
                                         f"expected {expected}")
+
+
+    def tensors_hash(self) -> str:
+        return self.file.metadata.get(TENSORS_HASH, "")
 
 
 class TorchSource:
@@ -128,6 +172,9 @@ class TorchSource:
 
     def where(self) -> str:
         return str(self.location)
+
+    def tensors_hash(self) -> str:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -221,14 +268,21 @@ def _indexed(directory: Path) -> SafetensorsSource:
     return SafetensorsSource(directory, {tensor: files[name] for tensor, name in weight_map.items()})
 
 
-def model_hash(model: OpenedModel) -> str:
-    """A cheap identity of a model's numbers: config, and of every tensor name, type, shape and sampled bytes.
+def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat]) -> str:
+    """A cheap identity of a model's numbers: config, tensors, and the formats that its matrices (by the weight's name) have.
 
-    Copies of a checkpoint have the same hash, wherever they lie and whichever format they are in.
+    Copies of a checkpoint have the same hash, wherever they lie and however they are serialized.
     """
-    digest = hashlib.blake2b(repr(model.graph.config).encode(), digest_size=16)
-    for name in sorted({part.tensor for weight in model.graph.weights.values() for part in weight.parts}):
-        tensor = model.source.get(name)
+    of_tensors = model.source.tensors_hash() or tensors_hash(model.graph, model.source)
+    facts = (repr(model.graph.config), of_tensors, sorted((name, str(form)) for name, form in formats.items()))
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def tensors_hash(graph: Graph, source: Source) -> str:
+    """Of the name, type, shape and sampled bytes of every tensor that the graph uses."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted({part.tensor for weight in graph.weights.values() for part in weight.parts}):
+        tensor = source.get(name)
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
         if tensor.data is None or tensor.data.size == 0:
             continue

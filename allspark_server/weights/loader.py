@@ -7,14 +7,15 @@ here; only vectors (norms, biases) are converted in Python.
 from __future__ import annotations
 
 import logging
-from typing import Callable
+from typing import Callable, Mapping
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
-from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.checkpoint import ParamSource, QuantizedTensor, Source
+from allspark_server.weights.formats import WeightFormat, group_of_slice
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -36,31 +37,43 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
     if tensor.shape != expected:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has shape "
                                                            f"{list(tensor.shape)}: expected {list(expected)}")
-    if tensor.data is None:
+    if tensor.dtype not in NUMPY_TYPES:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has type "
                                                            f"{tensor.dtype}: expected one of {', '.join(NUMPY_TYPES)}")
     return tensor
 
 
-def stored_types(graph: Graph, source: Source) -> set[str]:
-    """The types in which the model's matrices are stored; checks every tensor's presence, type and shape."""
-    found = {}
+def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
+    """The quantized tensor of a part, checked against what the graph expects."""
+    if not isinstance(source, ParamSource):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized")
+    try:
+        return source.quantized(part.tensor, weight.stored, (part.rows, weight.columns))
+    except KeyError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}") from None
+
+
+def unquantized_type(graph: Graph, source: Source) -> str:
+    """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence, type
+    and shape. bfloat16 matrices stay so and all else is float32: float16 values are exact in float32, not in bfloat16."""
+    found = set()
     for weight in graph.weights.values():
         for part in weight.parts:
-            found[part.tensor] = (weight.is_matrix, stored_tensor(source, weight, part).dtype)
-    return {dtype for is_matrix, dtype in found.values() if is_matrix}
+            if weight.stored is not None:
+                quantized_tensor(source, weight, part)
+            elif (tensor := stored_tensor(source, weight, part)) and weight.is_matrix:
+                found.add(tensor.dtype)
+    return graph.quantization.unquantized if graph.quantization else "bfloat16" if found == {"BF16"} else "float32"
 
 
 class Loader:
     """Loads one rank's part of a model into an executor."""
 
-    def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, weight_dtype: str,
-                 progress: Progress | None = None, weight_group_size: int = 0):
-        """weight_dtype: of the matrices, as AsModelConfig has it but for "auto"; weight_group_size: of quantized ones, 0
-        per output channel. progress: gets (elements done, of how many)."""
+    def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, formats: Mapping[str, WeightFormat],
+                 progress: Progress | None = None):
+        """formats: of each matrix, by the weight's name. progress: gets (elements done, of how many)."""
         self.graph, self.source, self.executor = graph, source, executor
-        self.rank, self.world, self.weight_dtype, self.progress = rank, world, weight_dtype, progress
-        self.weight_group_size = weight_group_size
+        self.rank, self.world, self.formats, self.progress = rank, world, formats, progress
         self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
 
     def load(self) -> dict[str, int]:
@@ -70,15 +83,21 @@ class Loader:
 
     def _matrix(self, weight: Weight) -> int:
         first, last = weight.column_range_of(self.rank, self.world)
-        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, self.weight_dtype,
-                                            self.weight_group_size)
-        offset = 0
+        form, offset = self.formats[weight.name], 0
+        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
+                                            group_of_slice(form.group_size, first))
         for part in weight.parts:
-            tensor = stored_tensor(self.source, weight, part)
             begin, end = part.range_of(self.rank, self.world)
-            bad = self.executor.fill_matrix(identity, tensor.data[begin:end, first:last], tensor.dtype, offset)
-            if bad:
-                self._warn(tensor, bad)
+            if weight.stored is not None:
+                tensor = quantized_tensor(self.source, weight, part)
+                self.executor.fill_quantized(identity, tensor.q[begin:end], tensor.scales[begin:end], tensor.offsets[begin:end],
+                                             form.bits, weight.columns, form.group_size, offset, first)
+            else:
+                # Whole rows: a slice along K is quantized by the ranges of the groups that it was cut from.
+                tensor = stored_tensor(self.source, weight, part)
+                bad = self.executor.fill_matrix(identity, tensor.data[begin:end], tensor.dtype, offset, first, form.group_size)
+                if bad:
+                    self._warn(tensor, bad)
             offset += end - begin
             self._advance((end - begin) * (last - first))
         return identity

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterable
@@ -20,13 +21,14 @@ from allspark_client.errors import AllSparkError, AsStatus
 NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
               "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+SERIALIZED_TYPES = {**NUMPY_TYPES, "U8": np.dtype("u1")}  # quantized values, in a serialized model only
 MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor of a checkpoint. data: float32, float16 or (BF16) uint16 of `shape`; None for types that no model file
-    uses. file: where it is stored, for messages."""
+    """A tensor of a checkpoint. data: float32, float16, (BF16) uint16 or (U8) uint8 of `shape`; None for types that no model
+    file uses. file: where it is stored, for messages."""
 
     name: str
     dtype: str
@@ -100,8 +102,8 @@ class SafetensorsFile:
         entry = self._entries[name]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         data = None
-        if dtype in NUMPY_TYPES:
-            data = np.ndarray(shape, NUMPY_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
+        if dtype in SERIALIZED_TYPES:
+            data = np.ndarray(shape, SERIALIZED_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
             if not data.flags.aligned:
                 data = data.copy()
         return StoredTensor(name, dtype, shape, data, self.path)
@@ -113,28 +115,39 @@ class SafetensorsFile:
 
 
 def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str],
-                      data: Iterable[Iterable[np.ndarray]]) -> None:
+                      data: Iterable[Iterable[np.ndarray]], checksums: bool = False) -> None:
     """Writes a file from (name, dtype, shape) and, in the same order, each tensor's data as contiguous pieces.
 
     The data is consumed one piece at a time, so a checkpoint need not fit into memory. The file appears under its name
-    only when it is complete.
+    only when it is complete. checksums: "crc32:NAME" of every tensor into the metadata.
     """
-    header: dict[str, object] = {"__metadata__": metadata}
+    header: dict[str, object] = {}
     offset = 0
     for name, dtype, shape in tensors:
         size = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=object))
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # tensors then start on a cache line
+    sums = {f"crc32:{name}": "0" * 8 for name in header} if checksums else {}
+
+    def encoded() -> bytes:
+        text = json.dumps({"__metadata__": {**metadata, **sums}, **header}, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % 64)  # tensors then start on a cache line
+        return len(text).to_bytes(8, "little") + text
+
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for pieces in data:
+            file.write(encoded())
+            for name, pieces in zip(header, data):
+                crc = 0
                 for piece in pieces:
-                    file.write(memoryview(piece).cast("B"))
+                    content = memoryview(piece).cast("B")
+                    file.write(content)
+                    crc = zlib.crc32(content, crc) if checksums else 0
+                if checksums:
+                    sums[f"crc32:{name}"] = f"{crc:08x}"
+            file.seek(0)
+            file.write(encoded())
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -37,6 +37,14 @@ inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.q
 
 enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
 
+// Rows of a checkpoint's matrix, of which another matrix takes columns [column, column + its k). They are quantized in groups
+// of `group` of all the `columns`, so that what a rank's slice is does not depend on where it was cut.
+struct SourceRows {
+  const void* data;  // of row `row_offset` of the matrix that is filled
+  SourceType type;
+  long stride, row_offset, column, columns, group;
+};
+
 struct LogitKernels;
 
 struct Kernels {
@@ -46,9 +54,9 @@ struct Kernels {
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
   PreparedLayout (*prepared)(const Packed& w);
   void (*prepare)(const Packed& w, const float* x, char* out);
-  // Quantizes rows [r0, r1) of w, whose row `row_offset` is at source, rows `stride` elements apart; threads must not share
-  // a panel. Returns how many values are NaN or infinite (their groups become NaN).
-  long (*quantize)(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1);
+  // Quantizes rows [r0, r1) of w; threads must not share a panel. Returns how many values of the groups that w has a part of
+  // are NaN or infinite (the groups become NaN).
+  long (*quantize)(const Packed& w, const SourceRows& source, long r0, long r1);
   void (*read_row)(const Packed& w, long row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);

@@ -308,10 +308,11 @@ void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, f
   static_assert(P == 1);
   std::memset(out + at.values_at, 0, at.plane_bytes);
   int32_t sum = 0;
-  constexpr int kChunk = 32;  // divides every group size
-  for (int k0 = 0, g = 0; k0 < w.k; k0 += kChunk) {
+  constexpr int kChunk = 32;
+  const int step = w.groups() > 1 && w.group % kChunk ? 8 : kChunk;  // divides the size of all groups but the last
+  for (int k0 = 0, g = 0; k0 < w.k; k0 += step) {
     alignas(64) float rounded[kChunk] = {};
-    const int n = std::min(kChunk, w.k - k0);
+    const int n = std::min(step, w.k - k0);
     std::memcpy(rounded, x + k0, n * sizeof(float));
     for (int j = 0; j < kChunk; j += W) vstore(rounded + j, vround(vmul(vload(rounded + j), vset(inverse))));
     if (w.format == Format::w8a8) store_values<Bytes::Value>(rounded, n, k0, out + at.values_at);

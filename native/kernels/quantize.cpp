@@ -10,15 +10,13 @@
 #include <limits>
 
 #include "kernels.h"
+#include "place.h"
 #include "simd.h"
 #include "tables.h"
 
 namespace as {
 namespace AS_ISA {
 namespace {
-
-constexpr int kRows = 8;    // rows quantized together, so that their bytes can be transposed in registers
-constexpr int kChunk = 64;  // k of a piece; a multiple of every unit and vector
 
 struct SourceF32 {
   using Storage = float;
@@ -64,6 +62,28 @@ float float_of_bits(uint32_t bits) {
 
 constexpr uint16_t kNan = 0x7fc0;
 
+// Of a vector; with groups of 64, loops over its lanes would take as long as all else.
+AS_INLINE float largest(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_reduce_max_ps(v);
+#elif defined(AS_ISA_AVX2)
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
+  return vhmax(v);
+#endif
+}
+AS_INLINE bool any_nan(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+#elif defined(AS_ISA_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+#else
+  return std::isnan(vsum(v));
+#endif
+}
+
 template <typename S>
 Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
   const float infinity = std::numeric_limits<float>::infinity();
@@ -72,7 +92,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
     low = vmin(low, v), high = vmax(high, v);
     poison = vfma(v, vzero(), poison);
   });
-  if (std::isnan(vsum(poison))) {
+  if (any_nan(poison)) {
     for_vectors<S>(x, n, [&](vf v, int i) {
       float lanes[W];
       vstore(lanes, v);
@@ -81,7 +101,7 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
     return {0, 0, 0, kNan};
   }
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
-  const float half_min = -vhmax(vsub(vzero(), low)) * 0.5f, half_max = vhmax(high) * 0.5f;
+  const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;  // no -0: which zero is least is chance
   const float half_middle = half_min + middle * ((half_max - half_min) / levels);
   constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
   const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
@@ -93,100 +113,54 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
   return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
 }
 
-// q of x [n] into out [kChunk], zeros behind.
-template <typename S>
-AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
-  alignas(64) float q[kChunk];
-  const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels), middle = vset(0.5f * (levels + 1));
-  for_vectors<S>(x, n, [&](vf v, int i) __attribute__((always_inline)) {
-    const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
-    vstore(q + i, vmax(vzero(), vmin(most, scaled)));
-  });
-  if (n == kChunk) {
-    for (int i = 0; i < kChunk; i++) out[i] = (uint8_t)(int32_t)q[i];
-  } else {
-    std::memset(out, 0, kChunk);
-    for (int i = 0; i < n; i++) out[i] = (uint8_t)(int32_t)q[i];
-  }
-}
-
-typedef uint8_t Byte16 __attribute__((vector_size(16)));
-typedef uint64_t Long2 __attribute__((vector_size(16)));
-
-AS_INLINE Byte16 mix(Byte16 a, Byte16 b, Byte16 order) {
-#if defined(__clang__)
-  Byte16 out;
-  for (int i = 0; i < 16; i++) out[i] = order[i] < 16 ? a[order[i]] : b[order[i] - 16];
-  return out;
+// Stores integral values of 0...255 as bytes.
+AS_INLINE void store_bytes(uint8_t* out, vf v) {
+#if defined(AS_ISA_AVX512)
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#elif defined(AS_ISA_AVX2)
+  const __m256i words = _mm256_cvtps_epi32(v);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(halves, halves));
 #else
-  return __builtin_shuffle(a, b, order);
+  float lanes[W];
+  vstore(lanes, v);
+  for (int i = 0; i < W; i++) out[i] = (uint8_t)(int32_t)lanes[i];
 #endif
 }
 
-// Eight rows of eight bytes, `stride` apart, become eight columns.
-AS_INLINE void transpose_bytes(const uint8_t* in, long stride, char* out, long out_stride) {
-  const Byte16 lower = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  const Byte16 upper = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  Byte16 a[4], b[4];
-  for (int i = 0; i < 4; i++) {
-    uint64_t first, second;
-    std::memcpy(&first, in + i * stride, 8);
-    std::memcpy(&second, in + (i + 4) * stride, 8);
-    a[i] = mix((Byte16)Long2{first, 0}, (Byte16)Long2{second, 0}, lower);
-  }
-  b[0] = mix(a[0], a[2], lower), b[1] = mix(a[0], a[2], upper), b[2] = mix(a[1], a[3], lower), b[3] = mix(a[1], a[3], upper);
-  const Byte16 c[4] = {mix(b[0], b[2], lower), mix(b[0], b[2], upper), mix(b[1], b[3], lower), mix(b[1], b[3], upper)};
-  for (int i = 0; i < 8; i++) {
-    const uint64_t column = ((Long2)c[i / 2])[i % 2];
-    std::memcpy(out + i * out_stride, &column, 8);
-  }
-}
-
-// Lays q of `rows` rows and n k, from k0 of a group on, at lane `lane` of the group's weights.
-AS_INLINE void place(const Packed& w, const uint8_t (*q)[kChunk], int rows, int n, int k0, int lane, char* weights) {
-  const long panel = w.panel;
-  if (w.unit() == 1) {
-    uint8_t centred[kRows][kChunk];
-    for (int r = 0; r < kRows; r++)
-      for (int i = 0; i < kChunk; i++) centred[r][i] = q[r][i] ^ 0x80;
-    char* out = weights + k0 * panel + lane;
-    int i = 0;
-    if (rows == kRows)
-      for (; i + 8 <= n; i += 8) transpose_bytes(centred[0] + i, kChunk, out + i * panel, panel);
-    for (; i < n; i++)
-      for (int r = 0; r < rows; r++) out[i * panel + r] = (char)centred[r][i];
-    return;
-  }
-  const int unit = w.unit();
-  const uint32_t centre = w.planes ? 0 : 0x88888888u;
-  char* out = weights + ((long)(k0 / unit) * panel + lane) * 4;
-  for (int i = 0; i < n; i += unit, out += panel * 4)
-    for (int r = 0; r < rows; r++) {
-      uint32_t first, second = 0;
-      std::memcpy(&first, q[r] + i, 4);
-      if (unit == 8) std::memcpy(&second, q[r] + i + 4, 4);
-      const uint32_t lanes = (first | second << 4) ^ centre;
-      std::memcpy(out + r * 4, &lanes, 4);
-    }
+// q of x [n] into out [kChunk], zeros behind.
+template <typename S>
+AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
+  const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels), middle = vset(0.5f * (levels + 1));
+  for_vectors<S>(x, n, [&](vf v, int i) __attribute__((always_inline)) {
+    const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
+    store_bytes(out + i, vmax(vzero(), vmin(most, scaled)));
+  });
+  if (n < kChunk) std::memset(out + n, 0, kChunk - n);
 }
 
 template <typename S>
-long quantize_from(const Packed& w, const typename S::Storage* source, long stride, long row_offset, long r0, long r1) {
+long quantize_from(const Packed& w, const SourceRows& source, long r0, long r1) {
   const int bits = bits_of(w.format);
   const float levels = (float)((1 << bits) - 1);
   long bad = 0;
   for (long row = r0; row < r1;) {
     const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
     const int rows = (int)std::min<long>({r1 - row, (long)kRows, (long)(w.panel - lane)});
-    const auto* x = source + (row - row_offset) * stride;
+    const long stride = source.stride;
+    const auto* whole = static_cast<const typename S::Storage*>(source.data) + (row - source.row_offset) * stride;
+    const auto* x = whole + source.column;
+    Range ranges[kRows];
+    long known = -1;  // the group of the whole row that these ranges are of
     for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
       const int length = w.group_k(g);
-      Range ranges[kRows];
+      const long group = (source.column + first) / source.group, begin = group * source.group, end = std::min(source.columns, begin + source.group);
       for (int r = 0; r < rows; r++) {
-        ranges[r] = range_of<S>(x + r * stride + first, length, bits, bad);
+        if (group != known) ranges[r] = range_of<S>(whole + r * stride + begin, (int)(end - begin), bits, bad);
         w.scales(panel, g)[lane + r] = ranges[r].scale;
         w.offsets(panel, g)[lane + r] = ranges[r].offset;
       }
+      known = group;
       for (int k0 = 0; k0 < length; k0 += kChunk) {
         const int n = std::min(kChunk, length - k0);
         alignas(64) uint8_t q[kRows][kChunk];
@@ -201,10 +175,10 @@ long quantize_from(const Packed& w, const typename S::Storage* source, long stri
 
 }  // namespace
 
-long quantize(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1) {
-  if (type == SourceType::f32) return quantize_from<SourceF32>(w, static_cast<const float*>(source), stride, row_offset, r0, r1);
-  if (type == SourceType::f16) return quantize_from<SourceF16>(w, static_cast<const uint16_t*>(source), stride, row_offset, r0, r1);
-  return quantize_from<SourceBF16>(w, static_cast<const uint16_t*>(source), stride, row_offset, r0, r1);
+long quantize(const Packed& w, const SourceRows& source, long r0, long r1) {
+  if (source.type == SourceType::f32) return quantize_from<SourceF32>(w, source, r0, r1);
+  if (source.type == SourceType::f16) return quantize_from<SourceF16>(w, source, r0, r1);
+  return quantize_from<SourceBF16>(w, source, r0, r1);
 }
 
 void read_row(const Packed& w, long row, float* y) {

@@ -21,7 +21,7 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
 double multiply_tile_registers(long rounds, bool integers);
 #endif
 void prepare(const Packed& w, const float* x, char* out);
-long quantize(const Packed& w, const void* source, SourceType type, long stride, long row_offset, long r0, long r1);
+long quantize(const Packed& w, const SourceRows& source, long r0, long r1);
 void read_row(const Packed& w, long row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);

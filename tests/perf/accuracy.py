@@ -5,8 +5,10 @@
 For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
 stories, what the model that ships can do (tests/model/evaluate.py: sums, JSON records, stories), and the error of the
 format's matrix product against float64 on weights with outliers, relative to the product's root mean square. A format
-may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. (Sampled stories are shown
-only: the two engines draw different ones, and a hundred of them vary by more than that.)
+may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the 95 % (Wilson)
+interval of the worst one, by its number of problems; a format that reaches the allowed points only within it is not told from
+one that does not. (Sampled stories are shown only: the two engines draw different ones.) A format with "+head" keeps embedding
+and head as they are stored.
 
 With --model, any checkpoint is measured by its perplexity on the lines of --text FILE.
 """
@@ -38,10 +40,11 @@ from allspark_server.runtime.runner import ModelRunner  # noqa: E402
 logger = logging.getLogger(__name__)
 
 REFERENCE = "transformers bfloat16"
-DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int8:64", "int4:64", "w8a8", "w4a8:64")
+DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int8:64", "int4:64", "int4:64+head", "int4:32", "w8a8", "w4a8:64", "w4a8:64+head")
+KEPT_HEAD = "+head"
 ALLOWED_POINTS = {"int8": 0.5, "w8a8": 1.0, "int4": 2.0, "w4a8": 2.0, "float32": 0.5, "bfloat16": 0.5}
 TASKS = {"sums": evaluate.score_sums, "records": evaluate.score_records, "stories": evaluate.score_stories}
-COUNTS = {"sums": 1000, "records": 300, "stories": 100}
+COUNTS = {"sums": 1000, "records": 300, "stories": 300}
 PERPLEXITY, SAMPLED = "perplexity", "sampled"
 BATCH, MAX_LENGTH = 32, 1024
 
@@ -55,18 +58,35 @@ class Row:
     product_error: float | None = None
     missing: str = ""
 
-    def worst(self, reference: Row) -> float:
-        """By how many points the worst greedy task falls below the reference; negative if all are better."""
-        falls = [100 * (reference.scores[name] - value) for name, value in self.scores.items()
+    def worst(self, reference: Row) -> tuple[float, str]:
+        """By how many points the worst greedy task falls below the reference (negative if all are better), and which it is."""
+        falls = [(100 * (reference.scores[name] - value), name) for name, value in self.scores.items()
                  if not name.startswith((PERPLEXITY, SAMPLED))]
-        return max(falls, default=0.0)
+        return max(falls, default=(0.0, ""))
+
+
+def half_interval(share: float, count: int) -> float:
+    """Half of the 95 % Wilson interval of a share found in so many problems, in points."""
+    z = 1.96
+    return 100 * z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+
+
+def problems_of(name: str, count: int | None) -> int:
+    """How many problems a score of measure() is of."""
+    task = next((task for task in TASKS if task in name), "")
+    return count or COUNTS.get(task, 1)
+
+
+def parts_of(form: str) -> tuple[str, int, bool]:
+    """(weight_dtype, weight_group_size, quantize_head) of a format's name, such as "int4:64+head"."""
+    dtype, _, group = form.removesuffix(KEPT_HEAD).partition(":")
+    return dtype, int(group or 0), not form.endswith(KEPT_HEAD)
 
 
 def config_of(folder: Path, form: str) -> AsModelConfig:
-    """form: a weight_dtype, with :GROUP for group-wise scales."""
-    dtype, _, group = form.partition(":")
-    return AsModelConfig(model_name="m", model_path=str(folder), weight_dtype=dtype, weight_group_size=int(group or 0),
-                         engine_max_length=MAX_LENGTH, engine_max_batch=BATCH)
+    dtype, group, head = parts_of(form)
+    return AsModelConfig(model_name="m", model_path=str(folder), weight_dtype=dtype, weight_group_size=group,
+                         quantize_head=head, engine_max_length=MAX_LENGTH, engine_max_batch=BATCH)
 
 
 class EngineModel:
@@ -164,10 +184,10 @@ def product_error(form: str, rows: int = 896, columns: int = 896, batch: int = 1
     build has no such format."""
     rng = np.random.default_rng(0)
     weights, x = outlier_weights(rng, rows, columns), rng.normal(0, 1, (batch, columns)).astype(np.float32)
-    dtype, _, group = form.partition(":")
+    dtype, group, _ = parts_of(form)
     executor = _native.Executor(num_threads=1)
     try:
-        matrix = executor.add_matrix(rows, columns, dtype, *([int(group)] if group else []))
+        matrix = executor.add_matrix(rows, columns, dtype, group)
     except (TypeError, ValueError) as error:
         raise RuntimeError(str(error).splitlines()[0]) from None
     executor.fill_matrix(matrix, weights, "F32")
@@ -194,7 +214,7 @@ def measure(folder: Path, forms: list[str], tasks: list[str], count: int | None,
     rows = [Row(REFERENCE, "bfloat16", score(reference, tasks, count, text))]
     tokenizer = reference.tokenizer
     for form in forms:
-        row = Row(form, form.partition(":")[0])
+        row = Row(form, parts_of(form)[0])
         rows.append(row)
         try:
             with contextlib.closing(EngineModel(folder, form, tokenizer)) as model:
@@ -205,14 +225,14 @@ def measure(folder: Path, forms: list[str], tasks: list[str], count: int | None,
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], count: int | None) -> str:
     """As text; "worst" is the most points that a greedy task falls below the reference, beside what is allowed."""
     reference = rows[0]
     names = list(reference.scores)
     width = max(len(row.name) for row in rows)
     lines = [f"({chr(97 + i)}) {name}" for i, name in enumerate(names)]
     heads = "".join(f"{'(' + chr(97 + i) + ')':>9}" for i in range(len(names)))
-    lines += ["", f"{'format':<{width}}{heads}{'worst':>9}{'allowed':>9}{'product error':>15}"]
+    lines += ["", f"{'format':<{width}}{heads}{'worst':>9}{'+-':>6}{'allowed':>9}{'product error':>15}"]
     for row in rows:
         if row.missing:
             lines.append(f"{row.name:<{width}}  {row.missing}")
@@ -221,10 +241,11 @@ def table(rows: list[Row]) -> str:
         error = "" if row.product_error is None else f"{row.product_error:>15.2e}"
         verdict = ""
         if row is not reference:
-            worst, allowed = row.worst(reference), ALLOWED_POINTS[row.dtype]
-            verdict = f"{worst:>9.1f}{allowed:>9.1f}"
+            (worst, name), allowed = row.worst(reference), ALLOWED_POINTS[row.dtype]
+            noise = half_interval(row.scores[name], problems_of(name, count)) if name else 0.0
+            verdict = f"{worst:>9.1f}{noise:>6.1f}{allowed:>9.1f}"
             error += "" if worst <= allowed else "  worse than allowed"
-        lines.append(f"{row.name:<{width}}{values}{verdict or ' ' * 18}{error}")
+        lines.append(f"{row.name:<{width}}{values}{verdict or ' ' * 24}{error}")
     return "\n".join(lines)
 
 
@@ -248,10 +269,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not tasks and not text:
         parser.error("nothing to measure: give --text FILE, or --tasks")
     rows = measure(options.model, options.formats.split(","), tasks, options.count, text)
-    print(table(rows))
+    print(table(rows, options.count))
     if options.json:
         options.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
-    return int(any(row.scores and row.worst(rows[0]) > ALLOWED_POINTS[row.dtype] for row in rows[1:]))
+    return int(any(row.scores and row.worst(rows[0])[0] > ALLOWED_POINTS[row.dtype] for row in rows[1:]))
 
 
 if __name__ == "__main__":

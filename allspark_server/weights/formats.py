@@ -1,0 +1,183 @@
+"""The formats that a model's matrices get: which of them are quantized, and how."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TYPE_CHECKING, Any, Mapping
+
+from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES, AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus, nearest_name
+
+if TYPE_CHECKING:
+    from allspark_server.models.graph import Graph
+
+SMALLEST_GROUP = 8  # along K, that the kernels have
+SCALE_TYPE = "BF16"  # of serialized scales and offsets, as the kernels have them
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size."""
+
+    dtype: str
+    group_size: int = 0
+
+    @property
+    def quantized(self) -> bool:
+        return self.dtype not in UNQUANTIZED
+
+    @property
+    def bits(self) -> int:
+        """Of a quantized value."""
+        return 8 if self.dtype in ("int8", "w8a8") else 4
+
+    def groups(self, columns: int) -> int:
+        """In a row of so many values."""
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def row_bytes(self, columns: int) -> int:
+        """Of a serialized row's quantized values: of 4 bits, two in a byte."""
+        return columns if self.bits == 8 else -(-columns // 2)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}:{self.group_size}" if self.group_size else self.dtype
+
+
+def group_of_slice(group_size: int, first: int) -> int:
+    """The group size of a rank's slice of K that begins at `first`, inside a group perhaps: every group of the slice is part
+    of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little."""
+    if group_size == 0 or first == 0:
+        return group_size
+    common = gcd(group_size, first)
+    if common < SMALLEST_GROUP:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"weight_group_size={group_size} is not possible with these ranks: one's part of a matrix begins at "
+                            f"input feature {first}, inside a group and at no multiple of {SMALLEST_GROUP}; use "
+                            "weight_group_size=0 or another number of ranks")
+    return common
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is wanted of a model's matrices. tensors: patterns of tensor names, the first that matches counts; None: not
+    quantized."""
+
+    format: WeightFormat
+    quantize_head: bool = True
+    tensors: Mapping[str, WeightFormat | None] = field(default_factory=dict)
+
+    def formats(self, graph: Graph, unquantized: str) -> dict[str, WeightFormat]:
+        """The format of each matrix of the graph. unquantized: the type of those that stay as they are."""
+        plain = WeightFormat(unquantized)
+        head = {name for op in graph.ops if op.type == "embedding" for name in op.weights}
+        head |= {op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"}
+        unused, found = set(self.tensors), {}
+        for weight in graph.weights.values():
+            if not weight.is_matrix:
+                continue
+            default = plain if self.format.quantized and not self.quantize_head and weight.name in head else self.format
+            chosen = {}
+            for part in weight.parts:
+                pattern = next((p for p in self.tensors if fnmatch.fnmatchcase(part.tensor, p)), None)
+                unused.discard(pattern)
+                chosen[part.tensor] = default if pattern is None else self.tensors[pattern] or plain
+            if len(set(chosen.values())) > 1:
+                raise ValueError("these tensors are computed as one matrix and must have one format: "
+                                 + ", ".join(f"{name} ({form})" for name, form in chosen.items()))
+            found[weight.name] = next(iter(chosen.values()))
+        if unused:
+            raise ValueError(f"no matrix of the model is called {sorted(unused)[0]!r}, or none that no earlier pattern names")
+        return found
+
+
+def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dict[str, WeightFormat]:
+    """The format of each matrix of an opened model: as the config wants them, or as they are serialized, if quantized."""
+    if graph.quantization is None:
+        dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
+        form = WeightFormat(dtype, config.weight_group_size)
+        return Quantization(form, config.quantize_head).formats(graph, unquantized)
+    stored = graph.quantization.format
+    if config.weight_dtype != "auto" and WeightFormat(config.weight_dtype, config.weight_group_size) != stored:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
+                            f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew")
+    if graph.quantization.quantize_head and not config.quantize_head:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "quantize_head=False: the model was serialized with its embedding and "
+                                                           "head quantized; serialize it anew")
+    return {weight.name: weight.stored or WeightFormat(unquantized) for weight in graph.weights.values() if weight.is_matrix}
+
+
+@dataclass(frozen=True)
+class StoredQuantization:
+    """Of a model that was serialized quantized: the format of its matrices (each has its own beside it), whether embedding and
+    head are quantized as well, and what "auto" made of the checkpoint it came from."""
+
+    format: WeightFormat
+    quantize_head: bool
+    unquantized: str
+
+
+# -- customized_quant_config -------------------------------------------------------------------------------------------
+METHOD = "instant_quant"
+WEIGHT_FORMATS = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4}
+COMPUTE_METHODS = ("weight_only", "activate_quant")
+KEYS = ("quant_method", "weight_format", "compute_method", "activate_format", "group_size", "quantize_head", "tensors")
+
+
+def quantization_of(weight_only_quant: bool, customized: Mapping[str, Any] | None) -> Quantization:
+    """What serialize_to_path's arguments mean, if enable_quant is set.
+
+    customized, with DashInfer's keys: {"quant_method": "instant_quant", "weight_format": "int8" | "uint4", "compute_method":
+    "weight_only" | "activate_quant", "group_size": 64}; and "quantize_head": bool, "tensors": {pattern of tensor names: None
+    (not quantized) or {"weight_format", "compute_method", "group_size"}, of which absent ones are as above}.
+    """
+    values = dict(customized or {})
+    _check_keys("customized_quant_config", values, KEYS)
+    if values.get("quant_method", METHOD) != METHOD:
+        raise ValueError(f"customized_quant_config: quant_method={values['quant_method']!r} is not offered; allowed: {METHOD!r}")
+    if values.get("activate_format", "int8") != "int8":
+        raise ValueError(f"customized_quant_config: activate_format={values['activate_format']!r} is not offered; allowed: 'int8'")
+    head = values.get("quantize_head", True)
+    if not isinstance(head, bool):
+        raise TypeError(f"customized_quant_config: quantize_head={head!r}: expected a bool")
+    weight_only = weight_only_quant or bool(customized)  # as in DashInfer, whose examples name activate_quant where they want it
+    default = _format("customized_quant_config", values, {"weight_format": "int8", "group_size": 0,
+                                                          "compute_method": COMPUTE_METHODS[0 if weight_only else 1]})
+    if weight_only_quant and default.dtype.startswith("w"):
+        raise ValueError("customized_quant_config: compute_method='activate_quant' contradicts weight_only_quant=True")
+    given = values.get("tensors", {})
+    if not isinstance(given, Mapping):
+        raise TypeError(f"customized_quant_config: tensors={given!r}: expected a dict of patterns")
+    tensors = {}
+    for pattern, form in given.items():
+        where = f"customized_quant_config: tensors[{pattern!r}]"
+        if form is None:
+            tensors[pattern] = None
+            continue
+        if not isinstance(form, Mapping):
+            raise TypeError(f"{where} is {form!r}: expected None or a dict")
+        _check_keys(where, form, ("weight_format", "compute_method", "group_size"))
+        tensors[pattern] = _format(where, form, {
+            "weight_format": "int8" if default.bits == 8 else "int4", "group_size": default.group_size,
+            "compute_method": COMPUTE_METHODS[default.dtype.startswith("w")]})
+    return Quantization(default, head, tensors)
+
+
+def _check_keys(where: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{where} has no key {key!r}; allowed: {', '.join(known)}{nearest_name(str(key), known)}")
+
+
+def _format(where: str, values: Mapping[str, Any], defaults: dict[str, Any]) -> WeightFormat:
+    chosen = {key: values.get(key, default) for key, default in defaults.items()}
+    for key, allowed in (("weight_format", tuple(WEIGHT_FORMATS)), ("compute_method", COMPUTE_METHODS),
+                         ("group_size", GROUP_SIZES)):
+        if chosen[key] not in allowed or isinstance(chosen[key], bool):
+            raise ValueError(f"{where}: {key}={chosen[key]!r} is not known; allowed: {', '.join(map(repr, allowed))}")
+    bits = WEIGHT_FORMATS[chosen["weight_format"]]
+    weight_only = chosen["compute_method"] == COMPUTE_METHODS[0]
+    return WeightFormat(f"int{bits}" if weight_only else f"w{bits}a8", chosen["group_size"])
+
