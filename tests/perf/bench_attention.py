@@ -3,7 +3,8 @@
     bench_attention.py [--threads 1] [--rows 7] [--dim 64] [--heads 2] [--tokens 65536] [--span 32]
 
 Per type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and row) over
-the measured fp32 FMA rate. `rows` is query heads per KV head; 7 rows of 64 with 2 KV heads are Qwen2.5-0.5B's.
+the measured fp32 FMA rate (which products of bfloat16 and of integers may pass). `rows` is query heads per KV head; 7 rows of 64 with 2 KV heads are
+Qwen2.5-0.5B's.
 """
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Model:
         op("select_rows", "select_rows", [y], [last], [], {})
         op("head", "linear", [last], [logits], [head], {})
         op("sample", "sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": shape.vocab})
-        spans = -(-max(rows, context + 32) // SPAN) * batch
+        spans = -(-max(rows, self.context + 32) // SPAN) * batch
         e.allocate(rows, batch, max(2048, rows + 32), shape.layers, shape.kv_heads, shape.head_dim, SPAN, spans, cache)
 
     def start(self, slot: int, prompt: int, first_span: int) -> float:
