@@ -101,7 +101,8 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
     return {0, 0, 0, kNan};
   }
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
-  const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;  // no -0: which zero is least is chance
+  // Not -0: which of two zeros is the least depends on the instruction set.
+  const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;
   const float half_middle = half_min + middle * ((half_max - half_min) / levels);
   constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
   const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
