@@ -1,4 +1,5 @@
-// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8, w4a8), per channel or in groups.
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8, w4a8), per channel or in groups;
+// also silu(gate) * up of a matrix that holds both.
 //
 // Both formats look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
 // of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
@@ -7,9 +8,12 @@
 // other rows of its tile. One row takes tiles too, with bfloat16: no other instruction sums in the same order. Cutting K
 // only spills the fp32 (int32) accumulators, which rounds nothing.
 //
-// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines): one of the two operands must
-// come from the first-level cache. So a chunk of a panel stays there while the rows of a block pass, and that block's
-// activations stay in the second level.
+// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache gives
+// 0.73 lines a cycle: with all operands from there products run at 0.67 of their peak. Spilling accumulators costs 120 cycles
+// (220 from the second level), so K stays in one piece where it can; and of 32 rows of activations, which all panels of a
+// group pass by, the first kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87 of the peak.
+// What is to be done with finished sums is done between the products of the following block, row by row: other parts of the core
+// do it meanwhile.
 #include "tables.h"
 
 #if defined(AS_ISA_AMX)
@@ -17,6 +21,7 @@
 #include <cstring>
 
 #include "amx.h"
+#include "silu.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -27,9 +32,13 @@ namespace {
 constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
-constexpr int kRows = 256, kSteps = 32;       // 256 rows x 2 KB of activations: half a megabyte of the second level
-constexpr int kChunk = 8;                   // steps: 16 KB of a panel
-constexpr int kPrefetch = 4096;             // bytes ahead, where weights come from memory
+constexpr int kNear = 12;                     // steps: 24 KB of activations, half of the first level
+constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
+constexpr int kRows = 256;                    // rows of a block, where K is in pieces
+constexpr size_t kGroupBytes = 640 << 10;     // of panels, for which the rows pass: a third of the second level
+constexpr int kGroup = (int)(kGroupBytes / ((kWhole + 1) / 2 * kPanelStepBytes));  // most panels whose K is in pieces
+constexpr int kChunk = 8;                     // steps of a widened piece of a panel: 16 KB
+constexpr int kPrefetch = 4096;               // bytes ahead, where weights come from memory
 static_assert(NR == 2 * kTile);
 
 struct BFloat {
@@ -59,9 +68,19 @@ class Tiles {
   int rows_ = 0;
 };
 
-// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps
-template <typename F, int R, bool kStream>
-void block(const char* a, long lda, const char* b, int steps, char* c, long ldc, bool load) {
+// What a block of steps fetches for later: `lines` of each step of another panel piece, from line `first` on, and of `rows` rows
+// of the following activations their line of each step.
+struct Ahead {
+  const char* panel = nullptr;
+  int first = 0, lines = 0;
+  const char* activations = nullptr;
+  int rows = 0;
+};
+
+// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. between(): called once a step.
+template <typename F, int R, typename Between>
+AS_INLINE void block(const char* a, long lda, const char* b, int steps, char* c, bool load, const Ahead& ahead, Between&& between) {
+  constexpr long ldc = NR * 4;
   if (load) {
     tile_load<0>(c, ldc), tile_load<1>(c + 64, ldc);
     if (R == 2) tile_load<2>(c + kTile * ldc, ldc), tile_load<3>(c + kTile * ldc + 64, ldc);
@@ -69,9 +88,40 @@ void block(const char* a, long lda, const char* b, int steps, char* c, long ldc,
     tile_zero<0>(), tile_zero<1>();
     if (R == 2) tile_zero<2>(), tile_zero<3>();
   }
+  auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
+    for (int s = begin; s < end; s++) {
+      const char *as = a + (long)s * kStepBytes, *bs = b + (long)s * kPanelStepBytes;
+      tile_load_far<6>(bs, NR * 4);
+      if (far) tile_load_far<4>(as, lda);
+      else tile_load<4>(as, lda);
+      tile_load_far<7>(bs + 64, NR * 4);
+      F::template dot<0, 4, 6>();
+      F::template dot<1, 4, 7>();
+      if (R == 2) {
+        if (far) tile_load_far<5>(as + kTile * lda, lda);
+        else tile_load<5>(as + kTile * lda, lda);
+        F::template dot<2, 5, 6>();
+        F::template dot<3, 5, 7>();
+      }
+      for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.panel + (long)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
+      for (int i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.activations + i * lda + (long)s * kStepBytes, 0, 2);
+      between();
+    }
+  };
+  range(std::false_type{}, 0, std::min(kNear, steps));
+  range(std::true_type{}, std::min(kNear, steps), steps);
+  tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
+  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+}
+
+// Few rows: weights pass once, from memory.
+template <typename F, int R>
+void stream(const char* a, long lda, const char* b, int steps, char* c) {
+  constexpr long ldc = NR * 4;
+  tile_zero<0>(), tile_zero<1>();
+  if (R == 2) tile_zero<2>(), tile_zero<3>();
   for (int s = 0; s < steps; s++, a += kStepBytes, b += kPanelStepBytes) {
-    if (kStream)
-      for (int line = 0; line < kPanelStepBytes; line += 64) __builtin_prefetch(b + kPrefetch + line);
+    for (int line = 0; line < kPanelStepBytes; line += 64) __builtin_prefetch(b + kPrefetch + line);
     tile_load<6>(b, NR * 4);
     tile_load<4>(a, lda);
     tile_load<7>(b + 64, NR * 4);
@@ -88,56 +138,111 @@ void block(const char* a, long lda, const char* b, int steps, char* c, long ldc,
 }
 
 template <typename F>
-void rows_of_tiles(int rows, bool stream, const char* a, long lda, const char* b, int steps, char* c, long ldc, bool load) {
-  if (rows > kTile) stream ? block<F, 2, true>(a, lda, b, steps, c, ldc, load) : block<F, 2, false>(a, lda, b, steps, c, ldc, load);
-  else stream ? block<F, 1, true>(a, lda, b, steps, c, ldc, load) : block<F, 1, false>(a, lda, b, steps, c, ldc, load);
+void stream_rows(int rows, const char* a, long lda, const char* b, int steps, char* c) {
+  rows > kTile ? stream<F, 2>(a, lda, b, steps, c) : stream<F, 1>(a, lda, b, steps, c);
 }
 
-// Rows of one panel between their place in y and the accumulators' own memory: there they lie close together, while rows of
-// y are pages apart and their addresses fall into few sets of the caches.
-void copy_rows(const float* from, size_t from_stride, float* to, size_t to_stride, int rows, int columns) {
-  for (int r = 0; r < rows; r++, from += from_stride, to += to_stride) {
-    if (columns == NR) vstore(to, vload(from)), vstore(to + W, vload(from + W));
-    else std::memcpy(to, from, columns * sizeof(float));
+alignas(64) thread_local float kept_sums[(size_t)kGroup * kRows * NR];
+
+// Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
+template <int Parts, typename Finish>
+class Waiting {
+ public:
+  Waiting(Finish& finish, int steps) : finish_(finish), total_(steps * Parts) {}
+  void put(int unit, int row, int rows, float* (&sums)[Parts]) {
+    flush();
+    finish_.begin(unit);
+    row_ = row, rows_ = rows, done_ = credit_ = 0;
+    for (int i = 0; i < Parts; i++) sums_[i] = sums[i];
   }
-}
+  // One of the steps of the following blocks, over which the rows are spread.
+  AS_INLINE void step() {
+    for (credit_ += rows_; credit_ >= total_; credit_ -= total_)
+      if (done_ < rows_) next();
+  }
+  void flush() {
+    while (done_ < rows_) next();
+  }
 
-// All of K in one chain. `weights` of a panel; finish(panel, row, rows, c) makes results of finished accumulators, in place.
-template <typename F, typename Weights, typename Finish>
-void multiply(const Packed& w, const Activations& a, size_t values_at, float* y, int ldy, int m, int p0, int p1, Weights&& weights,
-              Finish&& finish) {
-  const int steps = (w.k + F::kStep - 1) / F::kStep;
-  const bool stream = m <= kPair;  // few rows: weights pass once, from memory
-  const int blocks = stream ? 1 : (steps + kSteps - 1) / kSteps;
+ private:
+  AS_INLINE void next() {
+    if constexpr (Parts == 1) finish_.row(row_ + done_, sums_[0] + done_ * NR);
+    else finish_.row(row_ + done_, sums_[0] + done_ * NR, sums_[1] + done_ * NR);
+    done_++;
+  }
+  Finish& finish_;
+  const int total_;
+  int row_ = 0, rows_ = 0, done_ = 0, credit_ = 0;
+  float* sums_[Parts];
+};
+
+// Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
+// finish.begin(unit), then finish.row(row, sums...) for each row.
+template <typename F, int Parts, typename Weights, typename Finish>
+void multiply(const Packed& w, const Activations& a, size_t values_at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
+  const int steps = (w.k + F::kStep - 1) / F::kStep, half = w.panels() / 2;
+  const int cuts = steps <= kWhole ? 1 : (steps + kCut - 1) / kCut, longest = (steps + cuts - 1) / cuts;
+  const int most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes)), groups = (u1 - u0 + most - 1) / most;
+  const int block_rows = cuts == 1 ? m : std::min(m, kRows);
+  alignas(64) float ring[(Parts + 1) * kPair * NR];  // what waits is read while the next blocks pass, and then written over
   Tiles tiles;
-  alignas(64) float sums[kRows * NR];
-  for (int m0 = 0; m0 < m; m0 += kRows)
-    for (int i = 0; i < blocks; i++) {
-      const int begin = steps * i / blocks, end = steps * (i + 1) / blocks, block_rows = std::min(kRows, m - m0);
-      for (int p = p0; p < p1; p++) {
-        const int columns = std::min(NR, w.n - p * NR);
-        float* out = y + (size_t)m0 * ldy + p * NR;
-        if (i) copy_rows(out, ldy, sums, NR, block_rows, columns);
-        for (int s = begin; s < end;) {
-          const int count = stream ? end - s : std::min(kChunk, end - s);
-          const char* b = weights(p) + (size_t)s * kPanelStepBytes;
-          const char* next = s + count < end ? b + (size_t)count * kPanelStepBytes : weights(std::min(p + 1, w.panels() - 1)) + (size_t)begin * kPanelStepBytes;
-          const int share = kChunk * kPanelStepBytes / ((block_rows + kPair - 1) / kPair);  // of the next chunk, fetched meanwhile
-          for (int r = 0; r < block_rows; r += kPair) {
-            const int rows = std::min(kPair, block_rows - r);
-            tiles.configure(rows);
-            if (!stream)
-              for (int line = 0; line < share; line += 64) __builtin_prefetch(next + r / kPair * share + line, 0, 2);
-            float* c = sums + r * NR;
-            rows_of_tiles<F>(rows, stream, a.prepared + (m0 + r) * a.stride + values_at + (size_t)s * kStepBytes, (long)a.stride, b, count,
-                             (char*)c, NR * 4, s > 0);
-            if (s + count == steps) finish(p, m0 + r, rows, c);
-            if (s + count == end) copy_rows(c, NR, out + (size_t)r * ldy, ldy, rows, columns);
+  Waiting<Parts, std::remove_reference_t<Finish>> waiting(finish, longest);
+  for (int m0 = 0; m0 < m; m0 += block_rows) {
+    const int m1 = std::min(m, m0 + block_rows), passes = (m1 - m0 + kPair - 1) / kPair;
+    for (int g = 0; g < groups; g++) {
+      const int g0 = u0 + (int)((long)(u1 - u0) * g / groups), g1 = u0 + (int)((long)(u1 - u0) * (g + 1) / groups), units = g1 - g0;
+      for (int i = 0; i < cuts; i++) {
+        const int begin = (int)((long)steps * i / cuts), end = (int)((long)steps * (i + 1) / cuts);
+        // The piece of a panel that follows this one in its place: the next cut's or group's.
+        const bool over = i + 1 == cuts;
+        const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0) : g0;
+        const bool more = !over || g + 1 < groups || m1 < m;
+        for (int r = m0; r < m1; r += kPair) {
+          const int rows = std::min(kPair, m - r), pass = (r - m0) / kPair;
+          tiles.configure(rows);
+          const char* x = a.prepared + r * a.stride + values_at + (size_t)begin * kStepBytes;
+          const int next_rows = r + kPair < m1 ? std::min(kPair, m1 - r - kPair) : 0;
+          for (int u = g0; u < g1; u++) {
+            float* sums[Parts];
+            for (int part = 0; part < Parts; part++) {
+              const int at = (u - g0) * Parts + part, p = u + part * half;
+              sums[part] = cuts > 1 ? kept_sums + ((size_t)at * passes + pass) * kPair * NR : ring + (part ? 2 : (u & 1)) * kPair * NR;
+              const char* b = weights(p) + (size_t)begin * kPanelStepBytes;
+              Ahead ahead;
+              if (m0 == 0 && g == 0 && i == 0 && pass == 0) {
+                ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+              } else if (more) {
+                ahead.lines = (kPanelStepBytes / 64 + passes - 1) / passes;
+                ahead.first = std::min(pass * ahead.lines, kPanelStepBytes / 64 - ahead.lines);
+                ahead.panel = weights(std::min(next_u + u - g0, u1 - 1) + part * half) + (size_t)next_begin * kPanelStepBytes;
+              }
+              const int first = next_rows * at / (units * Parts);
+              ahead.activations = x + (kPair + first) * a.stride, ahead.rows = next_rows * (at + 1) / (units * Parts) - first;
+              auto between = [&]() __attribute__((always_inline)) { waiting.step(); };
+              if (rows > kTile) block<F, 2>(x, (long)a.stride, b, end - begin, (char*)sums[part], i > 0, ahead, between);
+              else block<F, 1>(x, (long)a.stride, b, end - begin, (char*)sums[part], i > 0, ahead, between);
+              if (part + 1 == Parts) waiting.flush();
+            }
+            if (over) waiting.put(u, r, rows, sums);
           }
-          s += count;
         }
       }
     }
+  }
+  waiting.flush();
+}
+
+// One tile pair of rows at most.
+template <typename F, typename Weights, typename Finish>
+void multiply_few(const Packed& w, const Activations& a, size_t values_at, int m, int p0, int p1, Weights&& weights, Finish&& finish) {
+  Tiles tiles;
+  tiles.configure(m);
+  alignas(64) float sums[kPair * NR];
+  for (int p = p0; p < p1; p++) {
+    stream_rows<F>(m, a.prepared + values_at, (long)a.stride, weights(p), (w.k + F::kStep - 1) / F::kStep, (char*)sums);
+    finish.begin(p);
+    for (int r = 0; r < m; r++) finish.row(r, sums + r * NR);
+  }
 }
 
 int32_t four_bytes(const void* p) {
@@ -146,23 +251,43 @@ int32_t four_bytes(const void* p) {
   return x;
 }
 
-// The panel's part of the bias, padded.
+// A panel's part of the bias, padded, or zeros.
 struct Bias {
-  float values[NR];
-  Bias(const float* bias, int p, int n) {
-    for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
+  float values[NR] = {};
+  void set(const float* bias, int p, int n) {
+    if (bias)
+      for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
   }
 };
 
-void multiply_bf16(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  multiply<BFloat>(w, a, 0, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; },
-                   [&](int p, int, int rows, float* c) {
-    if (!bias) return;
-    const Bias add(bias, p, w.n);
-    for (int r = 0; r < rows; r++, c += NR)
-      for (int v = 0; v < NV; v++) vstore(c + v * W, vadd(vload(c + v * W), vload(add.values + v * W)));
-  });
-}
+struct Results {
+  const Packed& w;
+  const float* bias;
+  float* y;
+  int ldy;
+  AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
+    float* out = y + (size_t)row * ldy + p * NR;
+    const int columns = w.n - p * NR;
+    if (columns >= NR) {
+      for (int v = 0; v < NV; v++) vstore(out + v * W, value[v]);
+    } else {
+      float edge[NR];
+      for (int v = 0; v < NV; v++) vstore(edge + v * W, value[v]);
+      std::memcpy(out, edge, columns * sizeof(float));
+    }
+  }
+};
+
+// What to make of a row's sums of one panel: BFloatRow and ChannelRow.
+struct BFloatRow {
+  const Packed& w;
+  const float* bias;
+  Bias add;
+  void begin(int p) { add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int, const float* sums, vf (&value)[NV]) const {
+    for (int v = 0; v < NV; v++) value[v] = bias ? vadd(vload(sums + v * W), vload(add.values + v * W)) : vload(sums + v * W);
+  }
+};
 
 // The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on.
 AS_INLINE vf add_group(const char* sums, int middle, int activations, const float* scale, int v, vf total) {
@@ -170,28 +295,68 @@ AS_INLINE vf add_group(const char* sums, int middle, int activations, const floa
   return vfma(vload(scale + NR + v * W), vset((float)activations), vfma(vload(scale + v * W), _mm512_cvtepi32_ps(chain), total));
 }
 
-AS_INLINE void write_row(const char* row, const PreparedLayout& at, const vf (&total)[NV], const Bias* bias, float* out) {
+AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
   float scale;
   std::memcpy(&scale, row + at.scale_at, 4);
   for (int v = 0; v < NV; v++) {
-    const vf value = vmul(total[v], vset(scale));
-    vstore(out + v * W, bias ? vadd(value, vload(bias->values + v * W)) : value);
+    total[v] = vmul(total[v], vset(scale));
+    if (bias) total[v] = vadd(total[v], vload(bias + v * W));
   }
 }
 
-void multiply_channels(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  const PreparedLayout at = prepared(w);
-  multiply<Bytes>(w, a, at.values_at, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); },
-                  [&](int p, int row, int rows, float* c) {
-    const float* scale = w.scales(p, 0);
-    const Bias add(bias ? bias : scale, p, bias ? w.n : 0);
-    for (int r = 0; r < rows; r++, c += NR) {
-      const char* activations = a.prepared + (row + r) * a.stride;
-      vf total[NV];
-      for (int v = 0; v < NV; v++) total[v] = add_group((char*)c, 128, four_bytes(activations), scale, v, vzero());
-      write_row(activations, at, total, bias ? &add : nullptr, c);
+struct ChannelRow {
+  const Packed& w;
+  const float* bias;
+  const Activations& a;
+  const PreparedLayout at;
+  const float* scale = nullptr;
+  Bias add = {};
+  void begin(int p) { scale = w.scales(p, 0), add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
+    const char* activations = a.prepared + row * a.stride;
+    for (int v = 0; v < NV; v++) value[v] = add_group((const char*)sums, 128, four_bytes(activations), scale, v, vzero());
+    scale_row(activations, at, bias ? add.values : nullptr, value);
+  }
+};
+
+template <typename Row>
+struct Plain {
+  Row make;
+  Results results;
+  int p = 0;
+  void begin(int panel) { make.begin(p = panel); }
+  AS_INLINE void row(int row, const float* sums) const {
+    vf value[NV];
+    make(row, sums, value);
+    results.write(p, row, value);
+  }
+};
+
+// silu(gate) * up, in float32 or rounded to bfloat16.
+template <typename Row>
+struct Gated {
+  Row gate, up;
+  const GatedOutput& out;
+  int half, p = 0;
+  void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
+  AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
+    vf g[NV], u[NV];
+    gate(row, gate_sums, g), up(row, up_sums, u);
+    for (int v = 0; v < NV; v++) g[v] = vsilu_mul(g[v], u[v]);
+    if (out.rounded) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(g[1], g[0]);
+      std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
+    } else {
+      for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, g[v]);
     }
-  });
+  }
+};
+
+template <typename F, typename Row, typename Weights>
+void multiply_plain(const Packed& w, const Activations& a, size_t values_at, Row row, float* y, int ldy, int m, int p0, int p1, Weights&& weights) {
+  Plain<Row> finish{row, {w, row.bias, y, ldy}};
+  if (m <= kPair) multiply_few<F>(w, a, values_at, m, p0, p1, weights, finish);
+  else multiply<F, 1>(w, a, values_at, m, p0, p1, weights, finish);
 }
 
 // 4-bit weights of `steps` steps as bytes.
@@ -215,8 +380,10 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
   alignas(64) float totals[kRows * NR];
   for (int m0 = 0; m0 < m; m0 += kRows)
     for (int p = p0; p < p1; p++) {
-      const int columns = std::min(NR, w.n - p * NR), end = std::min(m, m0 + kRows);
-      const Bias add(bias ? bias : totals, p, bias ? w.n : 0);
+      const int end = std::min(m, m0 + kRows);
+      Bias add;
+      add.set(bias, p, w.n);
+      const Results results{w, bias, y, ldy};
       for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
         const int steps = (w.group_k(g) + Bytes::kStep - 1) / Bytes::kStep;
         const char* weights = w.weights(p, g);
@@ -226,7 +393,9 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           const int rows = std::min(kPair, m - r0);
           tiles.configure(rows);
           const char* first = a.prepared + r0 * a.stride;
-          rows_of_tiles<Bytes>(rows, false, first + at.values_at + k0, (long)a.stride, weights, steps, sums, NR * 4, false);
+          auto nothing = []() {};
+          if (rows > kTile) block<Bytes, 2>(first + at.values_at + k0, (long)a.stride, weights, steps, sums, false, {}, nothing);
+          else block<Bytes, 1>(first + at.values_at + k0, (long)a.stride, weights, steps, sums, false, {}, nothing);
           for (int r = 0; r < rows; r++) {
             const char* row = first + r * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
@@ -237,9 +406,8 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
               for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
               continue;
             }
-            float* out = y + (size_t)(r0 + r) * ldy + p * NR;
-            write_row(row, at, total, bias ? &add : nullptr, columns == NR ? out : kept);
-            if (columns < NR) std::memcpy(out, kept, columns * sizeof(float));
+            scale_row(row, at, bias ? add.values : nullptr, total);
+            results.write(p, r0 + r, total);
           }
         }
       }
@@ -251,12 +419,13 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
   if (w.format == Format::bf16) {
-    multiply_bf16(w, a, bias, y, ldy, m, p0, p1);
+    multiply_plain<BFloat>(w, a, 0, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; });
     return true;
   }
   if (!has_integer_activations(w.format) || m < kFew) return false;
   if (w.groups() == 1 && w.format == Format::w8a8) {
-    multiply_channels(w, a, bias, y, ldy, m, p0, p1);
+    const PreparedLayout at = prepared(w);
+    multiply_plain<Bytes>(w, a, at.values_at, ChannelRow{w, bias, a, at}, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); });
     return true;
   }
   // One group that is no whole number of steps may be a last one only.
@@ -264,6 +433,22 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   if (w.format == Format::w4a8 && w.group > kChunk * Bytes::kStep) return false;
   multiply_groups(w, a, bias, y, ldy, m, p0, p1);
   return true;
+}
+
+bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1) {
+  const int half = w.panels() / 2;
+  if (w.format == Format::bf16) {
+    const BFloatRow row{w, bias, {}};
+    multiply<BFloat, 2>(w, a, 0, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
+    return true;
+  }
+  if (w.format == Format::w8a8 && w.groups() == 1) {
+    const PreparedLayout at = prepared(w);
+    const ChannelRow row{w, bias, a, at};
+    multiply<Bytes, 2>(w, a, at.values_at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow>{row, row, out, half});
+    return true;
+  }
+  return false;
 }
 
 // Products of tiles in registers, four accumulators: returns how many operations that were.
