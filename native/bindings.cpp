@@ -149,15 +149,21 @@ void bind_executor(py::module_& m) {
       .def("profile",
            [](const Executor& e) {
              py::list all;
-             for (const Op& op : e.ops()) {
+             auto append = [&](size_t index, const std::string& name, const Counters& c) {
                py::dict d;
-               d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
-               d["bytes"] = op.bytes, d["operations"] = op.operations;
+               d["index"] = index, d["op"] = name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most, d["sum"] = c.total;
+               d["bytes"] = c.bytes, d["operations"] = c.operations;
                all.append(d);
+             };
+             const std::vector<Op>& ops = e.ops();
+             for (size_t i = 0; i < ops.size(); i++) {
+               append(i, ops[i].name, ops[i].alone);
+               if (ops[i].fused.count) append(i, ops[i].name + "+" + ops[i + 1].name, ops[i].fused);
              }
              return all;
            },
-           "Per op of the list: name, how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
+           "Per op of the list (and once more where it was computed together with the next one, as \"op+next\"): its index there, name,\n"
+           "how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
       .def("memory",
            [](const Executor& e) {
              py::list all;
@@ -231,7 +237,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def("matrix_bytes",
         [](int n, int k, const std::string& dtype, int group_size) {
-          return as::matrix_bytes(as::layout(n, k, as::kernels().panel, as::kernels().bf16_pairs, as::format_of(dtype), group_size));
+          return as::matrix_bytes(as::layout(n, k, as::kernels().rules, as::format_of(dtype), group_size));
         },
         py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Memory that a matrix takes as this instruction set lays it out.");
@@ -241,7 +247,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("prepared_bytes",
         [](int k, const std::string& dtype, int group_size) {
           const as::Kernels& kernels = as::kernels();
-          return kernels.prepared(as::layout(1, k, kernels.panel, kernels.bf16_pairs, as::format_of(dtype), group_size)).bytes;
+          return kernels.prepared(as::layout(1, k, kernels.rules, as::format_of(dtype), group_size)).bytes;
         },
         py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
         "Scratch memory that a product with such a matrix takes for each row of activations.");

@@ -113,7 +113,8 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
     assert found["schema"] == 1 and found["benchmark"] == "static"
     assert set(found) == {"schema", "benchmark", "machine", "settings", "model", "ceilings", "results"}
     assert found["machine"]["threads"] == 1 and found["settings"]["peers"][0]["version"].startswith("numpy")
-    assert len(found["ceilings"]) == 2 and all(min(c.values()) > 1e8 for c in found["ceilings"])
+    # Two rounds of two a cell of each of three formats, and of two of the peer.
+    assert len(found["ceilings"]) == 2 * (2 * 3 * 3 + 2) and all(min(c.values()) > 1e8 for c in found["ceilings"])
     ours = [r for r in found["results"] if r["engine"] == "allspark" and r["format"] == "bfloat16"]
     assert [(r["batch"], r["prompt"], r["output"]) for r in ours] == [(1, 16, 40), (3, 20, 60), (1, 24, 1)]
     assert ours[2]["decode"] is None
@@ -121,7 +122,8 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
         assert 7.0e6 < result["weight_bytes"] < 8.0e6
         for figure in filter(None, (result["prefill"], result["decode"])):
             assert len(figure["rounds"]) == 2 and max(figure["rounds"]) == figure["best"] >= figure["median"] > 0
-            assert figure["fraction"] == pytest.approx(figure["best"] / figure["ceiling"])
+            parts = [rate / ceiling for rate, ceiling in zip(figure["rounds"], figure["ceilings"])]
+            assert figure["fraction"] == pytest.approx(max(parts)) and figure["median_fraction"] == pytest.approx(sum(parts) / 2)
             assert 0 < figure["fraction"] < 50 and 0 < figure["median_fraction"] < 50      # it fits some caches
             assert figure["bound_by"] in ("memory", "compute")
     status = {(r["engine"], r["format"]): r["status"] for r in found["results"]}
@@ -180,17 +182,17 @@ def a_run() -> Run:
     run = Run({"model": "net"}, {"threads": 1, "isa": "avx2"}, load, [Cell(1, 8, 4), Cell(1, 8, 5)])
     run.ceilings = [Machine(1e6, 1e9), Machine(2e6, 1e9)]
     row = Row("allspark", "int8", weight_bytes=1000.0)
-    for rate in (900.0, 1000.0, 1100.0):
-        row.add(run.cells[0], Timing(4000.0, rate))
+    for rate, machine in zip((900.0, 1000.0, 1100.0), (*run.ceilings, run.ceilings[1])):
+        row.add(run.cells[0], Timing(4000.0, rate), machine)
     run.rows = [row, Row("allspark", "int4", "not available yet")]
     return run
 
 
 def test_table():
     lines = report.tables(a_run()).splitlines()
-    assert lines[0].startswith("ceilings: 0.0 GB/s") and "2 round(s)" in lines[0]
+    assert lines[0].startswith("ceilings: 0.0 GB/s") and "2 measurements" in lines[0]
     decode = next(line for line in lines if line.startswith("allspark int8"))
-    assert decode.split() == ["allspark", "int8", "1100.0", "(1000.0)", "55", "%", "m"]     # of 2e6 / 1000 tokens/s
+    assert decode.split() == ["allspark", "int8", "1100.0", "(1000.0)", "90", "%", "m"]     # 900 of 1e6 / 1000 tokens/s, the best part
     prefill = [line for line in lines if line.startswith("allspark int8")][1]
     assert prefill.split()[2:4] == ["4000.0", "(4000.0)"]
     assert lines[-1].split() == ["allspark", "int4", "not", "available", "yet"]
@@ -233,7 +235,7 @@ def test_accuracy_of_formats(accuracy, capsys, tmp_path):
     assert code == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["name"] for row in rows] == ["transformers bfloat16", "bfloat16", "int8"]
-    assert rows[0]["scores"]["sums"] > 0.9 and rows[1]["product_error"] < 1e-6
+    assert rows[0]["scores"]["sums"] > 0.9 and rows[1]["product_error"] < 3e-3  # activations too may be in bfloat16
     assert rows[2]["missing"] or 1e-4 < rows[2]["product_error"] < 0.05
     assert "product error" in capsys.readouterr().out
 

@@ -14,8 +14,21 @@ SIZES = [1, 3, 17, 63, 64, 65, 896]
 ROWS = [1, 2, 3, 5, 12, 13, 25, 31, 64]
 
 
+def outwards(x):
+    """Positive float32 rounded up to bfloat16."""
+    return ((x.astype(np.float32).view(np.uint32) + 0xffff) & 0xffff0000).view(np.float32)
+
+
+def nearest(x):
+    """float32 rounded to bfloat16, to nearest even, short of what doubles to infinity."""
+    bits = x.astype(np.float32).view(np.uint32)
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000
+    return ((bits & 0x80000000) | np.minimum(bits & 0x7fffffff, 0x7eff0000)).view(np.float32)
+
+
 def instant_quant(weights, bits, group):
-    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code."""
+    """(q - middle, scale, offset), the latter per group and repeated along k, in the arithmetic of the native code: offset is
+    the middle of the range as bfloat16 has it, scale the least bfloat16 with which minimum and maximum still have a q."""
     n, k = weights.shape
     group = min(group or k, k)
     levels, middle = np.float32(2**bits - 1), np.float32(2**(bits - 1))
@@ -24,33 +37,40 @@ def instant_quant(weights, bits, group):
     for first in range(0, k, group):
         part = half[:, first:first + group]
         low, high = part.min(axis=1, keepdims=True), part.max(axis=1, keepdims=True)
-        step = (high - low) / levels
+        offset = nearest(low + middle * ((high - low) / levels))
+        step = outwards(np.maximum((offset - low) / middle, (high - offset) / (levels - middle)))
         flat = step < 2.0**-120
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            factor = np.where(flat, np.float32(0), levels / (high - low)).astype(np.float32)
+            factor = np.where(flat, np.float32(0), np.float32(1) / step).astype(np.float32)
         columns = slice(first, first + group)
-        q[:, columns] = np.clip(np.rint((part - low) * factor), 0, levels) - middle
+        q[:, columns] = np.clip(np.rint((part - offset) * factor) + middle, 0, levels) - middle
         scales[:, columns] = np.where(flat, 0, 2 * step)
-        offsets[:, columns] = np.where(flat, low + high, 2 * (low + middle * step))
+        offsets[:, columns] = 2 * offset
         q[:, columns] = np.where(flat, 0, q[:, columns])
     return q, scales, offsets
 
 
-def quantized_rows(x):
-    """(integers, scale [m, 1]) of per-token int8 activations."""
+def activation_levels(dtype):
+    """The largest integer that an activation becomes; None: it stays float32."""
+    if FORMATS[dtype][1]:
+        return 127
+    return None if _native.isa() in ("avx2", "avx512", "neon") else 127 * 257
+
+
+def quantized_rows(x, levels):
+    """(integers, scale [m, 1]) of per-token integer activations."""
     most = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
     usable = most > 1e-34
-    inverse = np.where(usable, np.float32(127) / np.where(usable, most, 1), 0).astype(np.float32)
-    return np.rint(x * inverse).astype(np.int64), np.where(usable, most / np.float32(127), 0).astype(np.float32)
+    inverse = np.where(usable, np.float32(levels) / np.where(usable, most, 1), 0).astype(np.float32)
+    return np.rint(x * inverse).astype(np.int64), np.where(usable, most / np.float32(levels), 0).astype(np.float32)
 
 
 def expected_product(x, weights, dtype, group):
     """(float64 product, bound of what float32 sums may lose)."""
-    bits, integers = FORMATS[dtype]
-    q, scales, offsets = (a.astype(np.float64) for a in instant_quant(weights, bits, group))
-    values = x.astype(np.float64)
-    if integers:
-        rounded, scale = quantized_rows(x)
+    q, scales, offsets = (a.astype(np.float64) for a in instant_quant(weights, FORMATS[dtype][0], group))
+    values, levels = x.astype(np.float64), activation_levels(dtype)
+    if levels:
+        rounded, scale = quantized_rows(x, levels)
         values = rounded * scale.astype(np.float64)
     bound = np.abs(values) @ (np.abs(q * scales) + np.abs(offsets)).T
     return values @ (q * scales + offsets).T, bound
@@ -159,8 +179,24 @@ def test_rows_are_read_back(dtype, group):
         assert np.all(np.abs(got - weights[row].astype(np.float64)) <= allowed), row
     assert np.all(executor.read_row(handle, 3) == 7.25)
     got = executor.multiply(handle, np.full((2, 129), 1e-3, np.float32), 70)
-    # With integer activations sums of up to 127 times the weights come before the row's scale.
-    assert np.all(np.isfinite(np.delete(got, 5, axis=1) if FORMATS[dtype][1] else got))
+    # With integer activations sums of up to 32,639 times the weights come before the row's scale.
+    assert np.all(np.isfinite(np.delete(got, 5, axis=1) if activation_levels(dtype) else got))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_bfloat16_scales_cost_little_range(dtype):
+    """Against InstantQuant's (max - min) / (2^bits - 1): at most 2^-7 more, and what the rounding of the middle moves it."""
+    rng = np.random.default_rng(8)
+    executor = _native.Executor()
+    bits = FORMATS[dtype][0]
+    weights = rng.normal(size=(200, 64)).astype(np.float32) + rng.choice([0, 0.5, 100], (200, 1)).astype(np.float32)
+    handle = matrix(executor, weights, dtype, 64)
+    low, high = weights.min(axis=1), weights.max(axis=1)
+    step = (high - low) / (2**bits - 1)
+    for row in range(200):
+        error = np.abs(executor.read_row(handle, row) - weights[row]).max()
+        moved = np.abs(low[row] + high[row]) / 2 * 2.0**-8
+        assert error <= 0.501 * (step[row] + moved / (2**(bits - 1) - 1)) * (1 + 2.0**-7)
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -263,7 +299,8 @@ def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
     executor.weights = [quantize(w).astype(np.float64) if w.ndim == 2 else w for w in executor.weights]
     add_ops(model.graph, executor, weights, 0, 1)
     with Driver(directory, weight_dtype=dtype, weight_group_size=group) as driver:
-        check_logits(driver.generate(prompt, 1)[1][0], forward([executor], prompt))
+        tolerance = 1e-3 if activation_levels(dtype) else 1e-4  # 16-bit activations; in bfloat16 it would be 1e-2
+        check_logits(driver.generate(prompt, 1)[1][0], forward([executor], prompt), tolerance)
         assert (driver.info.weight_dtype, driver.info.weight_group_size) == (dtype, group)
 
 

@@ -152,10 +152,13 @@ class Profiler:
             self.active = False
 
     def read(self, graph: Graph, weight_dtype: str) -> list[OpProfile]:
-        """What was counted, for each place in the graph's op list; and more will be. weight_dtype: of the matrices."""
+        """What was counted, for each place in the graph's op list; and more will be. weight_dtype: of the matrices.
+
+        Ops computed together with the next one are entries of their own, "linear+silu_mul" for instance.
+        """
         integer = weight_dtype in INTEGER_FORMATS
         entries = [OpProfile(entry["op"], role_of(graph, op), entry["count"], entry["min"], entry["max"], entry["sum"],
                              entry["bytes"], entry["operations"], integer and op.type == "linear")
-                   for entry, op in zip(self._executor.profile(), graph.ops, strict=True)]
+                   for entry in self._executor.profile() for op in (graph.ops[entry["index"]],)]
         self.prolong()
         return entries

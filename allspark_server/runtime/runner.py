@@ -193,7 +193,7 @@ class ModelRunner:
         columns = {last - first for first, last in (weight.column_range_of(self.rank, self.world)
                                                     for weight in graph.weights.values() if weight.is_matrix)}
         prepared = max(native_library().prepared_bytes(k, self.weight_dtype, self.weight_group_size) for k in columns)
-        return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
+        return 4 * (tensors + partials) + 2 * prepared * max(self._rows_of_step(), self._threads())  # prepared_, gated_
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""

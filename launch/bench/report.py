@@ -26,11 +26,11 @@ def title_of(kind: str, cell: Cell) -> str:
 
 def tables(run: Run) -> str:
     """Decode and prefill, a row for each engine and format, a column for each cell: the best round, the median, and the
-    part of the ceiling that the best reaches (m: set by memory, c: by arithmetic)."""
+    best round's part of the ceiling around it (m: set by memory, c: by arithmetic)."""
     best, median = run.best_machine(), run.median_machine()
     lines = [f"ceilings: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
              f"({median.fp32 / 1e9:.1f}), {best.int8 / 1e9:.1f} Gop/s int8 ({median.int8 / 1e9:.1f}); best of "
-             f"{len(run.ceilings)} round(s) (median)"]
+             f"{len(run.ceilings)} measurements (median); parts are of the ceilings around each figure"]
     width = max([len(row.name) for row in run.rows] + [len("batch x prompt + output")])
     for kind in TITLES:
         cells = cells_of(run, kind)

@@ -13,8 +13,9 @@ SCHEMA = 1
 
 @dataclass
 class Series:
-    """One figure in every round, tokens/s."""
+    """One figure in every round, tokens/s, and the machine's ceilings around it."""
     rounds: list[float] = field(default_factory=list)
+    machines: list[Machine] = field(default_factory=list)
 
     @property
     def best(self) -> float:
@@ -44,10 +45,13 @@ class Row:
     def name(self) -> str:
         return f"{self.engine} {self.format}".strip()
 
-    def add(self, cell: Cell, timing: Timing) -> None:
-        self.prefill.setdefault(cell, Series()).rounds.append(timing.prefill)
-        if timing.decode is not None:
-            self.decode.setdefault(cell, Series()).rounds.append(timing.decode)
+    def add(self, cell: Cell, timing: Timing, machine: Machine) -> None:
+        """machine: its ceilings as measured around the timing."""
+        for series, rate in ((self.prefill, timing.prefill), (self.decode, timing.decode)):
+            if rate is not None:
+                found = series.setdefault(cell, Series())
+                found.rounds.append(rate)
+                found.machines.append(machine)
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Run:
     machine: dict
     workload: Workload
     cells: list[Cell]
-    ceilings: list[Machine] = field(default_factory=list)       # one a round
+    ceilings: list[Machine] = field(default_factory=list)       # every measurement
     rows: list[Row] = field(default_factory=list)
 
     def best_machine(self) -> Machine:
@@ -78,16 +82,17 @@ class Run:
                                     row.integer)
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
-        """Best and median with their parts of the best and median ceilings; None if it was not measured."""
+        """Best and median, and the parts of the ceilings measured around each round's figure: the best part and the median
+        one. None if it was not measured."""
         series = getattr(row, kind).get(cell)
         if series is None:
             return None
-        best = self.bound(kind, row, cell, self.best_machine())
-        median = self.bound(kind, row, cell, self.median_machine())
+        bounds = [self.bound(kind, row, cell, machine) for machine in series.machines]
+        parts = [rate / bound.tokens_per_second for rate, bound in zip(series.rounds, bounds)]
+        best = bounds[series.rounds.index(series.best)]
         return {"best": series.best, "median": series.median, "rounds": series.rounds,
-                "ceiling": best.tokens_per_second, "bound_by": best.by,
-                "fraction": series.best / best.tokens_per_second,
-                "median_fraction": series.median / median.tokens_per_second}
+                "ceiling": best.tokens_per_second, "ceilings": [bound.tokens_per_second for bound in bounds], "bound_by": best.by,
+                "fraction": max(parts), "median_fraction": statistics.median(parts)}
 
     def to_dict(self) -> dict:
         """For JSON: rates in tokens/s, bytes/s and operations/s."""

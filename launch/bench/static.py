@@ -19,7 +19,7 @@ from ..serving import background_group, set_fields, shipped_model
 from ..topology import read_topology
 from . import peers as peer_runs
 from .ceiling import Machine, Workload
-from .measure import FORMATS, Cell, Format, time_cell
+from .measure import FORMATS, Cell, Format, Timing, time_cell
 from .report import plot, tables
 from .results import Row, Run
 
@@ -35,13 +35,15 @@ Measures a model's speed for every weight format in every cell of a grid, beside
 A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens out, greedy:
   prefill   all prompt tokens / time until the last request has its first token
   decode    tokens / time, from then until the first request ends: all sequences together
-Ceilings are measured with the same number of threads in every round, before the formats run one after the other:
+Ceilings are measured with the same number of threads before and after every figure, and the higher one counts: a machine
+whose memory is shared with others may swing by half within a minute. So a figure's part of its ceiling is more telling than
+the figure:
   decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
             step / rate of multiply-adds if that takes longer
   prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
             w8a8 and w4a8 and of peers that quantize activations
-A model small enough for the CPU's caches may exceed these. Machines drift by half from hour to hour: compare figures of
-one run only."""
+A model small enough for the CPU's caches may exceed these; so may products of bfloat16 pairs, tiles and 8-bit planes the
+fp32 rate. Compare figures of one run only."""
 
 EPILOG = """\
 examples:
@@ -157,15 +159,15 @@ def run_static(options: argparse.Namespace) -> int:
         engine = stack.enter_context(_engine(options))
         progress = Progress(options.rounds * (len(options.formats) + len(peers)) * len(run.cells))
         stack.callback(progress.close)
+        meter = Meter(run, cpus, threads)
         for _ in range(options.rounds):
-            run.ceilings.append(measure_machine(cpus, threads))
             for row, form in zip(run.rows, options.formats):
                 if row.status == "measured":
-                    measure_format(engine, row, form, checkpoint, run.cells, options, progress)
+                    measure_format(engine, row, form, checkpoint, run.cells, options, progress, meter)
                 else:
                     progress.advance(len(run.cells))
             for peer in peers:
-                measure_peer(run, peer, checkpoint, work, threads, options, progress)
+                measure_peer(run, peer, checkpoint, work, threads, options, progress, meter)
     print(f"{checkpoint.name}: {run.workload.architecture}, {run.workload.stored_weights / 1e6:.1f} M weights; "
           f"{run.settings['engine']}, {threads} threads, {run.machine['isa']}, {run.machine['cpu']}")
     print(tables(run))
@@ -207,12 +209,22 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def measure_machine(cpus: list[int], threads: int) -> Machine:
-    """The ceilings of that many threads together, now."""
-    from allspark_server.runtime.native import native_library
-    native = native_library()
-    measured = native.measure_ceilings(cpus, threads)
-    return Machine(measured[0], measured[1], native.measure_integer_rate(cpus, threads))
+class Meter:
+    """Measures the ceilings of that many threads together around whatever is timed."""
+
+    def __init__(self, run: Run, cpus: list[int], threads: int):
+        from allspark_server.runtime.native import native_library
+        self._native, self._run, self._cpus, self._threads = native_library(), run, cpus, threads
+
+    def now(self) -> Machine:
+        measured = self._native.measure_ceilings(self._cpus, self._threads, 2)
+        self._run.ceilings.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2)))
+        return self._run.ceilings[-1]
+
+    def around(self, before: Machine) -> Machine:
+        """The higher of each ceiling: before and now."""
+        now = self.now()
+        return Machine(max(before.read, now.read), max(before.fp32, now.fp32), max(before.int8, now.int8))
 
 
 @contextlib.contextmanager
@@ -241,7 +253,7 @@ def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: 
 
 
 def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list[Cell], options: argparse.Namespace,
-                   progress: Progress) -> None:
+                   progress: Progress, meter: Meter) -> None:
     """One round of one format: loads it, runs every cell, frees it. What goes wrong is noted in the row."""
     import numpy as np
     from allspark_client.errors import AllSparkError
@@ -263,7 +275,9 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
         time_cell(engine, MODEL, Cell(1, min(16, config.engine_max_length - 2), 2), info.vocab_size, rng)
         for cell in cells:
             progress.show(f"{row.name} {cell}")
-            row.add(cell, time_cell(engine, MODEL, cell, info.vocab_size, rng))
+            before = meter.now()
+            timing = time_cell(engine, MODEL, cell, info.vocab_size, rng)
+            row.add(cell, timing, meter.around(before))
             progress.advance()
     except AllSparkError as error:
         row.status, row.reason = "failed", str(error)
@@ -272,9 +286,10 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
 
 
 def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, threads: int,
-                 options: argparse.Namespace, progress: Progress) -> None:
-    """One round of one peer, all its formats."""
+                 options: argparse.Namespace, progress: Progress, meter: Meter) -> None:
+    """One round of one peer, all its formats. Ceilings are measured before it starts and after it ends."""
     progress.show(peer.name)
+    timed: list[tuple[Row, Cell, Timing]] = []
 
     def note(result: peer_runs.PeerResult) -> None:
         row = next((r for r in run.rows if (r.engine, r.format) == (peer.name, result.format)), None)
@@ -286,10 +301,14 @@ def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, t
         if result.error:
             row.status, row.reason = "failed", result.error
         else:
-            row.add(result.cell, result.timing)
+            timed.append((row, result.cell, result.timing))
             progress.show(f"{row.name} {result.cell}")
 
     formats = [Format("bfloat16") if f.dtype == "auto" else f for f in options.formats]
+    before = meter.now()
     peer_runs.run_peer(peer, checkpoint, work, threads, formats, run.cells, options.peer_timeout, note)
+    machine = meter.around(before)
+    for row, cell, timing in timed:
+        row.add(cell, timing, machine)
     progress.advance(len(run.cells))
 

@@ -8,7 +8,8 @@
 //   w8a8                [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
 //   w4a8                [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b and, in its upper half, of k = 4 + b
 //   int4                the same of q - 8, as 4-bit two's complement
-// Quantized panels are a sequence of groups along k, each led by its scales [panel] and offsets [panel] in float32, and
+//   int8, int4 where integer dot products are used for them too (Rules::wide_integers): as w8a8 and w4a8
+// Quantized panels are a sequence of groups along k, each led by its scales [panel] and offsets [panel] in bfloat16, and
 // padded to whole lanes. A weight is recovered as scale * (q - middle) + offset, middle = 2^(bits - 1): InstantQuant's
 // scale * (q - zero point), written so that both terms are no larger than the group's largest weight.
 #pragma once
@@ -24,10 +25,14 @@ namespace as {
 enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8 };
 
 AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
-AS_INLINE bool has_integer_activations(Format f) { return f >= Format::w8a8; }
 AS_INLINE int bits_of(Format f) { return f == Format::f32 ? 32 : f == Format::bf16 ? 16 : f == Format::int8 || f == Format::w8a8 ? 8 : 4; }
-// How many k are padded to a whole.
-AS_INLINE int unit_of(Format f) { return bits_of(f) == 4 ? 8 : f == Format::w8a8 ? 4 : 1; }
+
+// What an instruction set's kernels want of the layout.
+struct Rules {
+  int panel;           // rows of a panel
+  bool bf16_pairs;     // bfloat16 in pairs of k
+  bool wide_integers;  // int8 and int4: integer dot products with 16-bit activations, see matmul_integer.cpp
+};
 
 struct Packed {
   char* data;
@@ -35,6 +40,7 @@ struct Packed {
   Format format;
   int group;           // k of a group (the last one may be shorter); k itself for the others
   bool pairs;          // bfloat16 laid out in pairs of k
+  int planes;          // int8 values that make an activation: 1 of 8 bits, 2 of 16; 0: float32 or bfloat16
   size_t panel_bytes;
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
@@ -42,42 +48,42 @@ struct Packed {
   AS_INLINE int group_k(int g) const { return std::min(group, k - g * group); }  // k of group g
   // Scales, offsets and weights of group g of panel p.
   AS_INLINE char* group_data(int p, int g) const { return data + p * panel_bytes + (size_t)g * group_bytes(group); }
-  AS_INLINE float* scales(int p, int g) const { return reinterpret_cast<float*>(group_data(p, g)); }
-  AS_INLINE float* offsets(int p, int g) const { return scales(p, g) + panel; }
+  AS_INLINE uint16_t* scales(int p, int g) const { return reinterpret_cast<uint16_t*>(group_data(p, g)); }
+  AS_INLINE uint16_t* offsets(int p, int g) const { return scales(p, g) + panel; }
   AS_INLINE char* weights(int p, int g) const { return reinterpret_cast<char*>(scales(p, g) + 2 * panel); }
-  AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(float) * panel + weight_bytes(length); }
-  AS_INLINE size_t weight_bytes(int length) const {
-    const int unit = pairs ? 32 : unit_of(format);
-    return (size_t)(length + unit - 1) / unit * unit * panel * bits_of(format) / 8;
-  }
+  AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(uint16_t) * panel + weight_bytes(length); }
+  // How many k are padded to a whole.
+  AS_INLINE int unit() const { return pairs ? 32 : bits_of(format) == 4 ? 8 : planes ? 4 : 1; }
+  AS_INLINE size_t weight_bytes(int length) const { return (size_t)(length + unit() - 1) / unit() * unit() * panel * bits_of(format) / 8; }
 };
 
-// group_size 0: one group a row. bf16_pairs: what the kernels want of bfloat16.
-AS_INLINE Packed layout(int n, int k, int panel, bool bf16_pairs, Format format, int group_size) {
-  Packed m{nullptr, n, k, panel, format, group_size && is_quantized(format) ? std::min(group_size, k) : k,
-           bf16_pairs && format == Format::bf16, 0};
+// group_size 0: one group a row.
+AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int group_size) {
+  const bool quantized = is_quantized(format);
+  Packed m{nullptr, n, k, rules.panel, format, group_size && quantized ? std::min(group_size, k) : k, rules.bf16_pairs && format == Format::bf16,
+           format >= Format::w8a8 ? 1 : quantized && rules.wide_integers ? 2 : 0, 0};
   const int last = m.groups() - 1;
-  m.panel_bytes = is_quantized(format) ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
-  if (is_quantized(format)) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
+  m.panel_bytes = quantized ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
+  if (quantized) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
   return m;
 }
 
 // What some formats need of a row of activations, computed once a linear. One row's block:
-//   [groups] sums of x within each group: float32 (weight-only) or int32 (integer activations)
-//   then, for integer activations, float32 scale, and from the next multiple of 64 bytes the values, zero-padded: int8,
-//   or int16 for kernels that multiply 16-bit values.
+//   [planes][groups] sums within each group: of x in float32 (no planes), or of a plane's values in int32
+//   then, for integer activations, float32 scale, and from the next multiple of 64 bytes each plane's values, zero-padded to
+//   whole lines: int8, or int16 for kernels that multiply 16-bit values.
 // Of bfloat16 in pairs: the row rounded to bfloat16, zero-padded to 32 values.
 struct PreparedLayout {
-  size_t scale_at = 0, values_at = 0, bytes = 0;
+  size_t scale_at = 0, values_at = 0, plane_bytes = 0, bytes = 0;
 };
 AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
   auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
-  if (m.pairs) return {0, 0, aligned((size_t)m.k * 2)};
+  if (m.pairs) return {0, 0, 0, aligned((size_t)m.k * 2)};
   if (!is_quantized(m.format)) return {};
   const size_t sums = (size_t)m.groups() * 4;
-  if (!has_integer_activations(m.format)) return {0, 0, aligned(sums)};
-  const size_t values_at = aligned(sums + 4);
-  return {sums, values_at, values_at + aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes)};
+  if (!m.planes) return {0, 0, 0, aligned(sums)};
+  const size_t values_at = aligned(m.planes * sums + 4), plane = aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes);
+  return {m.planes * sums, values_at, plane, values_at + m.planes * plane};
 }
 
 // Rows of activations: x [m, k] with row stride ldx, and what prepare() made of them, `stride` bytes a row.
@@ -96,7 +102,7 @@ struct GatedOutput {
   size_t rounded_stride;
 };
 
-// The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (127 * 128).
-constexpr int kMaxIntegerK = 132'000;
+// The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (128 * 128).
+constexpr int kMaxIntegerK = 131'000;
 
 }  // namespace as

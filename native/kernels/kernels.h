@@ -34,8 +34,7 @@ struct LogitKernels;
 
 struct Kernels {
   const char* name;
-  int panel;        // rows of a packed panel
-  bool bf16_pairs;  // how bfloat16 is packed (format.h)
+  Rules rules;
   // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Where prepared() says so, activations are prepared.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
   // silu(gate) * up, where the first half of w's rows gives gate and the second up, each of whole panels: columns of the panels

@@ -140,8 +140,10 @@ void matmul(const Packed& w, const Activations& a, const float* bias, float* y, 
 #else
   else if (w.format == Format::bf16) matmul_typed<Floats<uint16_t>>(w, a, bias, y, ldy, m, p0, p1);
 #endif
-  else if (has_integer_activations(w.format)) matmul_integer(w, a, bias, y, ldy, m, p0, p1);
+  else if (w.planes) matmul_integer(w, a, bias, y, ldy, m, p0, p1);
+#if !defined(AS_ISA_AVX512_VNNI)
   else matmul_weight_only(w, a, bias, y, ldy, m, p0, p1);
+#endif
 }
 
 }  // namespace AS_ISA

@@ -1,8 +1,15 @@
-// y = x w^T + bias with quantized weights and per-token int8 activations (format.h): w8a8, w4a8.
+// y = x w^T + bias with quantized weights and integer activations (format.h): w8a8 and w4a8 with per-token int8 activations;
+// with VNNI int8 and int4 too, with per-token 16-bit activations.
 //
-// Recipe: within a group an exact integer sum of activation * (q - middle), so kernels and tilings are free; then, groups
-// in ascending order, total = scale * sum + total and total = offset * (sum of the group's activations) + total, fused; at
-// last total * the row's scale + bias. Nothing saturates:
+// A 16-bit activation is two int8 planes, 256 * high + low with low in [-128, 127]: its error is 2^-16 of the row's largest
+// value (rounding to bfloat16 would lose 2^-9 of each value), no weight needs to be converted to float, and planes are just
+// more rows of the same product. At one row, 64 weights take a load and two products instead of four conversions, loads and
+// multiply-adds.
+//
+// Recipe: within a group an exact integer sum of activation * (q - middle) for each plane, so kernels and tilings are free;
+// then sum = 256 * high + low in float32, the group's sum of activations alike; groups in ascending order, total =
+// scale * sum + total and total = offset * (sum of the group's activations) + total, fused; at last total * the row's scale
+// + bias. Nothing saturates:
 //   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits.
 //   without  8-bit weights: both widened to 16 bits for vpmaddwd (a pair is at most 2 * 255 * 127). Measured as fast as
 //            vpmaddubsw of |w| and sign(a, w), and AVX-512 has no vpsign.
@@ -80,29 +87,30 @@ inline vi dot(vi acc, vi w, vi a) {
 #endif
 }
 
-struct W8A8 {
+// A group of R rows: line(r) is where the values of row (or plane of a row) r lie.
+struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4;
   using Value = int8_t;
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi raw[NV];
       __builtin_prefetch(w + kPrefetch);
       __builtin_prefetch(w + kPrefetch + 64);
       for (int v = 0; v < NV; v++) raw[v] = iload(w + v * W * 4);
       for (int r = 0; r < R; r++) {
-        const vi value = iset(four_bytes(a + r * stride + i));
+        const vi value = iset(four_bytes(line(r) + i));
         for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], raw[v], value);
       }
     }
   }
 };
 
-struct W4A8 {
+struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     const vi mask = iset(0x0f0f0f0f);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi low[NV], high[NV];
@@ -113,7 +121,7 @@ struct W4A8 {
         low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
       }
       for (int r = 0; r < R; r++) {
-        const vi first = iset(four_bytes(a + r * stride + i)), second = iset(four_bytes(a + r * stride + i + 4));
+        const vi first = iset(four_bytes(line(r) + i)), second = iset(four_bytes(line(r) + i + 4));
         for (int v = 0; v < NV; v++) acc[r][v] = dot(dot(acc[r][v], low[v], first), high[v], second);
       }
     }
@@ -122,11 +130,11 @@ struct W4A8 {
 
 #else
 
-struct W8A8 {
+struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4;
   using Value = int16_t;  // of four k in the order 0, 2, 1, 3: as the even and the odd bytes of a lane are unpacked
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     const vi mask = iset(0x00ff00ff);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi even[NV], odd[NV];
@@ -136,18 +144,18 @@ struct W8A8 {
         even[v] = iand(raw, mask), odd[v] = shift_right16<8>(raw);
       }
       for (int r = 0; r < R; r++) {
-        const vi first = iset(four_bytes(a + r * stride + 2 * i)), second = iset(four_bytes(a + r * stride + 2 * i + 4));
+        const vi first = iset(four_bytes(line(r) + 2 * i)), second = iset(four_bytes(line(r) + 2 * i + 4));
         for (int v = 0; v < NV; v++) acc[r][v] = iadd(iadd(acc[r][v], pairs16(even[v], first)), pairs16(odd[v], second));
       }
     }
   }
 };
 
-struct W4A8 {
+struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
   using Value = int8_t;
-  template <int R>
-  static AS_INLINE void group(const char* w, int k, const char* a, size_t stride, vi (&acc)[R][NV]) {
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     const vi mask = iset(0x0f0f0f0f), ones = iset(0x00010001);
     for (int k0 = 0; k0 < k; k0 += 32) {  // eight pairs: as many as 16 bits hold
       vi part[R][NV];
@@ -161,7 +169,7 @@ struct W4A8 {
           low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
         }
         for (int r = 0; r < R; r++) {
-          const vi first = iset(four_bytes(a + r * stride + i)), second = iset(four_bytes(a + r * stride + i + 4));
+          const vi first = iset(four_bytes(line(r) + i)), second = iset(four_bytes(line(r) + i + 4));
           for (int v = 0; v < NV; v++) part[r][v] = iadd16(iadd16(part[r][v], pairs8(low[v], first)), pairs8(high[v], second));
         }
       }
@@ -173,27 +181,35 @@ struct W4A8 {
 
 #endif
 
-// R rows from `row` on against one panel.
-template <typename F, int R>
+// R rows of P planes from `row` on against one panel.
+template <typename F, int R, int P>
 void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel, const float* bias, float* y, int ldy) {
   vf total[R][NV];
   const char* first = a.prepared + row * a.stride;
+  const size_t sums = 4 * (size_t)w.groups();
   for (int r = 0; r < R; r++)
     for (int v = 0; v < NV; v++) total[r][v] = vzero();
   for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-    vi acc[R][NV];
-    for (int r = 0; r < R; r++) {
-      const vi start = iset(-F::kMiddle * four_bytes(first + r * a.stride + 4 * g));
+    auto sum_of = [&](int r) __attribute__((always_inline)) { return four_bytes(first + r / P * a.stride + r % P * sums + 4 * g); };
+    const char* values = first + at.values_at + k0 * sizeof(typename F::Value);
+    vi acc[R * P][NV];
+    for (int r = 0; r < R * P; r++) {
+      const vi start = iset(-F::kMiddle * sum_of(r));
       for (int v = 0; v < NV; v++) acc[r][v] = start;
     }
-    F::template group<R>(w.weights(panel, g), w.group_k(g), first + at.values_at + k0 * sizeof(typename F::Value), a.stride, acc);
-    vi chains[R * NV];
+    F::template group<R * P>(w.weights(panel, g), w.group_k(g),
+                             [&](int r) __attribute__((always_inline)) { return values + r / P * a.stride + r % P * at.plane_bytes; }, acc);
+    vi chains[R * P * NV];
     spill(acc, chains);
-    const float* scale = w.scales(panel, g);
+    const uint16_t* scale = w.scales(panel, g);
     for (int r = 0; r < R; r++) {
-      const vf sum = vset((float)four_bytes(first + r * a.stride + 4 * g));
-      for (int v = 0; v < NV; v++)
-        total[r][v] = vfma(vload(scale + NR + v * W), sum, vfma(vload(scale + v * W), to_float(chains[r * NV + v]), total[r][v]));
+      const float low = (float)sum_of(r * P + P - 1);
+      const vf sum = vset(P == 1 ? low : std::fma(256.0f, (float)sum_of(r * P), low));
+      for (int v = 0; v < NV; v++) {
+        vf chain = to_float(chains[(r * P + P - 1) * NV + v]);
+        if (P == 2) chain = vfma(vset(256.0f), to_float(chains[r * P * NV + v]), chain);
+        total[r][v] = vfma(vload_bf16(scale + NR + v * W), sum, vfma(vload_bf16(scale + v * W), chain, total[r][v]));
+      }
     }
   }
   const int column = panel * NR, columns = w.n - column;
@@ -214,16 +230,71 @@ void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int r
   }
 }
 
-template <typename F>
+template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  constexpr int kRows = MR / P;
   const PreparedLayout at = prepared(w);
   for (int m0 = 0; m0 < m; m0 += MB)
     for (int p = p0; p < p1; p++)
-      for (int r0 = m0; r0 < std::min(m, m0 + MB); r0 += MR)
-        with_constant<MR>(std::min(MR, std::min(m, m0 + MB) - r0), [&](auto count) {
-          tile<F, decltype(count)::value>(w, at, a, r0, p, bias, y, ldy);
+      for (int r0 = m0; r0 < std::min(m, m0 + MB); r0 += kRows)
+        with_constant<kRows>(std::min(kRows, std::min(m, m0 + MB) - r0), [&](auto count) {
+          tile<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy);
         });
 }
+
+// A row's scale and its inverse for values up to `most`: a = x / scale to nearest. A NaN or infinite x makes the scale NaN,
+// and so the row's results. A row of (nearly) zeros has the inverse 0 and is zeros.
+struct RowScale {
+  float scale, inverse;
+};
+RowScale row_scale(const float* x, int k, float most) {
+  vf largest = vzero(), poison = vzero();
+  int i = 0;
+  for (; i + W <= k; i += W) {
+    const vf v = vload(x + i);
+    largest = vmax(largest, vmax(v, vsub(vzero(), v)));
+    poison = vfma(v, vzero(), poison);
+  }
+  float top = vhmax(largest), bad = vsum(poison);
+  for (; i < k; i++) {
+    top = std::max(top, std::fabs(x[i]));
+    bad += x[i] * 0.0f;
+  }
+  if (std::isnan(bad)) return {NAN, 0};
+  if (!(top > 1e-34f)) return {0, 0};
+  return {top / most, most / top};
+}
+
+#if defined(AS_ISA_AVX512_VNNI)
+
+// Values of a row as P planes, and their sums within each group.
+template <int P>
+void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+  char* values = out + at.values_at;
+  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
+    __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (int i = k0; i < k0 + w.group_k(g); i += W) {
+      const int n = std::min(W, k0 + w.group_k(g) - i);
+      const __mmask16 mask = (__mmask16)(n == W ? 0xffff : (1 << n) - 1);
+      const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + i), _mm512_set1_ps(inverse)));
+      const __m512i high = P == 1 ? a : _mm512_srai_epi32(_mm512_add_epi32(a, _mm512_set1_epi32(128)), 8);
+      _mm512_mask_cvtepi32_storeu_epi8(values + i, mask, high);
+      sums[0] = _mm512_add_epi32(sums[0], high);
+      if (P == 2) {
+        const __m512i low = _mm512_sub_epi32(a, _mm512_slli_epi32(high, 8));
+        _mm512_mask_cvtepi32_storeu_epi8(values + at.plane_bytes + i, mask, low);
+        sums[1] = _mm512_add_epi32(sums[1], low);
+      }
+    }
+    for (int p = 0; p < P; p++) {
+      const int32_t sum = _mm512_reduce_add_epi32(sums[p]);
+      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
+    }
+  }
+  for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
+}
+
+#else
 
 // Values of one row, four k at a time, in the order in which the kernel reads them.
 template <typename Value>
@@ -234,46 +305,10 @@ void store_values(const float* rounded, int n, int k0, char* out) {
     for (int i = 0; i + 4 <= (n + 3) / 4 * 4; i += 4) std::swap(to[i + 1], to[i + 2]);
 }
 
-}  // namespace
-
-void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  if (w.format == Format::w8a8) matmul_format<W8A8>(w, a, bias, y, ldy, m, p0, p1);
-  else matmul_format<W4A8>(w, a, bias, y, ldy, m, p0, p1);
-}
-
-PreparedLayout prepared(const Packed& w) {
-  PreparedLayout at = prepared_layout(w, w.format == Format::w8a8 ? sizeof(W8A8::Value) : sizeof(W4A8::Value));
-#if defined(AS_ISA_AVX512_BF16)
-  // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
-  if (w.pairs || has_integer_activations(w.format)) at.bytes = (at.bytes / 64 | 1) * 64;
-#endif
-  return at;
-}
-
-// Per-token dynamic quantization: scale = max |x| / 127, a = x / scale to nearest. A NaN or infinite x makes the scale NaN,
-// and so the row's results. A row of (nearly) zeros is zeros.
-static void prepare_integers(const Packed& w, const float* x, char* out) {
-  const PreparedLayout at = prepared(w);
-  vf largest = vzero(), poison = vzero();
-  int i = 0;
-  for (; i + W <= w.k; i += W) {
-    const vf v = vload(x + i);
-    largest = vmax(largest, vmax(v, vsub(vzero(), v)));
-    poison = vfma(v, vzero(), poison);
-  }
-  float most = vhmax(largest), bad = vsum(poison);
-  for (; i < w.k; i++) {
-    most = std::max(most, std::fabs(x[i]));
-    bad += x[i] * 0.0f;
-  }
-  const bool usable = most > 1e-34f && !std::isnan(bad);
-  const float scale = std::isnan(bad) ? NAN : usable ? most / 127.0f : 0.0f, inverse = usable ? 127.0f / most : 0.0f;
-  std::memcpy(out + at.scale_at, &scale, 4);
-  std::memset(out + at.values_at, 0, at.bytes - at.values_at);
-  if (!usable) {
-    std::memset(out, 0, 4 * (size_t)w.groups());
-    return;
-  }
+template <int P>
+void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+  static_assert(P == 1);
+  std::memset(out + at.values_at, 0, at.plane_bytes);
   int32_t sum = 0;
   constexpr int kChunk = 32;  // divides every group size
   for (int k0 = 0, g = 0; k0 < w.k; k0 += kChunk) {
@@ -281,8 +316,8 @@ static void prepare_integers(const Packed& w, const float* x, char* out) {
     const int n = std::min(kChunk, w.k - k0);
     std::memcpy(rounded, x + k0, n * sizeof(float));
     for (int j = 0; j < kChunk; j += W) vstore(rounded + j, vround(vmul(vload(rounded + j), vset(inverse))));
-    if (w.format == Format::w8a8) store_values<W8A8::Value>(rounded, n, k0, out + at.values_at);
-    else store_values<W4A8::Value>(rounded, n, k0, out + at.values_at);
+    if (w.format == Format::w8a8) store_values<Bytes::Value>(rounded, n, k0, out + at.values_at);
+    else store_values<Nibbles::Value>(rounded, n, k0, out + at.values_at);
     for (int j = 0; j < kChunk; j++) sum += (int)rounded[j];
     if (k0 + n == w.k || (k0 + n) % w.group == 0) {
       std::memcpy(out + 4 * (size_t)g++, &sum, 4);
@@ -291,9 +326,26 @@ static void prepare_integers(const Packed& w, const float* x, char* out) {
   }
 }
 
+#endif
+
+void prepare_integers(const Packed& w, const float* x, char* out) {
+  const PreparedLayout at = prepared(w);
+  const RowScale row = row_scale(x, w.k, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
+  std::memcpy(out + at.scale_at, &row.scale, 4);
+  if (row.inverse == 0) {
+    std::memset(out, 0, at.scale_at);
+    std::memset(out + at.values_at, 0, w.planes * at.plane_bytes);
+    return;
+  }
+#if defined(AS_ISA_AVX512_VNNI)
+  if (w.planes == 2) return prepare_planes<2>(w, at, x, row.inverse, out);
+#endif
+  prepare_planes<1>(w, at, x, row.inverse, out);
+}
+
 #if defined(AS_ISA_AVX512_BF16)
 // Rounds a row to bfloat16, to nearest even, denormals to zero as the products take them; zeros up to a whole unit of the layout.
-static void prepare_pairs(const Packed& w, const float* x, char* out) {
+void prepare_pairs(const Packed& w, const float* x, char* out) {
   for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
     const int n = std::min(2 * W, w.k - k);
     const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff : n > W ? (__mmask16)((1 << (n - W)) - 1) : 0;
@@ -303,8 +355,27 @@ static void prepare_pairs(const Packed& w, const float* x, char* out) {
 }
 #endif
 
+}  // namespace
+
+void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  const bool bytes = bits_of(w.format) == 8;
+#if defined(AS_ISA_AVX512_VNNI)
+  if (w.planes == 2) return bytes ? matmul_format<Bytes, 2>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 2>(w, a, bias, y, ldy, m, p0, p1);
+#endif
+  bytes ? matmul_format<Bytes, 1>(w, a, bias, y, ldy, m, p0, p1) : matmul_format<Nibbles, 1>(w, a, bias, y, ldy, m, p0, p1);
+}
+
+PreparedLayout prepared(const Packed& w) {
+  PreparedLayout at = prepared_layout(w, bits_of(w.format) == 8 ? sizeof(Bytes::Value) : sizeof(Nibbles::Value));
+#if defined(AS_ISA_AVX512_BF16)
+  // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
+  if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
+#endif
+  return at;
+}
+
 void prepare(const Packed& w, const float* x, char* out) {
-  if (has_integer_activations(w.format)) return prepare_integers(w, x, out);
+  if (w.planes) return prepare_integers(w, x, out);
 #if defined(AS_ISA_AVX512_BF16)
   if (w.pairs) return prepare_pairs(w, x, out);
 #endif

@@ -1,7 +1,10 @@
-// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8, w4a8), per channel or in groups;
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
 // also silu(gate) * up of a matrix that holds both.
 //
-// Both formats look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
+// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp), the second tile of rows being the low
+// plane of the first one's.
+//
+// Both kinds look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
 // of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
 //
 // Recipe, whatever the number of rows: steps in ascending order, each one tile product; a row's result does not depend on the
@@ -18,7 +21,9 @@
 
 #if defined(AS_ISA_AMX)
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "amx.h"
 #include "silu.h"
@@ -43,10 +48,13 @@ static_assert(NR == 2 * kTile);
 
 struct BFloat {
   static constexpr int kStep = 32;  // k of a step
+  static constexpr int kPlanes = 1;
   template <int C, int A, int B> static AS_INLINE void dot() { tile_dot_bf16<C, A, B>(); }
 };
+template <int Planes>
 struct Bytes {
   static constexpr int kStep = 64;
+  static constexpr int kPlanes = Planes;
   template <int C, int A, int B> static AS_INLINE void dot() { tile_dot_s8u8<C, A, B>(); }
 };
 
@@ -54,10 +62,10 @@ struct Bytes {
 class Tiles {
  public:
   ~Tiles() { tile_release(); }
-  void configure(int rows) {
+  void configure(int rows, int planes = 1) {
     if (rows == rows_) return;
     TileConfig config;
-    const int first = std::min(rows, kTile), second = rows - first;
+    const int first = std::min(rows, kTile), second = planes == 2 ? rows : rows - first;
     const int counts[8] = {first, first, second, second, first, second, kTile, kTile};
     for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)counts[t], config.row_bytes[t] = counts[t] ? 64 : 0;
     tile_configure(config);
@@ -77,9 +85,10 @@ struct Ahead {
   int rows = 0;
 };
 
-// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. between(): called once a step.
+// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of activations to
+// the second. between(): called once a step.
 template <typename F, int R, typename Between>
-AS_INLINE void block(const char* a, long lda, const char* b, int steps, char* c, bool load, const Ahead& ahead, Between&& between) {
+AS_INLINE void block(const char* a, long lda, long second, const char* b, int steps, char* c, bool load, const Ahead& ahead, Between&& between) {
   constexpr long ldc = NR * 4;
   if (load) {
     tile_load<0>(c, ldc), tile_load<1>(c + 64, ldc);
@@ -98,8 +107,8 @@ AS_INLINE void block(const char* a, long lda, const char* b, int steps, char* c,
       F::template dot<0, 4, 6>();
       F::template dot<1, 4, 7>();
       if (R == 2) {
-        if (far) tile_load_far<5>(as + kTile * lda, lda);
-        else tile_load<5>(as + kTile * lda, lda);
+        if (far) tile_load_far<5>(as + second, lda);
+        else tile_load<5>(as + second, lda);
         F::template dot<2, 5, 6>();
         F::template dot<3, 5, 7>();
       }
@@ -116,7 +125,7 @@ AS_INLINE void block(const char* a, long lda, const char* b, int steps, char* c,
 
 // Few rows: weights pass once, from memory.
 template <typename F, int R>
-void stream(const char* a, long lda, const char* b, int steps, char* c) {
+void stream(const char* a, long lda, long second, const char* b, int steps, char* c) {
   constexpr long ldc = NR * 4;
   tile_zero<0>(), tile_zero<1>();
   if (R == 2) tile_zero<2>(), tile_zero<3>();
@@ -128,18 +137,13 @@ void stream(const char* a, long lda, const char* b, int steps, char* c) {
     F::template dot<0, 4, 6>();
     F::template dot<1, 4, 7>();
     if (R == 2) {
-      tile_load<5>(a + kTile * lda, lda);
+      tile_load<5>(a + second, lda);
       F::template dot<2, 5, 6>();
       F::template dot<3, 5, 7>();
     }
   }
   tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
   if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
-}
-
-template <typename F>
-void stream_rows(int rows, const char* a, long lda, const char* b, int steps, char* c) {
-  rows > kTile ? stream<F, 2>(a, lda, b, steps, c) : stream<F, 1>(a, lda, b, steps, c);
 }
 
 alignas(64) thread_local float kept_sums[(size_t)kGroup * kRows * NR];
@@ -179,16 +183,18 @@ class Waiting {
 // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
 // finish.begin(unit), then finish.row(row, sums...) for each row.
 template <typename F, int Parts, typename Weights, typename Finish>
-void multiply(const Packed& w, const Activations& a, size_t values_at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
+void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
+  constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
+  const long second = F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
   const int steps = (w.k + F::kStep - 1) / F::kStep, half = w.panels() / 2;
   const int cuts = steps <= kWhole ? 1 : (steps + kCut - 1) / kCut, longest = (steps + cuts - 1) / cuts;
   const int most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes)), groups = (u1 - u0 + most - 1) / most;
-  const int block_rows = cuts == 1 ? m : std::min(m, kRows);
+  const int block_rows = cuts == 1 ? m : std::min(m, kRows / F::kPlanes);
   alignas(64) float ring[(Parts + 1) * kPair * NR];  // what waits is read while the next blocks pass, and then written over
   Tiles tiles;
   Waiting<Parts, std::remove_reference_t<Finish>> waiting(finish, longest);
   for (int m0 = 0; m0 < m; m0 += block_rows) {
-    const int m1 = std::min(m, m0 + block_rows), passes = (m1 - m0 + kPair - 1) / kPair;
+    const int m1 = std::min(m, m0 + block_rows), passes = (m1 - m0 + kHeight - 1) / kHeight;
     for (int g = 0; g < groups; g++) {
       const int g0 = u0 + (int)((long)(u1 - u0) * g / groups), g1 = u0 + (int)((long)(u1 - u0) * (g + 1) / groups), units = g1 - g0;
       for (int i = 0; i < cuts; i++) {
@@ -197,16 +203,16 @@ void multiply(const Packed& w, const Activations& a, size_t values_at, int m, in
         const bool over = i + 1 == cuts;
         const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0) : g0;
         const bool more = !over || g + 1 < groups || m1 < m;
-        for (int r = m0; r < m1; r += kPair) {
-          const int rows = std::min(kPair, m - r), pass = (r - m0) / kPair;
-          tiles.configure(rows);
-          const char* x = a.prepared + r * a.stride + values_at + (size_t)begin * kStepBytes;
-          const int next_rows = r + kPair < m1 ? std::min(kPair, m1 - r - kPair) : 0;
+        for (int r = m0; r < m1; r += kHeight) {
+          const int rows = std::min(kHeight, m - r), pass = (r - m0) / kHeight;
+          tiles.configure(rows, F::kPlanes);
+          const char* x = a.prepared + r * a.stride + at.values_at + (size_t)begin * kStepBytes;
+          const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
           for (int u = g0; u < g1; u++) {
             float* sums[Parts];
             for (int part = 0; part < Parts; part++) {
-              const int at = (u - g0) * Parts + part, p = u + part * half;
-              sums[part] = cuts > 1 ? kept_sums + ((size_t)at * passes + pass) * kPair * NR : ring + (part ? 2 : (u & 1)) * kPair * NR;
+              const int place = (u - g0) * Parts + part, p = u + part * half;
+              sums[part] = cuts > 1 ? kept_sums + ((size_t)place * passes + pass) * kPair * NR : ring + (part ? 2 : (u & 1)) * kPair * NR;
               const char* b = weights(p) + (size_t)begin * kPanelStepBytes;
               Ahead ahead;
               if (m0 == 0 && g == 0 && i == 0 && pass == 0) {
@@ -216,11 +222,11 @@ void multiply(const Packed& w, const Activations& a, size_t values_at, int m, in
                 ahead.first = std::min(pass * ahead.lines, kPanelStepBytes / 64 - ahead.lines);
                 ahead.panel = weights(std::min(next_u + u - g0, u1 - 1) + part * half) + (size_t)next_begin * kPanelStepBytes;
               }
-              const int first = next_rows * at / (units * Parts);
-              ahead.activations = x + (kPair + first) * a.stride, ahead.rows = next_rows * (at + 1) / (units * Parts) - first;
+              const int first = next_rows * place / (units * Parts);
+              ahead.activations = x + (kHeight + first) * a.stride, ahead.rows = next_rows * (place + 1) / (units * Parts) - first;
               auto between = [&]() __attribute__((always_inline)) { waiting.step(); };
-              if (rows > kTile) block<F, 2>(x, (long)a.stride, b, end - begin, (char*)sums[part], i > 0, ahead, between);
-              else block<F, 1>(x, (long)a.stride, b, end - begin, (char*)sums[part], i > 0, ahead, between);
+              if (F::kPlanes == 2 || rows > kTile) block<F, 2>(x, (long)a.stride, second, b, end - begin, (char*)sums[part], i > 0, ahead, between);
+              else block<F, 1>(x, (long)a.stride, second, b, end - begin, (char*)sums[part], i > 0, ahead, between);
               if (part + 1 == Parts) waiting.flush();
             }
             if (over) waiting.put(u, r, rows, sums);
@@ -232,14 +238,18 @@ void multiply(const Packed& w, const Activations& a, size_t values_at, int m, in
   waiting.flush();
 }
 
-// One tile pair of rows at most.
+// Rows of one block at most.
 template <typename F, typename Weights, typename Finish>
-void multiply_few(const Packed& w, const Activations& a, size_t values_at, int m, int p0, int p1, Weights&& weights, Finish&& finish) {
+void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int p0, int p1, Weights&& weights, Finish&& finish) {
   Tiles tiles;
-  tiles.configure(m);
+  tiles.configure(m, F::kPlanes);
   alignas(64) float sums[kPair * NR];
+  const int steps = (w.k + F::kStep - 1) / F::kStep;
+  const char* x = a.prepared + at.values_at;
   for (int p = p0; p < p1; p++) {
-    stream_rows<F>(m, a.prepared + values_at, (long)a.stride, weights(p), (w.k + F::kStep - 1) / F::kStep, (char*)sums);
+    if (F::kPlanes == 2) stream<F, 2>(x, (long)a.stride, (long)at.plane_bytes, weights(p), steps, (char*)sums);
+    else if (m > kTile) stream<F, 2>(x, (long)a.stride, kTile * (long)a.stride, weights(p), steps, (char*)sums);
+    else stream<F, 1>(x, (long)a.stride, 0, weights(p), steps, (char*)sums);
     finish.begin(p);
     for (int r = 0; r < m; r++) finish.row(r, sums + r * NR);
   }
@@ -262,7 +272,6 @@ struct Bias {
 
 struct Results {
   const Packed& w;
-  const float* bias;
   float* y;
   int ldy;
   AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
@@ -278,7 +287,7 @@ struct Results {
   }
 };
 
-// What to make of a row's sums of one panel: BFloatRow and ChannelRow.
+// What to make of a row's sums of one panel: BFloatRow, ChannelRow.
 struct BFloatRow {
   const Packed& w;
   const float* bias;
@@ -289,10 +298,21 @@ struct BFloatRow {
   }
 };
 
-// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on.
-AS_INLINE vf add_group(const char* sums, int middle, int activations, const float* scale, int v, vf total) {
-  const __m512i chain = _mm512_sub_epi32(_mm512_loadu_si512(sums + v * W * 4), _mm512_set1_epi32(middle * activations));
-  return vfma(vload(scale + NR + v * W), vset((float)activations), vfma(vload(scale + v * W), _mm512_cvtepi32_ps(chain), total));
+// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a row, those
+// of its low plane a tile further. activations: the group's sum of the first plane's values, the second's `apart` bytes on.
+template <int Planes>
+AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const uint16_t* scale, vf (&total)[NV]) {
+  const int last = four_bytes(activations + (Planes - 1) * apart);
+  const vf sum = vset(Planes == 1 ? (float)last : std::fma(256.0f, (float)four_bytes(activations), (float)last));
+  auto chain = [&](int plane, int v) __attribute__((always_inline)) {
+    const __m512i raw = _mm512_loadu_si512(sums + plane * kTile * NR * 4 + v * W * 4);
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(raw, _mm512_set1_epi32(middle * four_bytes(activations + plane * apart))));
+  };
+  for (int v = 0; v < NV; v++) {
+    vf value = chain(Planes - 1, v);
+    if (Planes == 2) value = vfma(vset(256.0f), chain(0, v), value);
+    total[v] = vfma(vload_bf16(scale + NR + v * W), sum, vfma(vload_bf16(scale + v * W), value, total[v]));
+  }
 }
 
 AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
@@ -304,17 +324,19 @@ AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float*
   }
 }
 
+template <int Planes>
 struct ChannelRow {
   const Packed& w;
   const float* bias;
   const Activations& a;
   const PreparedLayout at;
-  const float* scale = nullptr;
+  const uint16_t* scale = nullptr;
   Bias add = {};
   void begin(int p) { scale = w.scales(p, 0), add.set(bias, p, w.n); }
   AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
     const char* activations = a.prepared + row * a.stride;
-    for (int v = 0; v < NV; v++) value[v] = add_group((const char*)sums, 128, four_bytes(activations), scale, v, vzero());
+    for (int v = 0; v < NV; v++) value[v] = vzero();
+    add_group<Planes>((const char*)sums, 128, activations, 4, scale, value);
     scale_row(activations, at, bias ? add.values : nullptr, value);
   }
 };
@@ -353,10 +375,10 @@ struct Gated {
 };
 
 template <typename F, typename Row, typename Weights>
-void multiply_plain(const Packed& w, const Activations& a, size_t values_at, Row row, float* y, int ldy, int m, int p0, int p1, Weights&& weights) {
-  Plain<Row> finish{row, {w, row.bias, y, ldy}};
-  if (m <= kPair) multiply_few<F>(w, a, values_at, m, p0, p1, weights, finish);
-  else multiply<F, 1>(w, a, values_at, m, p0, p1, weights, finish);
+void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout& at, Row row, float* y, int ldy, int m, int p0, int p1, Weights&& weights) {
+  Plain<Row> finish{row, {w, y, ldy}};
+  if (m <= kPair / F::kPlanes) multiply_few<F>(w, a, at, m, p0, p1, weights, finish);
+  else multiply<F, 1>(w, a, at, m, p0, p1, weights, finish);
 }
 
 // 4-bit weights of `steps` steps as bytes.
@@ -371,9 +393,15 @@ void widen(const char* w, int steps, char* out) {
 }
 
 // Groups of whole steps.
+template <int Planes>
 void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  using F = Bytes<Planes>;
+  constexpr int kHeight = kPair / Planes;
   const PreparedLayout at = prepared(w);
-  const bool nibbles = w.format == Format::w4a8;
+  const bool nibbles = bits_of(w.format) == 4;
+  const long second = Planes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
+  const Results results{w, y, ldy};
+  auto nothing = []() {};
   Tiles tiles;
   alignas(64) char sums[kPair * NR * 4];
   alignas(64) char wide[kChunk * kPanelStepBytes];
@@ -383,25 +411,23 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
       const int end = std::min(m, m0 + kRows);
       Bias add;
       add.set(bias, p, w.n);
-      const Results results{w, bias, y, ldy};
       for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-        const int steps = (w.group_k(g) + Bytes::kStep - 1) / Bytes::kStep;
+        const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
         const char* weights = w.weights(p, g);
         if (nibbles) widen(weights, steps, wide), weights = wide;
-        const float* scale = w.scales(p, g);
-        for (int r0 = m0; r0 < end; r0 += kPair) {
-          const int rows = std::min(kPair, m - r0);
-          tiles.configure(rows);
+        for (int r0 = m0; r0 < end; r0 += kHeight) {
+          const int rows = std::min(kHeight, end - r0);
+          tiles.configure(rows, Planes);
           const char* first = a.prepared + r0 * a.stride;
-          auto nothing = []() {};
-          if (rows > kTile) block<Bytes, 2>(first + at.values_at + k0, (long)a.stride, weights, steps, sums, false, {}, nothing);
-          else block<Bytes, 1>(first + at.values_at + k0, (long)a.stride, weights, steps, sums, false, {}, nothing);
+          const char* x = first + at.values_at + k0;
+          if (Planes == 2 || rows > kTile) block<F, 2>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
+          else block<F, 1>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
           for (int r = 0; r < rows; r++) {
             const char* row = first + r * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
             vf total[NV];
-            for (int v = 0; v < NV; v++)
-              total[v] = add_group(sums + r * NR * 4, nibbles ? 8 : 128, four_bytes(row + 4 * g), scale, v, g ? vload(kept + v * W) : vzero());
+            for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
+            add_group<Planes>(sums + r * NR * 4, nibbles ? 8 : 128, row + 4 * g, 4 * (size_t)w.groups(), w.scales(p, g), total);
             if (g + 1 < w.groups()) {
               for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
               continue;
@@ -414,41 +440,50 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
     }
 }
 
+// w.planes as a constant.
+template <typename Work>
+AS_INLINE void with_planes(const Packed& w, Work&& work) {
+  w.planes == 2 ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
+}
+
 }  // namespace
 
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
-  if (w.format == Format::bf16) {
-    multiply_plain<BFloat>(w, a, 0, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; });
+  if (w.pairs) {
+    multiply_plain<BFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; });
     return true;
   }
-  if (!has_integer_activations(w.format) || m < kFew) return false;
-  if (w.groups() == 1 && w.format == Format::w8a8) {
+  if (!w.planes || m < kFew) return false;
+  const bool bytes = bits_of(w.format) == 8;
+  if (bytes && w.groups() == 1) {
     const PreparedLayout at = prepared(w);
-    multiply_plain<Bytes>(w, a, at.values_at, ChannelRow{w, bias, a, at}, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); });
+    with_planes(w, [&](auto planes) {
+      multiply_plain<Bytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); });
+    });
     return true;
   }
   // One group that is no whole number of steps may be a last one only.
-  if (w.groups() > 1 && w.group % Bytes::kStep) return false;
-  if (w.format == Format::w4a8 && w.group > kChunk * Bytes::kStep) return false;
-  multiply_groups(w, a, bias, y, ldy, m, p0, p1);
+  if (w.groups() > 1 && w.group % Bytes<1>::kStep) return false;
+  if (!bytes && w.group > kChunk * Bytes<1>::kStep) return false;
+  with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
   return true;
 }
 
 bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1) {
   const int half = w.panels() / 2;
-  if (w.format == Format::bf16) {
+  if (w.pairs) {
     const BFloatRow row{w, bias, {}};
-    multiply<BFloat, 2>(w, a, 0, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
+    multiply<BFloat, 2>(w, a, {}, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
     return true;
   }
-  if (w.format == Format::w8a8 && w.groups() == 1) {
-    const PreparedLayout at = prepared(w);
-    const ChannelRow row{w, bias, a, at};
-    multiply<Bytes, 2>(w, a, at.values_at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow>{row, row, out, half});
-    return true;
-  }
-  return false;
+  if (!w.planes || bits_of(w.format) != 8 || w.groups() > 1) return false;
+  const PreparedLayout at = prepared(w);
+  with_planes(w, [&](auto planes) {
+    const ChannelRow<planes> row{w, bias, a, at};
+    multiply<Bytes<planes>, 2>(w, a, at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow<planes>>{row, row, out, half});
+  });
+  return true;
 }
 
 // Products of tiles in registers, four accumulators: returns how many operations that were.
@@ -459,10 +494,10 @@ double multiply_tile_registers(long rounds, bool integers) {
   tile_load<4>(ones, 64), tile_load<5>(ones, 64), tile_load<6>(ones, 64), tile_load<7>(ones, 64);
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   for (long i = 0; i < rounds; i++) {
-    if (integers) Bytes::dot<0, 4, 6>(), Bytes::dot<1, 4, 7>(), Bytes::dot<2, 5, 6>(), Bytes::dot<3, 5, 7>();
+    if (integers) Bytes<1>::dot<0, 4, 6>(), Bytes<1>::dot<1, 4, 7>(), Bytes<1>::dot<2, 5, 6>(), Bytes<1>::dot<3, 5, 7>();
     else BFloat::dot<0, 4, 6>(), BFloat::dot<1, 4, 7>(), BFloat::dot<2, 5, 6>(), BFloat::dot<3, 5, 7>();
   }
-  return 2.0 * 4 * kTile * kTile * (integers ? Bytes::kStep : BFloat::kStep) * rounds;
+  return 2.0 * 4 * kTile * kTile * (integers ? Bytes<1>::kStep : BFloat::kStep) * rounds;
 }
 
 }  // namespace AS_ISA

@@ -1,4 +1,5 @@
-// y = x w^T + bias with int8 or int4 weights, computed in float32 (format.h).
+// y = x w^T + bias with int8 or int4 weights, computed in float32 (format.h), where there are no integer dot products that
+// are worth their rounding of activations (Rules::wide_integers).
 //
 // Recipe of every output, whatever the number of rows: within a group one chain of fused multiply-adds of x and q - middle
 // over k in ascending order, from zero; then, groups in ascending order, total = scale * chain + total and
@@ -17,6 +18,7 @@
 #include "tables.h"
 #include "tile.h"
 
+#if !defined(AS_ISA_AVX512_VNNI)
 namespace as {
 namespace AS_ISA {
 namespace {
@@ -126,8 +128,8 @@ void few_rows(const Packed& w, const Activations& a, int row, int panel, const f
     for (int r = 0; r < R; r++) {
       const vf sum = vset(sums_of(a, row + r)[g]);
       for (int v = 0; v < P * NV; v++) {
-        const float* scale = w.scales(panel + v / NV, g) + v % NV * W;
-        total[r][v] = vfma(vload(scale + NR), sum, vfma(vload(scale), chains[r * P * NV + v], total[r][v]));
+        const uint16_t* scale = w.scales(panel + v / NV, g) + v % NV * W;
+        total[r][v] = vfma(vload_bf16(scale + NR), sum, vfma(vload_bf16(scale), chains[r * P * NV + v], total[r][v]));
       }
     }
   }
@@ -182,7 +184,7 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
           }
           if (!ends) return spill(acc, kept);
           vf scale[NV], offset[NV];
-          for (int v = 0; v < NV; v++) scale[v] = vload(w.scales(panel, g) + v * W), offset[v] = vload(w.offsets(panel, g) + v * W);
+          for (int v = 0; v < NV; v++) scale[v] = vload_bf16(w.scales(panel, g) + v * W), offset[v] = vload_bf16(w.offsets(panel, g) + v * W);
           vf* total = reinterpret_cast<vf*>(totals + r0 * NR);
           const float* sums = sums_of(a, row + r0) + g;
 #pragma GCC unroll 16
@@ -230,3 +232,4 @@ void matmul_weight_only(const Packed& w, const Activations& a, const float* bias
 
 }  // namespace AS_ISA
 }  // namespace as
+#endif

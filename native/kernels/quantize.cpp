@@ -1,7 +1,9 @@
 // InstantQuant: rows of a stored matrix into a quantized format (format.h), and back one by one.
 //
-// For each group of a row: scale = (max - min) / (2^bits - 1), q = (x - min) / scale to nearest. Only operations that every
-// instruction set rounds alike, so q, scales and offsets are the same on all of them.
+// For each group of a row: scale = (max - min) / (2^bits - 1), q = (x - min) / scale to nearest, with min and scale moved
+// outwards to what bfloat16 can hold: offset (the value of the middle q) is rounded, and scale is made just so much larger that
+// min and max still have a q. So bfloat16 costs range, at most 2^-7 of it, and not the exactness of the grid.
+// Only operations that every instruction set rounds alike, so q, scales and offsets are the same on all of them.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -43,10 +45,24 @@ AS_INLINE void for_vectors(const typename S::Storage* x, int n, F&& f) {
   }
 }
 
-// How a group's values become q: (x / 2 - half_min) * factor. Halves, because max - min may be past the largest float.
+// How a group's values become q: (x / 2 - half_offset) * factor + middle. Halves, because max - min may be past the largest float.
 struct Range {
-  float half_min, factor, scale, offset;
+  float half_offset, factor;
+  uint16_t scale, offset;  // bfloat16
 };
+
+uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+constexpr uint16_t kNan = 0x7fc0;
 
 template <typename S>
 Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
@@ -62,23 +78,28 @@ Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
       vstore(lanes, v);
       for (int j = 0; j < W && i + j < n; j++) bad += !std::isfinite(lanes[j]);
     });
-    return {0, 0, 0, NAN};
+    return {0, 0, 0, kNan};
   }
   const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
   const float half_min = -vhmax(vsub(vzero(), low)) * 0.5f, half_max = vhmax(high) * 0.5f;
-  const float half_range = half_max - half_min, half_scale = half_range / levels;
+  const float half_middle = half_min + middle * ((half_max - half_min) / levels);
+  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
+  const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
+  const float half_offset = float_of_bits((rounded & kSign) | std::min(rounded & ~kSign, kMost));
+  const float half_scale = float_of_bits((bits_of_float(std::max((half_offset - half_min) / middle, (half_max - half_offset) / (levels - middle))) + 0xffff) & 0xffff0000);
+  const uint16_t offset = (uint16_t)(bits_of_float(2 * half_offset) >> 16);
   // A range that is as good as none: the group is its middle. (Its inverse would not be a number.)
-  if (half_scale < 0x1p-120f) return {0, 0, 0, half_min + half_max};
-  return {half_min, levels / half_range, 2 * half_scale, 2 * (half_min + middle * half_scale)};
+  if (half_scale < 0x1p-120f) return {0, 0, 0, offset};
+  return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
 }
 
 // q of x [n] into out [kChunk], zeros behind.
 template <typename S>
 AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
   alignas(64) float q[kChunk];
-  const vf half = vset(0.5f), low = vset(range.half_min), factor = vset(range.factor), most = vset(levels);
+  const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels), middle = vset(0.5f * (levels + 1));
   for_vectors<S>(x, n, [&](vf v, int i) __attribute__((always_inline)) {
-    const vf scaled = vround(vmul(vsub(vmul(v, half), low), factor));
+    const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
     vstore(q + i, vmax(vzero(), vmin(most, scaled)));
   });
   if (n == kChunk) {
@@ -124,7 +145,7 @@ AS_INLINE void transpose_bytes(const uint8_t* in, long stride, char* out, long o
 // Lays q of `rows` rows and n k, from k0 of a group on, at lane `lane` of the group's weights.
 AS_INLINE void place(const Packed& w, const uint8_t (*q)[kChunk], int rows, int n, int k0, int lane, char* weights) {
   const long panel = w.panel;
-  if (w.format == Format::int8) {
+  if (w.unit() == 1) {
     uint8_t centred[kRows][kChunk];
     for (int r = 0; r < kRows; r++)
       for (int i = 0; i < kChunk; i++) centred[r][i] = q[r][i] ^ 0x80;
@@ -136,8 +157,8 @@ AS_INLINE void place(const Packed& w, const uint8_t (*q)[kChunk], int rows, int 
       for (int r = 0; r < rows; r++) out[i * panel + r] = (char)centred[r][i];
     return;
   }
-  const int unit = unit_of(w.format);
-  const uint32_t centre = w.format == Format::int4 ? 0x88888888u : 0;
+  const int unit = w.unit();
+  const uint32_t centre = w.planes ? 0 : 0x88888888u;
   char* out = weights + ((long)(k0 / unit) * panel + lane) * 4;
   for (int i = 0; i < n; i += unit, out += panel * 4)
     for (int r = 0; r < rows; r++) {
@@ -204,17 +225,17 @@ void read_row(const Packed& w, long row, float* y) {
     return;
   }
   for (int g = 0; g < w.groups(); g++) {
-    const float scale = w.scales(panel, g)[lane], offset = w.offsets(panel, g)[lane];
+    const float scale = float_of_bits((uint32_t)w.scales(panel, g)[lane] << 16), offset = float_of_bits((uint32_t)w.offsets(panel, g)[lane] << 16);
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(w.weights(panel, g));
     for (int i = 0; i < w.group_k(g); i++) {
       int q;
-      if (w.format == Format::int8) {
+      if (w.unit() == 1) {
         q = (int8_t)weights[(size_t)i * w.panel + lane];
-      } else if (w.format == Format::w8a8) {
+      } else if (w.unit() == 4) {
         q = weights[((size_t)(i / 4) * w.panel + lane) * 4 + i % 4] - 128;
       } else {
         const int pair = weights[((size_t)(i / 8) * w.panel + lane) * 4 + i % 4], half = i % 8 < 4 ? pair & 15 : pair >> 4;
-        q = w.format == Format::int4 ? (half ^ 8) - 8 : half - 8;
+        q = w.planes ? half - 8 : (half ^ 8) - 8;
       }
       *y++ = scale * (float)q + offset;
     }
