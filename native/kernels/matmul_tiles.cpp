@@ -13,10 +13,12 @@
 //
 // A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache gives
 // 0.73 lines a cycle: with all operands from there products run at 0.67 of their peak. Spilling accumulators costs 120 cycles
-// (220 from the second level), so K stays in one piece where it can; and of 32 rows of activations, which all panels of a
-// group pass by, the first kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87 of the peak.
-// What is to be done with finished sums is done between the products of the following block, row by row: other parts of the core
-// do it meanwhile.
+// (220 from the second level), so K stays in one piece where it can. Of the operand that the next blocks take again the first
+// kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87 of the peak. What is to be done with
+// finished sums is done between the products of the following block, row by row: other parts of the core do it meanwhile.
+//
+// From the third level as little as possible: K in one piece, the rows stay in the second level and each panel passes once;
+// in pieces, a piece of the rows and of a group of panels.
 #include "tables.h"
 
 #if defined(AS_ISA_AMX)
@@ -37,7 +39,9 @@ namespace {
 constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
-constexpr int kNear = 12;                     // steps: 24 KB of activations, half of the first level
+constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
+constexpr int kStay = 512;                    // rows that stay in the second level, if they are
+constexpr size_t kStayBytes = 1 << 20;        // no more than this
 constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
 constexpr int kRows = 256;                    // rows of a block, where K is in pieces
 constexpr size_t kGroupBytes = 640 << 10;     // of panels, for which the rows pass: a third of the second level
@@ -86,8 +90,8 @@ struct Ahead {
 };
 
 // c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of activations to
-// the second. between(): called once a step.
-template <typename F, int R, typename Between>
+// the second. kPanelStays: the weights are those of the next block too, else the activations. between(): called once a step.
+template <typename F, int R, bool kPanelStays, typename Between>
 AS_INLINE void block(const char* a, long lda, long second, const char* b, int steps, char* c, bool load, const Ahead& ahead, Between&& between) {
   constexpr long ldc = NR * 4;
   if (load) {
@@ -100,14 +104,16 @@ AS_INLINE void block(const char* a, long lda, long second, const char* b, int st
   auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
     for (int s = begin; s < end; s++) {
       const char *as = a + (long)s * kStepBytes, *bs = b + (long)s * kPanelStepBytes;
-      tile_load_far<6>(bs, NR * 4);
-      if (far) tile_load_far<4>(as, lda);
+      if (far || !kPanelStays) tile_load_far<6>(bs, NR * 4);
+      else tile_load<6>(bs, NR * 4);
+      if (far || kPanelStays) tile_load_far<4>(as, lda);
       else tile_load<4>(as, lda);
-      tile_load_far<7>(bs + 64, NR * 4);
+      if (far || !kPanelStays) tile_load_far<7>(bs + 64, NR * 4);
+      else tile_load<7>(bs + 64, NR * 4);
       F::template dot<0, 4, 6>();
       F::template dot<1, 4, 7>();
       if (R == 2) {
-        if (far) tile_load_far<5>(as + second, lda);
+        if (far || kPanelStays) tile_load_far<5>(as + second, lda);
         else tile_load<5>(as + second, lda);
         F::template dot<2, 5, 6>();
         F::template dot<3, 5, 7>();
@@ -152,7 +158,8 @@ alignas(64) thread_local float kept_sums[(size_t)kGroup * kRows * NR];
 template <int Parts, typename Finish>
 class Waiting {
  public:
-  Waiting(Finish& finish, int steps) : finish_(finish), total_(steps * Parts) {}
+  // steps: the least of a block; by its end nothing waits any more, so it may write over what waited.
+  Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
   void put(int unit, int row, int rows, float* (&sums)[Parts]) {
     flush();
     finish_.begin(unit);
@@ -180,62 +187,121 @@ class Waiting {
   float* sums_[Parts];
 };
 
-// Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
-// finish.begin(unit), then finish.row(row, sums...) for each row.
+// Rows and panels of one product, for blocks of up to 32 tile rows.
 template <typename F, int Parts, typename Weights, typename Finish>
-void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
-  constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
-  const long second = F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
-  const int steps = (w.k + F::kStep - 1) / F::kStep, half = w.panels() / 2;
-  const int cuts = steps <= kWhole ? 1 : (steps + kCut - 1) / kCut, longest = (steps + cuts - 1) / cuts;
-  const int most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes)), groups = (u1 - u0 + most - 1) / most;
-  const int block_rows = cuts == 1 ? m : std::min(m, kRows / F::kPlanes);
-  alignas(64) float ring[(Parts + 1) * kPair * NR];  // what waits is read while the next blocks pass, and then written over
-  Tiles tiles;
-  Waiting<Parts, std::remove_reference_t<Finish>> waiting(finish, longest);
-  for (int m0 = 0; m0 < m; m0 += block_rows) {
-    const int m1 = std::min(m, m0 + block_rows), passes = (m1 - m0 + kHeight - 1) / kHeight;
-    for (int g = 0; g < groups; g++) {
-      const int g0 = u0 + (int)((long)(u1 - u0) * g / groups), g1 = u0 + (int)((long)(u1 - u0) * (g + 1) / groups), units = g1 - g0;
-      for (int i = 0; i < cuts; i++) {
-        const int begin = (int)((long)steps * i / cuts), end = (int)((long)steps * (i + 1) / cuts);
-        // The piece of a panel that follows this one in its place: the next cut's or group's.
-        const bool over = i + 1 == cuts;
-        const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0) : g0;
-        const bool more = !over || g + 1 < groups || m1 < m;
-        for (int r = m0; r < m1; r += kHeight) {
-          const int rows = std::min(kHeight, m - r), pass = (r - m0) / kHeight;
-          tiles.configure(rows, F::kPlanes);
-          const char* x = a.prepared + r * a.stride + at.values_at + (size_t)begin * kStepBytes;
-          const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
-          for (int u = g0; u < g1; u++) {
+class Product {
+ public:
+  static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
+
+  // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
+  // finish.begin(unit), then finish.row(row, sums...) for each row.
+  Product(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights, Finish& finish)
+      : a_(a), values_at_(at.values_at), second_(F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride), m_(m), u0_(u0), u1_(u1),
+        half_(w.panels() / 2), steps_((w.k + F::kStep - 1) / F::kStep), cuts_(steps_ <= kWhole ? 1 : (steps_ + kCut - 1) / kCut),
+        weights_(weights), waiting_(finish, steps_ / cuts_) {}
+
+  void run() {
+    cuts_ == 1 ? rows_stay() : pieces();
+    waiting_.flush();
+  }
+
+ private:
+  const char* panel(int u, int part, int step) { return weights_(u + part * half_) + (size_t)step * kPanelStepBytes; }
+
+  template <bool kPanelStays>
+  AS_INLINE void multiply(int r, const char* b, int begin, int end, float* c, const Ahead& ahead) {
+    const int rows = std::min(kHeight, m_ - r);
+    tiles_.configure(rows, F::kPlanes);
+    const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+    auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
+    if (F::kPlanes == 2 || rows > kTile) block<F, 2, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+    else block<F, 1, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+  }
+
+  // Pass `pass` of `passes` fetches its part of the piece of a panel that comes next.
+  static Ahead part_of(const char* next, int pass, int passes) {
+    Ahead ahead;
+    constexpr int kLines = kPanelStepBytes / 64;
+    ahead.panel = next, ahead.lines = (kLines + passes - 1) / passes;
+    ahead.first = std::min(pass * ahead.lines, kLines - ahead.lines);
+    return ahead;
+  }
+
+  // K in one piece: of a pair of panels, all rows pass by the first, then by the second.
+  void rows_stay() {
+    const int most = std::max(kHeight, std::min<int>(kStay, kStayBytes / a_.stride) / kHeight * kHeight), blocks = (m_ + most - 1) / most;
+    const int height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
+    alignas(64) float ring[2 * kPair * NR];  // what waits is read while the next block passes
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      for (int u = u0_; u < u1_; u++)
+        for (int part = 0; part < Parts; part++) {
+          const char* b = panel(u, part, 0);
+          const bool last = part + 1 == Parts, end = last && u + 1 == u1_;
+          const char* next = !last ? panel(u, part + 1, 0) : panel(end ? u0_ : u + 1, 0, 0);
+          for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
+            Ahead ahead;
+            if (u == u0_ && part == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+            else if (!end) ahead = part_of(next, pass, passes);
             float* sums[Parts];
-            for (int part = 0; part < Parts; part++) {
-              const int place = (u - g0) * Parts + part, p = u + part * half;
-              sums[part] = cuts > 1 ? kept_sums + ((size_t)place * passes + pass) * kPair * NR : ring + (part ? 2 : (u & 1)) * kPair * NR;
-              const char* b = weights(p) + (size_t)begin * kPanelStepBytes;
-              Ahead ahead;
-              if (m0 == 0 && g == 0 && i == 0 && pass == 0) {
-                ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
-              } else if (more) {
-                ahead.lines = (kPanelStepBytes / 64 + passes - 1) / passes;
-                ahead.first = std::min(pass * ahead.lines, kPanelStepBytes / 64 - ahead.lines);
-                ahead.panel = weights(std::min(next_u + u - g0, u1 - 1) + part * half) + (size_t)next_begin * kPanelStepBytes;
+            for (int i = 0; i < Parts; i++) sums[i] = i + 1 == Parts ? ring + (pass & 1) * kPair * NR : kept_sums + (size_t)pass * kPair * NR;
+            multiply<true>(r, b, 0, steps_, sums[part], ahead);
+            waiting_.flush();
+            if (last) waiting_.put(u, r, std::min(kHeight, m_ - r), sums);
+          }
+        }
+    }
+  }
+
+  // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
+  void pieces() {
+    const int longest = (steps_ + cuts_ - 1) / cuts_, most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes));
+    const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kRows / F::kPlanes);
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      for (int g = 0; g < groups; g++) {
+        const int g0 = u0_ + (int)((long)(u1_ - u0_) * g / groups), g1 = u0_ + (int)((long)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
+        for (int i = 0; i < cuts_; i++) {
+          const int begin = (int)((long)steps_ * i / cuts_), end = (int)((long)steps_ * (i + 1) / cuts_);
+          const bool over = i + 1 == cuts_, more = !over || g + 1 < groups || m1 < m_;
+          const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
+          for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
+            const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
+            const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+            for (int u = g0; u < g1; u++) {
+              float* sums[Parts];
+              for (int part = 0; part < Parts; part++) {
+                const int place = (u - g0) * Parts + part;
+                sums[part] = kept_sums + ((size_t)place * passes + pass) * kPair * NR;
+                const char* b = panel(u, part, begin);
+                Ahead ahead;
+                if (m0 == 0 && g == 0 && i == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+                else if (more) ahead = part_of(panel(std::min(next_u + u - g0, u1_ - 1), part, next_begin), pass, passes);
+                const int first = next_rows * place / (units * Parts);
+                ahead.activations = x + (kHeight + first) * a_.stride, ahead.rows = next_rows * (place + 1) / (units * Parts) - first;
+                multiply<false>(r, b, begin, end, sums[part], ahead);
               }
-              const int first = next_rows * place / (units * Parts);
-              ahead.activations = x + (kHeight + first) * a.stride, ahead.rows = next_rows * (place + 1) / (units * Parts) - first;
-              auto between = [&]() __attribute__((always_inline)) { waiting.step(); };
-              if (F::kPlanes == 2 || rows > kTile) block<F, 2>(x, (long)a.stride, second, b, end - begin, (char*)sums[part], i > 0, ahead, between);
-              else block<F, 1>(x, (long)a.stride, second, b, end - begin, (char*)sums[part], i > 0, ahead, between);
-              if (part + 1 == Parts) waiting.flush();
+              waiting_.flush();
+              if (over) waiting_.put(u, r, std::min(kHeight, m_ - r), sums);
             }
-            if (over) waiting.put(u, r, rows, sums);
           }
         }
       }
     }
   }
-  waiting.flush();
+
+  const Activations& a_;
+  const size_t values_at_;
+  const long second_;
+  const int m_, u0_, u1_, half_, steps_, cuts_;
+  Weights& weights_;
+  Waiting<Parts, Finish> waiting_;
+  Tiles tiles_;
+};
+
+template <typename F, int Parts, typename Weights, typename Finish>
+void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
+  Product<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights, finish).run();
 }
 
 // Rows of one block at most.
@@ -420,8 +486,8 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           tiles.configure(rows, Planes);
           const char* first = a.prepared + r0 * a.stride;
           const char* x = first + at.values_at + k0;
-          if (Planes == 2 || rows > kTile) block<F, 2>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
-          else block<F, 1>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
+          if (Planes == 2 || rows > kTile) block<F, 2, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
+          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
           for (int r = 0; r < rows; r++) {
             const char* row = first + r * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
