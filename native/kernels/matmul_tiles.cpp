@@ -40,8 +40,8 @@ constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
-constexpr int kStay = 512;                    // rows that stay in the second level, if they are
-constexpr size_t kStayBytes = 1 << 20;        // no more than this
+constexpr int kStay = 512;                    // rows, or planes of rows, that stay in the second level,
+constexpr size_t kStayBytes = 1 << 20;        // at most
 constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
 constexpr int kRows = 256;                    // rows of a block, where K is in pieces
 constexpr size_t kGroupBytes = 640 << 10;     // of panels, for which the rows pass: a third of the second level
@@ -152,7 +152,8 @@ void stream(const char* a, long lda, long second, const char* b, int steps, char
   if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
 }
 
-alignas(64) thread_local float kept_sums[(size_t)kGroup * kRows * NR];
+constexpr int kKept = std::max(kGroup * kRows, 4 * kStay);  // rows of accumulators: two pairs of panels, or a group
+alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
 // Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
 template <int Parts, typename Finish>
@@ -160,11 +161,12 @@ class Waiting {
  public:
   // steps: the least of a block; by its end nothing waits any more, so it may write over what waited.
   Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
-  void put(int unit, int row, int rows, float* (&sums)[Parts]) {
+  // Rows [first, end) of those whose sums these are, `row` being the first one's number.
+  void put(int unit, int row, int first, int end, float* const (&sums)[Parts]) {
     flush();
     finish_.begin(unit);
-    row_ = row, rows_ = rows, done_ = credit_ = 0;
-    for (int i = 0; i < Parts; i++) sums_[i] = sums[i];
+    row_ = row + first, rows_ = end - first, done_ = credit_ = 0;
+    for (int i = 0; i < Parts; i++) sums_[i] = sums[i] + first * NR;
   }
   // One of the steps of the following blocks, over which the rows are spread.
   AS_INLINE void step() {
@@ -227,29 +229,34 @@ class Product {
     return ahead;
   }
 
-  // K in one piece: of a pair of panels, all rows pass by the first, then by the second.
+  // K in one piece. Of a pair of panels, all rows pass by the first, then by the second; meanwhile half of each row block of the
+  // pair before is finished, and the other half.
   void rows_stay() {
-    const int most = std::max(kHeight, std::min<int>(kStay, kStayBytes / a_.stride) / kHeight * kHeight), blocks = (m_ + most - 1) / most;
-    const int height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
-    alignas(64) float ring[2 * kPair * NR];  // what waits is read while the next block passes
+    const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride), most = std::max(kHeight, stay / kHeight * kHeight);
+    const int blocks = (m_ + most - 1) / most, height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
     for (int m0 = 0; m0 < m_; m0 += height) {
       const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      auto put = [&](int u, int pass, int part, int parts) {
+        float* sums[Parts];
+        for (int i = 0; i < Parts; i++) sums[i] = kept_sums + (size_t)(((u & 1) * Parts + i) * passes + pass) * kPair * NR;
+        const int row = m0 + pass * kHeight, rows = std::min(kHeight, m1 - row);
+        waiting_.put(u, row, rows * part / parts, rows * (part + 1) / parts, sums);
+      };
       for (int u = u0_; u < u1_; u++)
         for (int part = 0; part < Parts; part++) {
           const char* b = panel(u, part, 0);
           const bool last = part + 1 == Parts, end = last && u + 1 == u1_;
           const char* next = !last ? panel(u, part + 1, 0) : panel(end ? u0_ : u + 1, 0, 0);
-          for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
+          for (int pass = 0; pass < passes; pass++) {
             Ahead ahead;
             if (u == u0_ && part == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
             else if (!end) ahead = part_of(next, pass, passes);
-            float* sums[Parts];
-            for (int i = 0; i < Parts; i++) sums[i] = i + 1 == Parts ? ring + (pass & 1) * kPair * NR : kept_sums + (size_t)pass * kPair * NR;
-            multiply<true>(r, b, 0, steps_, sums[part], ahead);
-            waiting_.flush();
-            if (last) waiting_.put(u, r, std::min(kHeight, m_ - r), sums);
+            if (u > u0_) put(u - 1, pass, part, Parts);
+            multiply<true>(m0 + pass * kHeight, b, 0, steps_, kept_sums + (size_t)(((u & 1) * Parts + part) * passes + pass) * kPair * NR, ahead);
           }
         }
+      for (int pass = 0; pass < passes; pass++) put(u1_ - 1, pass, 0, 1);
+      waiting_.flush();
     }
   }
 
@@ -282,7 +289,7 @@ class Product {
                 multiply<false>(r, b, begin, end, sums[part], ahead);
               }
               waiting_.flush();
-              if (over) waiting_.put(u, r, std::min(kHeight, m_ - r), sums);
+              if (over) waiting_.put(u, r, 0, std::min(kHeight, m_ - r), sums);
             }
           }
         }
