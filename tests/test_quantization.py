@@ -122,6 +122,19 @@ def test_long_rows_and_many_panels(dtype):
             assert np.all(np.abs(got - expected[:m]) <= 64 * 2.0**-23 * bound[:m] + 1e-30)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("m, n, k, group", [(1, 151_936, 65, 64), (4864, 17, 63, 0), (896, 65, 64, 32), (3, 33, 151_936, 512)])
+def test_a_model_s_largest_sizes(dtype, m, n, k, group):
+    """A vocabulary's rows, as many rows of activations, and as many columns (in groups: whole rows are past exact sums)."""
+    rng = np.random.default_rng(m)
+    executor = _native.Executor(num_threads=2)
+    weights, x = with_outliers(rng, (n, k)), with_outliers(rng, (m, k))
+    got = executor.multiply(matrix(executor, weights, dtype, group), x, n)
+    columns = rng.choice(n, min(n, 300), replace=False)
+    expected, bound = expected_product(x, weights[columns], dtype, group)
+    assert np.all(np.abs(got[:, columns] - expected) <= (k // (group or k) + 64) * 2.0**-23 * bound + 1e-30)
+
+
 @pytest.mark.parametrize("dtype", ["w8a8", "w4a8"])
 def test_sums_are_exact_at_the_largest_values(dtype):
     """Activations of +-127, weights of the largest and least q: nothing saturates, at a length where 16 bits would."""

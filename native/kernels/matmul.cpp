@@ -102,7 +102,10 @@ void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ld
         for (int r = 0; r < rows; r++) std::copy_n(out + (size_t)r * ldy, columns, edge + r * NR);
       const typename F::X* xr = x + r0 * ldx + first;
       if constexpr (F::kConvert)
-        if (convert) dispatch<Floats<float>, MR>(rows, converted, steps, xr, ldx, c, ldc, first > 0);
+        if (convert) {
+          fetch_piece(block + (size_t)steps * NR, sizeof(*w) * KC * NR, r0 / MR, (m + MR - 1) / MR);
+          dispatch<Floats<float>, MR>(rows, converted, steps, xr, ldx, c, ldc, first > 0);
+        }
       if (!convert) dispatch<F, MR>(rows, block, steps, xr, ldx, c, ldc, first > 0);
       for (int r = 0; r < rows; r++) {
         float* row = out + (size_t)r * ldy;
@@ -116,8 +119,8 @@ void panel_rows(const typename F::T* w, int k, const typename F::X* x, size_t ld
 
 template <typename F>
 void matmul_typed(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  for (int m0 = 0; m0 < m; m0 += MB) {
-    const int rows = std::min(MB, m - m0);
+  for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most) {
+    const int rows = std::min(most, m - m0);
     for (int p = p0; p < p1; p++) {
       const int column = p * NR;
       panel_rows<F>(reinterpret_cast<const typename F::T*>(w.data + p * w.panel_bytes), w.k, F::activations(a, m0), F::stride(a),

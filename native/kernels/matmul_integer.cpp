@@ -58,6 +58,7 @@ inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 using vi = int32x4_t;
 inline vi iload(const void* p) { return vld1q_s32((const int32_t*)p); }
 inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
 inline vi iand(vi a, vi b) { return vandq_s32(a, b); }
 template <int N> inline vi shift_right16(vi a) { return vreinterpretq_s32_u16(vshrq_n_u16(vreinterpretq_u16_s32(a), N)); }
 inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
@@ -111,7 +112,11 @@ struct Nibbles {
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
     const vi mask = iset(0x0f0f0f0f);
+    vi upper[R][NV];
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi low[NV], high[NV];
       __builtin_prefetch(w + kPrefetch);
@@ -122,9 +127,16 @@ struct Nibbles {
       }
       for (int r = 0; r < R; r++) {
         const vi first = iset(four_bytes(line(r) + i)), second = iset(four_bytes(line(r) + i + 4));
-        for (int v = 0; v < NV; v++) acc[r][v] = dot(dot(acc[r][v], low[v], first), high[v], second);
+        for (int v = 0; v < NV; v++) {
+          acc[r][v] = dot(acc[r][v], low[v], first);
+          if constexpr (kSplit) upper[r][v] = dot(upper[r][v], high[v], second);
+          else acc[r][v] = dot(acc[r][v], high[v], second);
+        }
       }
     }
+    if constexpr (kSplit)
+      for (int r = 0; r < R; r++)
+        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
   }
 };
 
@@ -234,10 +246,10 @@ template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kRows = MR / P;
   const PreparedLayout at = prepared(w);
-  for (int m0 = 0; m0 < m; m0 += MB)
-    for (int p = p0; p < p1; p++)
-      for (int r0 = m0; r0 < std::min(m, m0 + MB); r0 += kRows)
-        with_constant<kRows>(std::min(kRows, std::min(m, m0 + MB) - r0), [&](auto count) {
+  for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
+    for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
+      for (int r0 = m0; r0 < end; r0 += kRows)
+        with_constant<kRows>(std::min(kRows, end - r0), [&](auto count) {
           tile<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy);
         });
 }

@@ -166,7 +166,8 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
           }, std::make_integer_sequence<int, F::kUnit>{});
         }
       const bool begins = k0 == 0, ends = k0 + kn == length;
-      for (int r0 = 0; r0 < rows; r0 += MR)
+      for (int r0 = 0; r0 < rows; r0 += MR) {
+        fetch_piece(data + (size_t)kn / F::kUnit * NV * F::kBytes, (size_t)KC / F::kUnit * NV * F::kBytes, r0 / MR, (rows + MR - 1) / MR);
         with_constant<MR>(std::min(MR, rows - r0), [&](auto count) {
           constexpr int R = decltype(count)::value;
           vf acc[R][NV];
@@ -194,6 +195,7 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
             for (int v = 0; v < NV; v++) total[r * NV + v] = vfma(offset[v], sum, vfma(scale[v], acc[r][v], total[r * NV + v]));
           }
         });
+      }
     }
   }
   const int column = panel * NR;
@@ -207,8 +209,8 @@ void many_rows(const Packed& w, const Activations& a, int row, int rows, int pan
 template <typename F>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   if (m > 2 * MR) {
-    for (int m0 = 0; m0 < m; m0 += MB)
-      for (int p = p0; p < p1; p++) many_rows<F>(w, a, m0, std::min(MB, m - m0), p, bias, y, ldy);
+    for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
+      for (int p = p0; p < p1; p++) many_rows<F>(w, a, m0, std::min(most, m - m0), p, bias, y, ldy);
     return;
   }
   for (int p = p0; p < p1;) {

@@ -3,8 +3,10 @@
 // The two FMA ports need latency 4 x 2 = 8 independent chains; registers allow 12 of AVX2's 16 (4 x 3; 3 for the weights,
 // 1 broadcast) and 24 of AVX-512's 32 (12 x 2).
 #pragma once
+#include <algorithm>
 #include <type_traits>
 
+#include "format.h"
 #include "simd.h"
 
 namespace as {
@@ -19,7 +21,20 @@ constexpr int NV = 4, MR = 6;
 #endif
 constexpr int NR = NV * W;
 constexpr int KC = 256;      // k of a block: KC x NR floats of weights stay in the first-level cache or just behind it
-constexpr int MB = MR * 20;  // rows of a block: MB x KC floats of x stay in the second-level cache
+constexpr int MB = MR > 6 ? MR * 20 : MR * 40;  // rows of a block: MB x KC floats of x stay in the second-level cache
+
+// Rows of each block of m: as even as whole tiles allow, since every block streams all weights again.
+AS_INLINE int block_rows(int m) {
+  const int blocks = (m + MB - 1) / MB;
+  return std::min(MB, ((m + blocks - 1) / blocks + MR - 1) / MR * MR);
+}
+
+// Fetches piece `i` of `pieces` of what lies at p: the next block of weights, bit by bit while this one is worked on.
+AS_INLINE void fetch_piece(const void* p, size_t bytes, int i, int pieces) {
+  const size_t share = (bytes / pieces + 64) / 64 * 64;
+  const char* from = static_cast<const char*>(p) + i * share;
+  for (size_t line = 0; line < share; line += 64) __builtin_prefetch(from + line, 0, 2);
+}
 
 // Calls f(std::integral_constant<int, n>) for a run-time n in [1, N].
 template <int N, typename F>

@@ -3,7 +3,10 @@
     bench_allspark.py CHECKPOINT [--ranks N] [--threads N] [--batch 1 4 8] [--weight-dtype auto|int4:64] [--json]
 
 --ranks 0 (default): Engine in this process with --threads threads. --ranks N: a ClientEngine and a group of N ranks.
-Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024.
+Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024 (--prefill).
+--context N: decode at batch 1 after a prompt of N instead of the batches, 32 tokens out. Beside each figure, as "NAME/ceiling",
+its part of the ceiling measured right before and after (the higher counts): decode, bytes of weights and cache a step over the
+read bandwidth; prefill, operations of matrices and attention over the fp32 multiply-add rate.
 """
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ import time
 import numpy as np
 
 from allspark_client import AbstractEngine, AsModelConfig, ClientEngine
+from allspark_launch.bench.ceiling import Machine, Workload
+from allspark_server import _native
 
 
 def generate(engine: AbstractEngine, rng: np.random.Generator, batch: int, prompt: int, output: int) -> tuple[float, float]:
@@ -36,22 +41,49 @@ def generate(engine: AbstractEngine, rng: np.random.Generator, batch: int, promp
     return first - begin, counted / seconds if output > 1 else 0.0
 
 
-def measure(engine: AbstractEngine, checkpoint: str, threads: int, weight_dtype: str, batches: list[int], repeats: int) -> dict[str, float]:
-    kind, _, group = weight_dtype.partition(":")
-    engine.install_model(AsModelConfig(model_name="m", model_path=checkpoint, engine_max_length=2048, engine_max_batch=max(batches),
-                                       num_threads=threads, weight_dtype=kind, weight_group_size=int(group or 0),
-                                       enable_prefix_cache=False))
+class Best:
+    """The best figure of each name, and the best part of its ceiling."""
+
+    def __init__(self, threads: int):
+        self.figures: dict[str, float] = {}
+        self._cpus = list(range(threads))
+
+    def ceilings(self) -> Machine:
+        return Machine(*_native.measure_ceilings(self._cpus, len(self._cpus), 2))
+
+    def note(self, name: str, before: Machine, rate: float, bound) -> None:
+        """bound: a Machine's ceiling of that figure, tokens/s."""
+        after = self.ceilings()
+        ceiling = bound(Machine(max(before.read, after.read), max(before.fp32, after.fp32)))
+        for key, value in ((name, rate), (f"{name}/ceiling", rate / ceiling)):
+            self.figures[key] = max(self.figures.get(key, 0), value)
+
+
+def measure(engine: AbstractEngine, options: argparse.Namespace, threads: int) -> dict[str, float]:
+    kind, _, group = options.weight_dtype.partition(":")
+    longest = max(2048, options.prefill + 8, options.context + 64)
+    engine.install_model(AsModelConfig(model_name="m", model_path=options.checkpoint, engine_max_length=longest,
+                                       engine_max_batch=max(options.batch), num_threads=options.threads, weight_dtype=kind,
+                                       weight_group_size=int(group or 0), enable_prefix_cache=False))
     engine.start_model("m")
-    rng = np.random.default_rng(0)
+    info, load = engine.get_model_info("m"), Workload.of(options.checkpoint)
+    weight_bytes, token_bytes = info.weight_bytes * info.ranks, info.cache_bytes * info.ranks / (info.num_spans * info.span_size)
+    rng, best = np.random.default_rng(0), Best(threads)
     generate(engine, rng, 1, 16, 4)
-    best: dict[str, float] = {}
-    for _ in range(repeats):
-        for batch in batches:
-            rate = generate(engine, rng, batch, 128, 64)[1]
-            best[f"decode_b{batch}"] = max(best.get(f"decode_b{batch}", 0), rate)
-        best["prefill_1024"] = max(best.get("prefill_1024", 0), 1024 / generate(engine, rng, 1, 1024, 1)[0])
+    cells = [(1, options.context, 32)] if options.context else [(batch, 128, 64) for batch in options.batch]
+    for _ in range(options.repeats):
+        for batch, prompt, output in cells:
+            before = best.ceilings()
+            rate = generate(engine, rng, batch, prompt, output)[1]
+            best.note(f"decode_b{batch}", before, rate, lambda machine: load.decode(
+                machine, batch, prompt + output / 2, weight_bytes, token_bytes).tokens_per_second)
+        if not options.context:
+            before = best.ceilings()
+            rate = options.prefill / generate(engine, rng, 1, options.prefill, 1)[0]
+            best.note(f"prefill_{options.prefill}", before, rate, lambda machine: load.prefill(
+                machine, 1, options.prefill, weight_bytes).tokens_per_second)
     engine.release_model("m")
-    return {k: round(v, 2) for k, v in best.items()}
+    return {k: round(v, 2) for k, v in best.figures.items()}
 
 
 def main() -> None:
@@ -62,6 +94,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--weight-dtype", default="auto", help="with a group size after a colon, such as int4:64")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--prefill", type=int, default=1024)
+    parser.add_argument("--context", type=int, default=0)
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         if options.ranks:
@@ -75,7 +109,7 @@ def main() -> None:
 
             engine = stack.enter_context(Engine())
             name = "allspark one process"
-        result = measure(engine, options.checkpoint, options.threads, options.weight_dtype, options.batch, options.repeats)
+        result = measure(engine, options, max(1, options.ranks) * (options.threads or 1))
     print(f"RESULT {name} {options.weight_dtype} {json.dumps(result)}", flush=True)
 
 
