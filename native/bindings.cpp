@@ -199,15 +199,21 @@ void bind_executor(py::module_& m) {
       .def("profile",
            [](const Executor& e) {
              py::list all;
-             for (const Op& op : e.ops()) {
+             auto append = [&](size_t index, const std::string& name, const Counters& c) {
                py::dict d;
-               d["op"] = op.name, d["count"] = op.count, d["min"] = op.least, d["max"] = op.most, d["sum"] = op.total;
-               d["bytes"] = op.bytes, d["operations"] = op.operations;
+               d["index"] = index, d["op"] = name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most, d["sum"] = c.total;
+               d["bytes"] = c.bytes, d["operations"] = c.operations;
                all.append(d);
+             };
+             const std::vector<Op>& ops = e.ops();
+             for (size_t i = 0; i < ops.size(); i++) {
+               append(i, ops[i].name, ops[i].alone);
+               if (ops[i].fused.count) append(i, ops[i].name + "+" + ops[i + 1].name, ops[i].fused);
              }
              return all;
            },
-           "Per op of the list: name, how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
+           "Per op of the list (and once more where it was computed together with the next one, as \"op+next\"): its index there, name,\n"
+           "how often, least, most and total seconds on thread 0; bytes and operations in total (profile.cpp).")
       .def("memory",
            [](const Executor& e) {
              py::list all;

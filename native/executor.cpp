@@ -237,7 +237,8 @@ void Executor::plan_buffers() {
   for (int i = 0; i < (int)ops_.size(); i++)
     for (const auto* list : {&ops_[i].inputs, &ops_[i].outputs})
       for (int t : *list) {
-        if (lives[t].first < 0) lives[t].first = i;
+        // What an op writes that is computed together with the one before lives from that one on.
+        if (lives[t].first < 0) lives[t].first = i && (ops_[i - 1].gated || ops_[i - 1].normed) ? i - 1 : i;
         lives[t].last = i;
       }
   struct Region { size_t floats; int free_after; size_t offset; };
@@ -279,6 +280,7 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
   if (max_rows < 1 || max_slots < 1 || num_spans < 1 || layers < 1) throw std::invalid_argument("allocate: sizes must be positive");
   max_rows_ = max_rows, max_slots_ = max_slots, max_length_ = max_length, layers_ = layers;
   span_size_ = span_size, num_spans_ = num_spans;
+  fuse();
   plan_buffers();
   layout_ = span_layout(cache_dtype, span_size, head_dim, k_.rules.bf16_pairs);
   cache_ = Buffer(layout_.bytes * layers * num_spans * kv_heads, "the KV cache");
@@ -290,6 +292,11 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
     if (op.type == OpType::linear)
       prepared = std::max(prepared, prepared_bytes(matrices_[op.weights[0]].packed, in(op).logit_rows ? max_slots : max_rows));
   prepared_ = Buffer(prepared, "prepared activations");
+  gated_ = Buffer(fed_bytes(), "prepared activations");
+  int widest = 0;
+  for (const Op& op : ops_)
+    if (op.type == OpType::rms_norm) widest = std::max(widest, in(op).width);
+  norms_ = Buffer((size_t)pool_.size() * widest * sizeof(float), "norms");
   cosine_.resize((size_t)max_rows * rotary_.dim / 2), sine_.resize(cosine_.size());
   slots_.assign(max_slots, {});
   rows_.reserve(max_rows), logit_rows_.reserve(max_slots);
@@ -351,14 +358,18 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto last = Clock::now();
-    for (Op& op : ops_) {
+    for (size_t i = 0; i < ops_.size(); i++) {
+      Op& op = ops_[i];
+      if (op.type == OpType::all_reduce && world_ == 1) continue;
+      const int more = within(op);
       pool_.guard([&] { run_op(op, thread); });
       if (!pool_.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        record(op, std::chrono::duration<double>(now - last).count());
+        record(op, more, std::chrono::duration<double>(now - last).count());
         last = now;
       }
+      i += more;
     }
   };
   try {
@@ -375,15 +386,14 @@ void Executor::run_op(Op& op, int thread) {
     case OpType::rotary_table: return rotary_table(op, thread);
     case OpType::embedding: return embedding(op, thread);
     case OpType::all_reduce:
-      if (world_ > 1) window_->all_reduce(in(op).data, (size_t)rows_of(in(op)) * in(op).width, thread, pool_.size());
-      return;
+      return window_->all_reduce(in(op).data, (size_t)rows_of(in(op)) * in(op).width, thread, pool_.size());
     case OpType::rms_norm: return rms_norm(op, thread);
-    case OpType::linear: return linear(op, thread);
+    case OpType::linear: return within(op) ? gated_linear(op, thread) : linear(op, thread);
     case OpType::head_norm: return head_norm(op, thread);
     case OpType::rope: return rope(op, thread);
     case OpType::span_attention: return span_attention(op, thread);
     case OpType::silu_mul: return silu_mul(op, thread);
-    case OpType::add: return add(op, thread);
+    case OpType::add: return within(op) ? add_norm(op, thread) : add(op, thread);
     case OpType::select_rows: return select_rows(op, thread);
     case OpType::sample: return sample(op, thread);
   }

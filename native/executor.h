@@ -22,6 +22,13 @@ enum class OpType {
 // Attributes of an op by name, as the graph gives them; read once, at add_op.
 using Attributes = std::map<std::string, double>;
 
+// What an op has cost.
+struct Counters {
+  long count = 0;
+  double total = 0, least = 0, most = 0;  // seconds on thread 0
+  double bytes = 0, operations = 0;       // in total
+};
+
 struct Op {
   OpType type;
   std::string name;
@@ -29,10 +36,13 @@ struct Op {
   Attributes attributes;
   int vocab_begin = 0, vocab_size = 0, layer = 0, offset = 0, heads = 0, head_dim = 0, rotary_dim = 0;
   float eps = 0;
+  // Fusions (fusion.cpp)
+  bool gated = false;        // linear: many rows are computed together with the silu_mul that follows
+  bool normed = false;       // add: together with the rms_norm that follows
+  int feeds = -1;            // rms_norm, gated linear: the linear whose rows it prepares
+  int fed_by = -1;           // linear: the op that prepares its rows
   // profile
-  long count = 0;
-  double total = 0, least = 0, most = 0;  // seconds on thread 0
-  double bytes = 0, operations = 0;       // in total
+  Counters alone, fused;
 };
 
 // Geometry of attention, the same in every layer.
@@ -123,17 +133,32 @@ class Executor {
   };
 
   const Packed& checked_part(int id, long rows, long row_offset, long column, long columns, long group) const;
+  // fusion.cpp
+  void fuse();
+  bool only_reader(int tensor, int writer, int reader) const;
+  int within(const Op& op) const;
+  size_t fed_bytes() const;
+  void gated_linear(const Op& op, int thread);
+  void add_norm(const Op& op, int thread);
+
   void plan_buffers();
   void begin_step(const Plan& plan);
   void make_tiles(const Plan& plan);
   void run_op(Op& op, int thread);
-  void multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows);
+  struct Share {
+    int p0, p1, r0, r1;  // panels and rows
+  };
+  Share share_of(int thread, int panels, int rows) const;
+  bool activations(int thread, const Packed& m, const float* x, int rows, const char* ready, Activations& a);
+  const char* ready_rows(const Op& op) const;
+  void multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows, const char* ready);
   size_t prepared_bytes(const Packed& m, int rows) const;
 
   // ops.cpp
   void rotary_table(const Op& op, int thread);
   void embedding(const Op& op, int thread);
   void rms_norm(const Op& op, int thread);
+  void norm_row(const Op& op, int row, int thread);
   void linear(const Op& op, int thread);
   void head_norm(const Op& op, int thread);
   void rope(const Op& op, int thread);
@@ -154,7 +179,8 @@ class Executor {
   char* span_address(int layer, int span, int kv_head) const;
   // profile.cpp
   void measure_attention(const Plan& plan);
-  void record(Op& op, double seconds) const;
+  std::pair<double, double> cost(const Op& op) const;
+  void record(Op& op, int within, double seconds) const;
   // sampling.cpp
   void sample(const Op& op, int thread);
   void exchange_samples(const Op& op);
@@ -179,7 +205,9 @@ class Executor {
 
   int max_rows_ = 0, max_slots_ = 0, max_length_ = 0, layers_ = 0, span_size_ = 0, num_spans_ = 0;
   SpanLayout layout_;  // of one span, layer and KV head
-  Buffer activations_, cache_, partials_, prepared_;
+  Buffer activations_, cache_, partials_;
+  Buffer prepared_, gated_;   // rows as linears want them: made by themselves or a norm, and by a gated linear
+  Buffer norms_;              // a row of each thread
   Buffer attention_scratch_;  // of each thread
   std::vector<float> cosine_, sine_;
 

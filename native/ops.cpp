@@ -50,16 +50,24 @@ void Executor::embedding(const Op& op, int thread) {
   }
 }
 
-void Executor::rms_norm(const Op& op, int thread) {
+// A row; prepared at once for the linear that the norm feeds, which may make the float32 row itself unnecessary.
+void Executor::norm_row(const Op& op, int row, int thread) {
   const int n = in(op).width;
+  float* y = out(op).data + (size_t)row * n;
+  const Packed* next = op.feeds < 0 ? nullptr : &matrices_[ops_[op.feeds].weights[0]].packed;
+  if (next && (next->pairs || next->planes)) y = norms_.as<float>() + (size_t)thread * n;
+  k_.rms_norm(in(op).data + (size_t)row * n, vectors_[op.weights[0]].data(), y, n, op.eps);
+  if (next) k_.prepare(*next, y, prepared_.as() + row * k_.prepared(*next).bytes);
+}
+
+void Executor::rms_norm(const Op& op, int thread) {
   const auto [r0, r1] = my_rows(in(op), thread);
-  for (int r = r0; r < r1; r++)
-    k_.rms_norm(in(op).data + (size_t)r * n, vectors_[op.weights[0]].data(), out(op).data + (size_t)r * n, n, op.eps);
+  for (int r = r0; r < r1; r++) norm_row(op, r, thread);
 }
 
 void Executor::linear(const Op& op, int thread) {
   const float* bias = op.weights.size() > 1 ? vectors_[op.weights[1]].data() : nullptr;
-  multiply_on(thread, matrices_[op.weights[0]].packed, in(op).data, bias, out(op).data, rows_of(in(op)));
+  multiply_on(thread, matrices_[op.weights[0]].packed, in(op).data, bias, out(op).data, rows_of(in(op)), ready_rows(op));
 }
 
 // Room for what a quantized matrix needs of `rows` rows, or of one row in a copy for each thread.
@@ -67,20 +75,24 @@ size_t Executor::prepared_bytes(const Packed& m, int rows) const {
   return k_.prepared(m).bytes * std::max(rows, pool_.size());
 }
 
-// One thread's part of a linear. Quantized formats first prepare the rows: threads share them out, but one row each thread
-// prepares for itself, which takes less than waiting for each other.
-void Executor::multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows) {
-  Activations a{x, m.k, prepared_.as(), k_.prepared(m).bytes};
-  if (a.stride && rows == 1) {
+// Rows x [rows, m.k] as the kernels take them, `ready` or prepared here: threads share them out, but one row each thread prepares
+// for itself, which takes less than waiting for each other. False: another thread has failed.
+bool Executor::activations(int thread, const Packed& m, const float* x, int rows, const char* ready, Activations& a) {
+  a = {x, m.k, ready ? ready : prepared_.as(), k_.prepared(m).bytes};
+  if (ready || !a.stride) return true;
+  if (rows == 1) {
     char* own = prepared_.as() + thread * a.stride;
     k_.prepare(m, x, own);
     a.prepared = own;
-  } else if (a.stride) {
-    const auto [r0, r1] = part(rows, thread, pool_.size());
-    for (int r = r0; r < r1; r++) k_.prepare(m, x + (size_t)r * m.k, prepared_.as() + r * a.stride);
-    if (!pool_.barrier()) return;
+    return true;
   }
-  // Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
+  const auto [r0, r1] = part(rows, thread, pool_.size());
+  for (int r = r0; r < r1; r++) k_.prepare(m, x + (size_t)r * m.k, prepared_.as() + r * a.stride);
+  return pool_.barrier();
+}
+
+// Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
+Executor::Share Executor::share_of(int thread, int panels, int rows) const {
   constexpr int kRowsTogether = 32;
   const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether, threads = pool_.size();
   int row_parts = 1;
@@ -88,12 +100,19 @@ void Executor::multiply_on(int thread, const Packed& m, const float* x, const fl
   for (int parts = 1; parts <= std::min(threads, row_tiles / 4 + 1); parts++) {
     if (threads % parts) continue;
     const long panel_parts = threads / parts;
-    const long most = (m.panels() + panel_parts - 1) / panel_parts * ((row_tiles + parts - 1) / parts);
+    const long most = (panels + panel_parts - 1) / panel_parts * ((row_tiles + parts - 1) / parts);
     if (parts == 1 || most < least) least = most, row_parts = parts;
   }
-  const auto [p0, p1] = part(m.panels(), thread / row_parts, threads / row_parts);
+  const auto [p0, p1] = part(panels, thread / row_parts, threads / row_parts);
   const auto [t0, t1] = part(row_tiles, thread % row_parts, row_parts);
-  const int r0 = t0 * kRowsTogether, r1 = std::min(rows, t1 * kRowsTogether);
+  return {p0, p1, t0 * kRowsTogether, std::min(rows, t1 * kRowsTogether)};
+}
+
+// One thread's part of a linear. ready: the prepared rows, or null.
+void Executor::multiply_on(int thread, const Packed& m, const float* x, const float* bias, float* y, int rows, const char* ready) {
+  Activations a;
+  if (!activations(thread, m, x, rows, ready, a)) return;
+  const auto [p0, p1, r0, r1] = share_of(thread, m.panels(), rows);
   if (r0 >= r1 || p0 >= p1) return;
   a.x += (size_t)r0 * m.k, a.prepared += r0 * a.stride;
   k_.matmul(m, a, bias, y + (size_t)r0 * m.n, m.n, r1 - r0, p0, p1);
@@ -103,7 +122,7 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   const Packed& m = matrices_.at(id).packed;
   const size_t need = prepared_bytes(m, rows);
   if (need > prepared_.size()) prepared_ = Buffer(need, "prepared activations");
-  pool_.run([&](int thread) { multiply_on(thread, m, x, bias, y, rows); });
+  pool_.run([&](int thread) { multiply_on(thread, m, x, bias, y, rows, nullptr); });
 }
 
 void Executor::read_row(int id, long row, float* out) const {

@@ -2,6 +2,7 @@
 //
 // Bytes are those that have to be read or written at least once, wherever they are: weights as packed, inputs, outputs, and
 // of the cache what the step's sequences hold. Operations are additions, multiplications, divisions and exponentials.
+// Ops that were computed together (fusion.cpp) are counted as one, under the first: its bytes are without what lies between.
 #include <algorithm>
 
 #include "executor.h"
@@ -19,11 +20,8 @@ void Executor::measure_attention(const Plan& plan) {
   attention_bytes_ = (context + (double)rows_.size()) * token_bytes;  // read, and the new ones written
 }
 
-void Executor::record(Op& op, double seconds) const {
-  op.least = op.count ? std::min(op.least, seconds) : seconds;
-  op.most = std::max(op.most, seconds);
-  op.total += seconds;
-  op.count++;
+// Bytes and operations of one op alone.
+std::pair<double, double> Executor::cost(const Op& op) const {
   auto values = [&](int id) { return (double)rows_of(tensors_[id]) * tensors_[id].width; };
   double moved = 0, operations = 0;
   for (int t : op.inputs) moved += values(t);
@@ -72,13 +70,31 @@ void Executor::record(Op& op, double seconds) const {
       operations = values(op.inputs[0]);
       break;
   }
-  op.bytes += moved, op.operations += operations;
+  return {moved, operations};
+}
+
+void Executor::record(Op& op, int within, double seconds) const {
+  Counters& c = within ? op.fused : op.alone;
+  c.least = c.count ? std::min(c.least, seconds) : seconds;
+  c.most = std::max(c.most, seconds);
+  c.total += seconds;
+  c.count++;
+  auto [moved, operations] = cost(op);
+  if (within) {
+    const Op& next = (&op)[1];
+    const auto more = cost(next);
+    const Tensor& between = in(next);
+    // An add's sum is written all the same, but not read again; gate and up are neither.
+    const double passes = op.type == OpType::add ? 1 : 2;
+    moved += more.first - passes * rows_of(between) * between.width * sizeof(float), operations += more.second;
+  }
+  c.bytes += moved, c.operations += operations;
 }
 
 void Executor::set_profiling(bool on) {
   profiling_ = on;
   if (!on) return;
-  for (Op& op : ops_) op.count = 0, op.total = op.least = op.most = op.bytes = op.operations = 0;
+  for (Op& op : ops_) op.alone = op.fused = {};
 }
 
 }  // namespace as

@@ -39,7 +39,10 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     assert ops["linear", "lm_head"].operations == 2 * hidden * net.vocab_size      # of the one row that samples
     attention = ops["span_attention", ""]
     assert attention.operations == net.num_layers * 4 * heads * rows * (rows + 1) / 2
-    assert ops["rms_norm", ""].count == 2 * net.num_layers + 1
+    # Norms within layers are computed together with the sum before, but for the first; the last comes after select_rows.
+    both = ops["add+rms_norm", ""]
+    assert ops["rms_norm", ""].count == 2 and ops["add", ""].count == 1 and both.count == 2 * net.num_layers - 1
+    assert both.bytes == both.count * 4 * rows * 4 * hidden and both.operations == both.count * rows * 5 * hidden
 
 
 def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkeypatch):

@@ -154,10 +154,13 @@ class Profiler:
             self.active = False
 
     def read(self, graph: Graph, formats: Mapping[str, WeightFormat]) -> list[OpProfile]:
-        """What was counted, for each place in the graph's op list; and more will be. formats: of the matrices."""
+        """What was counted, for each place in the graph's op list; and more will be. formats: of the matrices.
+
+        Ops computed together with the next one are entries of their own, "linear+silu_mul" for instance.
+        """
         entries = [OpProfile(entry["op"], role_of(graph, op), entry["count"], entry["min"], entry["max"], entry["sum"],
                              entry["bytes"], entry["operations"],
                              op.type == "linear" and formats[op.weights[0]].dtype in INTEGER_FORMATS)
-                   for entry, op in zip(self._executor.profile(), graph.ops, strict=True)]
+                   for entry in self._executor.profile() for op in (graph.ops[entry["index"]],)]
         self.prolong()
         return entries

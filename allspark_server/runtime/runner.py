@@ -198,7 +198,7 @@ class ModelRunner:
         partials = self._threads() * ((4 * blocks + GROUP_TILES + 1) * partial + GROUP_TILES * queries)
         slices = {self._slice(weight) for weight in graph.weights.values() if weight.is_matrix}
         prepared = max(native_library().prepared_bytes(*one) for one in slices)
-        return 4 * (tensors + partials) + prepared * max(self._rows_of_step(), self._threads())
+        return 4 * (tensors + partials) + 2 * prepared * max(self._rows_of_step(), self._threads())  # prepared_, gated_
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""

@@ -1,6 +1,7 @@
 // Norms, activations and sums over a row. Memory-light: plain vectors with a scalar tail.
 #include <cmath>
 #include "kernels.h"
+#include "silu.h"
 #include "simd.h"
 #include "tables.h"
 
@@ -32,16 +33,12 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
 
 // y = gate / (1 + e^-gate) * up
 void silu_mul(const float* gate, const float* up, float* y, int n) {
-  auto silu = [](vf g, vf u) {
-    const vf e = vexp(vmin(vset(88.0f), vsub(vzero(), g)));
-    return vmul(vdiv(g, vadd(vset(1.0f), e)), u);
-  };
   int i = 0;
-  for (; i + W <= n; i += W) vstore(y + i, silu(vload(gate + i), vload(up + i)));
+  for (; i + W <= n; i += W) vstore(y + i, vsilu_mul(vload(gate + i), vload(up + i)));
   if (i < n) {
     float g[W] = {}, u[W] = {}, out[W];
     for (int j = 0; j < n - i; j++) g[j] = gate[i + j], u[j] = up[i + j];
-    vstore(out, silu(vload(g), vload(u)));
+    vstore(out, vsilu_mul(vload(g), vload(u)));
     for (int j = 0; j < n - i; j++) y[i + j] = out[j];
   }
 }

@@ -94,6 +94,14 @@ struct Activations {
   size_t stride;
 };
 
+// Where silu(gate) * up goes: y [m, n] with row stride ldy, or the prepared rows of a matrix in pairs of bfloat16, `stride` bytes each.
+struct GatedOutput {
+  float* y;
+  int ldy;
+  char* rounded;  // null: y
+  size_t rounded_stride;
+};
+
 // The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (128 * 128).
 constexpr int kMaxIntegerK = 131'000;
 

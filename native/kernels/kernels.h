@@ -52,6 +52,9 @@ struct Kernels {
   Rules rules;
   // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Where prepared() says so, activations are prepared.
   void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+  // silu(gate) * up, where the first half of w's rows gives gate and the second up, each of whole panels: columns of the panels
+  // [p0, p1) of a half. The same bits as matmul, silu_mul and (rounded) prepare.
+  void (*matmul_gated)(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1);
   PreparedLayout (*prepared)(const Packed& w);
   void (*prepare)(const Packed& w, const float* x, char* out);
   // Quantizes rows [r0, r1) of w; threads must not share a panel. Returns how many values of the groups that w has a part of

@@ -1,22 +1,34 @@
-// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and 8-bit integers (w8a8, w4a8), per channel or in groups.
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
+// also silu(gate) * up of a matrix that holds both.
 //
-// Both formats look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
+// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp), the second tile of rows being the low
+// plane of the first one's.
+//
+// Both kinds look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128 bytes
 // of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
 //
 // Recipe, whatever the number of rows: steps in ascending order, each one tile product; a row's result does not depend on the
 // other rows of its tile. One row takes tiles too, with bfloat16: no other instruction sums in the same order. Cutting K
 // only spills the fp32 (int32) accumulators, which rounds nothing.
 //
-// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines): one of the two operands must
-// come from the first-level cache. So a chunk of a panel stays there while the rows of a block pass, and that block's
-// activations stay in the second level.
+// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache gives
+// 0.73 lines a cycle: with all operands from there products run at 0.67 of their peak. Spilling accumulators costs 120 cycles
+// (220 from the second level), so K stays in one piece where it can. Of the operand that the next blocks take again the first
+// kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87 of the peak. What is to be done with
+// finished sums is done between the products of the following block, row by row: other parts of the core do it meanwhile.
+//
+// From the third level as little as possible: K in one piece, the rows stay in the second level and each panel passes once;
+// in pieces, a piece of the rows and of a group of panels.
 #include "tables.h"
 
 #if defined(AS_ISA_AMX)
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "amx.h"
+#include "silu.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -27,17 +39,26 @@ namespace {
 constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
-constexpr int kRows = 256, kSteps = 32;       // 256 rows x 2 KB of activations: half a megabyte of the second level
-constexpr int kChunk = 8;                   // steps: 16 KB of a panel
-constexpr int kPrefetch = 4096;             // bytes ahead, where weights come from memory
+constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
+constexpr int kStay = 512;                    // rows, or planes of rows, that stay in the second level,
+constexpr size_t kStayBytes = 1 << 20;        // at most
+constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
+constexpr int kRows = 256;                    // rows of a block, where K is in pieces
+constexpr size_t kGroupBytes = 640 << 10;     // of panels, for which the rows pass: a third of the second level
+constexpr int kGroup = (int)(kGroupBytes / ((kWhole + 1) / 2 * kPanelStepBytes));  // most panels whose K is in pieces
+constexpr int kChunk = 8;                     // steps of a widened piece of a panel: 16 KB
+constexpr int kPrefetch = 4096;               // bytes ahead, where weights come from memory
 static_assert(NR == 2 * kTile);
 
 struct BFloat {
   static constexpr int kStep = 32;  // k of a step
+  static constexpr int kPlanes = 1;
   template <int C, int A, int B> static AS_INLINE void dot() { tile_dot_bf16<C, A, B>(); }
 };
+template <int Planes>
 struct Bytes {
   static constexpr int kStep = 64;
+  static constexpr int kPlanes = Planes;
   template <int C, int A, int B> static AS_INLINE void dot() { tile_dot_s8u8<C, A, B>(); }
 };
 
@@ -45,10 +66,10 @@ struct Bytes {
 class Tiles {
  public:
   ~Tiles() { tile_release(); }
-  void configure(int rows) {
+  void configure(int rows, int planes = 1) {
     if (rows == rows_) return;
     TileConfig config;
-    const int first = std::min(rows, kTile), second = rows - first;
+    const int first = std::min(rows, kTile), second = planes == 2 ? rows : rows - first;
     const int counts[8] = {first, first, second, second, first, second, kTile, kTile};
     for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)counts[t], config.row_bytes[t] = counts[t] ? 64 : 0;
     tile_configure(config);
@@ -59,9 +80,20 @@ class Tiles {
   int rows_ = 0;
 };
 
-// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps
-template <typename F, int R, bool kStream>
-void block(const char* a, long lda, const char* b, int steps, char* c, long ldc, bool load) {
+// What a block of steps fetches for later: `lines` of each step of another panel piece, from line `first` on, and of `rows` rows
+// of the following activations their line of each step.
+struct Ahead {
+  const char* panel = nullptr;
+  int first = 0, lines = 0;
+  const char* activations = nullptr;
+  int rows = 0;
+};
+
+// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of activations to
+// the second. kPanelStays: the weights are those of the next block too, else the activations. between(): called once a step.
+template <typename F, int R, bool kPanelStays, typename Between>
+AS_INLINE void block(const char* a, long lda, long second, const char* b, int steps, char* c, bool load, const Ahead& ahead, Between&& between) {
+  constexpr long ldc = NR * 4;
   if (load) {
     tile_load<0>(c, ldc), tile_load<1>(c + 64, ldc);
     if (R == 2) tile_load<2>(c + kTile * ldc, ldc), tile_load<3>(c + kTile * ldc + 64, ldc);
@@ -69,16 +101,49 @@ void block(const char* a, long lda, const char* b, int steps, char* c, long ldc,
     tile_zero<0>(), tile_zero<1>();
     if (R == 2) tile_zero<2>(), tile_zero<3>();
   }
+  auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
+    for (int s = begin; s < end; s++) {
+      const char *as = a + (long)s * kStepBytes, *bs = b + (long)s * kPanelStepBytes;
+      if (far || !kPanelStays) tile_load_far<6>(bs, NR * 4);
+      else tile_load<6>(bs, NR * 4);
+      if (far || kPanelStays) tile_load_far<4>(as, lda);
+      else tile_load<4>(as, lda);
+      if (far || !kPanelStays) tile_load_far<7>(bs + 64, NR * 4);
+      else tile_load<7>(bs + 64, NR * 4);
+      F::template dot<0, 4, 6>();
+      F::template dot<1, 4, 7>();
+      if (R == 2) {
+        if (far || kPanelStays) tile_load_far<5>(as + second, lda);
+        else tile_load<5>(as + second, lda);
+        F::template dot<2, 5, 6>();
+        F::template dot<3, 5, 7>();
+      }
+      for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.panel + (long)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
+      for (int i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.activations + i * lda + (long)s * kStepBytes, 0, 2);
+      between();
+    }
+  };
+  range(std::false_type{}, 0, std::min(kNear, steps));
+  range(std::true_type{}, std::min(kNear, steps), steps);
+  tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
+  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+}
+
+// Few rows: weights pass once, from memory.
+template <typename F, int R>
+void stream(const char* a, long lda, long second, const char* b, int steps, char* c) {
+  constexpr long ldc = NR * 4;
+  tile_zero<0>(), tile_zero<1>();
+  if (R == 2) tile_zero<2>(), tile_zero<3>();
   for (int s = 0; s < steps; s++, a += kStepBytes, b += kPanelStepBytes) {
-    if (kStream)
-      for (int line = 0; line < kPanelStepBytes; line += 64) __builtin_prefetch(b + kPrefetch + line);
+    for (int line = 0; line < kPanelStepBytes; line += 64) __builtin_prefetch(b + kPrefetch + line);
     tile_load<6>(b, NR * 4);
     tile_load<4>(a, lda);
     tile_load<7>(b + 64, NR * 4);
     F::template dot<0, 4, 6>();
     F::template dot<1, 4, 7>();
     if (R == 2) {
-      tile_load<5>(a + kTile * lda, lda);
+      tile_load<5>(a + second, lda);
       F::template dot<2, 5, 6>();
       F::template dot<3, 5, 7>();
     }
@@ -87,57 +152,180 @@ void block(const char* a, long lda, const char* b, int steps, char* c, long ldc,
   if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
 }
 
-template <typename F>
-void rows_of_tiles(int rows, bool stream, const char* a, long lda, const char* b, int steps, char* c, long ldc, bool load) {
-  if (rows > kTile) stream ? block<F, 2, true>(a, lda, b, steps, c, ldc, load) : block<F, 2, false>(a, lda, b, steps, c, ldc, load);
-  else stream ? block<F, 1, true>(a, lda, b, steps, c, ldc, load) : block<F, 1, false>(a, lda, b, steps, c, ldc, load);
-}
+constexpr int kKept = std::max(kGroup * kRows, 4 * kStay);  // rows of accumulators: two pairs of panels, or a group
+alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
-// Rows of one panel between their place in y and the accumulators' own memory: there they lie close together, while rows of
-// y are pages apart and their addresses fall into few sets of the caches.
-void copy_rows(const float* from, size_t from_stride, float* to, size_t to_stride, int rows, int columns) {
-  for (int r = 0; r < rows; r++, from += from_stride, to += to_stride) {
-    if (columns == NR) vstore(to, vload(from)), vstore(to + W, vload(from + W));
-    else std::memcpy(to, from, columns * sizeof(float));
+// Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
+template <int Parts, typename Finish>
+class Waiting {
+ public:
+  // steps: the least of a block; by its end nothing waits any more, so it may write over what waited.
+  Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
+  // Rows [first, end) of those whose sums these are, `row` being the first one's number.
+  void put(int unit, int row, int first, int end, float* const (&sums)[Parts]) {
+    flush();
+    finish_.begin(unit);
+    row_ = row + first, rows_ = end - first, done_ = credit_ = 0;
+    for (int i = 0; i < Parts; i++) sums_[i] = sums[i] + first * NR;
   }
-}
+  // One of the steps of the following blocks, over which the rows are spread.
+  AS_INLINE void step() {
+    for (credit_ += rows_; credit_ >= total_; credit_ -= total_)
+      if (done_ < rows_) next();
+  }
+  void flush() {
+    while (done_ < rows_) next();
+  }
 
-// All of K in one chain. `weights` of a panel; finish(panel, row, rows, c) makes results of finished accumulators, in place.
-template <typename F, typename Weights, typename Finish>
-void multiply(const Packed& w, const Activations& a, size_t values_at, float* y, int ldy, int m, int p0, int p1, Weights&& weights,
-              Finish&& finish) {
-  const int steps = (w.k + F::kStep - 1) / F::kStep;
-  const bool stream = m <= kPair;  // few rows: weights pass once, from memory
-  const int blocks = stream ? 1 : (steps + kSteps - 1) / kSteps;
-  Tiles tiles;
-  alignas(64) float sums[kRows * NR];
-  for (int m0 = 0; m0 < m; m0 += kRows)
-    for (int i = 0; i < blocks; i++) {
-      const int begin = steps * i / blocks, end = steps * (i + 1) / blocks, block_rows = std::min(kRows, m - m0);
-      for (int p = p0; p < p1; p++) {
-        const int columns = std::min(NR, w.n - p * NR);
-        float* out = y + (size_t)m0 * ldy + p * NR;
-        if (i) copy_rows(out, ldy, sums, NR, block_rows, columns);
-        for (int s = begin; s < end;) {
-          const int count = stream ? end - s : std::min(kChunk, end - s);
-          const char* b = weights(p) + (size_t)s * kPanelStepBytes;
-          const char* next = s + count < end ? b + (size_t)count * kPanelStepBytes : weights(std::min(p + 1, w.panels() - 1)) + (size_t)begin * kPanelStepBytes;
-          const int share = kChunk * kPanelStepBytes / ((block_rows + kPair - 1) / kPair);  // of the next chunk, fetched meanwhile
-          for (int r = 0; r < block_rows; r += kPair) {
-            const int rows = std::min(kPair, block_rows - r);
-            tiles.configure(rows);
-            if (!stream)
-              for (int line = 0; line < share; line += 64) __builtin_prefetch(next + r / kPair * share + line, 0, 2);
-            float* c = sums + r * NR;
-            rows_of_tiles<F>(rows, stream, a.prepared + (m0 + r) * a.stride + values_at + (size_t)s * kStepBytes, (long)a.stride, b, count,
-                             (char*)c, NR * 4, s > 0);
-            if (s + count == steps) finish(p, m0 + r, rows, c);
-            if (s + count == end) copy_rows(c, NR, out + (size_t)r * ldy, ldy, rows, columns);
+ private:
+  AS_INLINE void next() {
+    if constexpr (Parts == 1) finish_.row(row_ + done_, sums_[0] + done_ * NR);
+    else finish_.row(row_ + done_, sums_[0] + done_ * NR, sums_[1] + done_ * NR);
+    done_++;
+  }
+  Finish& finish_;
+  const int total_;
+  int row_ = 0, rows_ = 0, done_ = 0, credit_ = 0;
+  float* sums_[Parts];
+};
+
+// Rows and panels of one product, for blocks of up to 32 tile rows.
+template <typename F, int Parts, typename Weights, typename Finish>
+class Product {
+ public:
+  static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
+
+  // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
+  // finish.begin(unit), then finish.row(row, sums...) for each row.
+  Product(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights, Finish& finish)
+      : a_(a), values_at_(at.values_at), second_(F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride), m_(m), u0_(u0), u1_(u1),
+        half_(w.panels() / 2), steps_((w.k + F::kStep - 1) / F::kStep), cuts_(steps_ <= kWhole ? 1 : (steps_ + kCut - 1) / kCut),
+        weights_(weights), waiting_(finish, steps_ / cuts_) {}
+
+  void run() {
+    cuts_ == 1 ? rows_stay() : pieces();
+    waiting_.flush();
+  }
+
+ private:
+  const char* panel(int u, int part, int step) { return weights_(u + part * half_) + (size_t)step * kPanelStepBytes; }
+
+  template <bool kPanelStays>
+  AS_INLINE void multiply(int r, const char* b, int begin, int end, float* c, const Ahead& ahead) {
+    const int rows = std::min(kHeight, m_ - r);
+    tiles_.configure(rows, F::kPlanes);
+    const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+    auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
+    if (F::kPlanes == 2 || rows > kTile) block<F, 2, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+    else block<F, 1, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+  }
+
+  // Pass `pass` of `passes` fetches its part of the piece of a panel that comes next.
+  static Ahead part_of(const char* next, int pass, int passes) {
+    Ahead ahead;
+    constexpr int kLines = kPanelStepBytes / 64;
+    ahead.panel = next, ahead.lines = (kLines + passes - 1) / passes;
+    ahead.first = std::min(pass * ahead.lines, kLines - ahead.lines);
+    return ahead;
+  }
+
+  // K in one piece. Of a pair of panels, all rows pass by the first, then by the second; meanwhile half of each row block of the
+  // pair before is finished, and the other half.
+  void rows_stay() {
+    const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride), most = std::max(kHeight, stay / kHeight * kHeight);
+    const int blocks = (m_ + most - 1) / most, height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      auto put = [&](int u, int pass, int part, int parts) {
+        float* sums[Parts];
+        for (int i = 0; i < Parts; i++) sums[i] = kept_sums + (size_t)(((u & 1) * Parts + i) * passes + pass) * kPair * NR;
+        const int row = m0 + pass * kHeight, rows = std::min(kHeight, m1 - row);
+        waiting_.put(u, row, rows * part / parts, rows * (part + 1) / parts, sums);
+      };
+      for (int u = u0_; u < u1_; u++)
+        for (int part = 0; part < Parts; part++) {
+          const char* b = panel(u, part, 0);
+          const bool last = part + 1 == Parts, end = last && u + 1 == u1_;
+          const char* next = !last ? panel(u, part + 1, 0) : panel(end ? u0_ : u + 1, 0, 0);
+          for (int pass = 0; pass < passes; pass++) {
+            Ahead ahead;
+            if (u == u0_ && part == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+            else if (!end) ahead = part_of(next, pass, passes);
+            if (u > u0_) put(u - 1, pass, part, Parts);
+            multiply<true>(m0 + pass * kHeight, b, 0, steps_, kept_sums + (size_t)(((u & 1) * Parts + part) * passes + pass) * kPair * NR, ahead);
           }
-          s += count;
+        }
+      for (int pass = 0; pass < passes; pass++) put(u1_ - 1, pass, 0, 1);
+      waiting_.flush();
+    }
+  }
+
+  // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
+  void pieces() {
+    const int longest = (steps_ + cuts_ - 1) / cuts_, most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes));
+    const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kRows / F::kPlanes);
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      for (int g = 0; g < groups; g++) {
+        const int g0 = u0_ + (int)((long)(u1_ - u0_) * g / groups), g1 = u0_ + (int)((long)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
+        for (int i = 0; i < cuts_; i++) {
+          const int begin = (int)((long)steps_ * i / cuts_), end = (int)((long)steps_ * (i + 1) / cuts_);
+          const bool over = i + 1 == cuts_, more = !over || g + 1 < groups || m1 < m_;
+          const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
+          for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
+            const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
+            const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+            for (int u = g0; u < g1; u++) {
+              float* sums[Parts];
+              for (int part = 0; part < Parts; part++) {
+                const int place = (u - g0) * Parts + part;
+                sums[part] = kept_sums + ((size_t)place * passes + pass) * kPair * NR;
+                const char* b = panel(u, part, begin);
+                Ahead ahead;
+                if (m0 == 0 && g == 0 && i == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+                else if (more) ahead = part_of(panel(std::min(next_u + u - g0, u1_ - 1), part, next_begin), pass, passes);
+                const int first = next_rows * place / (units * Parts);
+                ahead.activations = x + (kHeight + first) * a_.stride, ahead.rows = next_rows * (place + 1) / (units * Parts) - first;
+                multiply<false>(r, b, begin, end, sums[part], ahead);
+              }
+              waiting_.flush();
+              if (over) waiting_.put(u, r, 0, std::min(kHeight, m_ - r), sums);
+            }
+          }
         }
       }
     }
+  }
+
+  const Activations& a_;
+  const size_t values_at_;
+  const long second_;
+  const int m_, u0_, u1_, half_, steps_, cuts_;
+  Weights& weights_;
+  Waiting<Parts, Finish> waiting_;
+  Tiles tiles_;
+};
+
+template <typename F, int Parts, typename Weights, typename Finish>
+void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights, Finish&& finish) {
+  Product<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights, finish).run();
+}
+
+// Rows of one block at most.
+template <typename F, typename Weights, typename Finish>
+void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int p0, int p1, Weights&& weights, Finish&& finish) {
+  Tiles tiles;
+  tiles.configure(m, F::kPlanes);
+  alignas(64) float sums[kPair * NR];
+  const int steps = (w.k + F::kStep - 1) / F::kStep;
+  const char* x = a.prepared + at.values_at;
+  for (int p = p0; p < p1; p++) {
+    if (F::kPlanes == 2) stream<F, 2>(x, (long)a.stride, (long)at.plane_bytes, weights(p), steps, (char*)sums);
+    else if (m > kTile) stream<F, 2>(x, (long)a.stride, kTile * (long)a.stride, weights(p), steps, (char*)sums);
+    else stream<F, 1>(x, (long)a.stride, 0, weights(p), steps, (char*)sums);
+    finish.begin(p);
+    for (int r = 0; r < m; r++) finish.row(r, sums + r * NR);
+  }
 }
 
 int32_t four_bytes(const void* p) {
@@ -146,52 +334,124 @@ int32_t four_bytes(const void* p) {
   return x;
 }
 
-// The panel's part of the bias, padded.
+// A panel's part of the bias, padded, or zeros.
 struct Bias {
-  float values[NR];
-  Bias(const float* bias, int p, int n) {
-    for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
+  float values[NR] = {};
+  void set(const float* bias, int p, int n) {
+    if (bias)
+      for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
   }
 };
 
-void multiply_bf16(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  multiply<BFloat>(w, a, 0, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; },
-                   [&](int p, int, int rows, float* c) {
-    if (!bias) return;
-    const Bias add(bias, p, w.n);
-    for (int r = 0; r < rows; r++, c += NR)
-      for (int v = 0; v < NV; v++) vstore(c + v * W, vadd(vload(c + v * W), vload(add.values + v * W)));
-  });
-}
+struct Results {
+  const Packed& w;
+  float* y;
+  int ldy;
+  AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
+    float* out = y + (size_t)row * ldy + p * NR;
+    const int columns = w.n - p * NR;
+    if (columns >= NR) {
+      for (int v = 0; v < NV; v++) vstore(out + v * W, value[v]);
+    } else {
+      float edge[NR];
+      for (int v = 0; v < NV; v++) vstore(edge + v * W, value[v]);
+      std::memcpy(out, edge, columns * sizeof(float));
+    }
+  }
+};
 
-// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on.
-AS_INLINE vf add_group(const char* sums, int middle, int activations, const uint16_t* scale, int v, vf total) {
-  const __m512i chain = _mm512_sub_epi32(_mm512_loadu_si512(sums + v * W * 4), _mm512_set1_epi32(middle * activations));
-  return vfma(vload_bf16(scale + NR + v * W), vset((float)activations), vfma(vload_bf16(scale + v * W), _mm512_cvtepi32_ps(chain), total));
-}
+// What to make of a row's sums of one panel: BFloatRow, ChannelRow.
+struct BFloatRow {
+  const Packed& w;
+  const float* bias;
+  Bias add;
+  void begin(int p) { add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int, const float* sums, vf (&value)[NV]) const {
+    for (int v = 0; v < NV; v++) value[v] = bias ? vadd(vload(sums + v * W), vload(add.values + v * W)) : vload(sums + v * W);
+  }
+};
 
-AS_INLINE void write_row(const char* row, const PreparedLayout& at, const vf (&total)[NV], const Bias* bias, float* out) {
-  float scale;
-  std::memcpy(&scale, row + at.scale_at, 4);
+// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a row, those
+// of its low plane a tile further. activations: the group's sum of the first plane's values, the second's `apart` bytes on.
+template <int Planes>
+AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const uint16_t* scale, vf (&total)[NV]) {
+  const int last = four_bytes(activations + (Planes - 1) * apart);
+  const vf sum = vset(Planes == 1 ? (float)last : std::fma(256.0f, (float)four_bytes(activations), (float)last));
+  auto chain = [&](int plane, int v) __attribute__((always_inline)) {
+    const __m512i raw = _mm512_loadu_si512(sums + plane * kTile * NR * 4 + v * W * 4);
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(raw, _mm512_set1_epi32(middle * four_bytes(activations + plane * apart))));
+  };
   for (int v = 0; v < NV; v++) {
-    const vf value = vmul(total[v], vset(scale));
-    vstore(out + v * W, bias ? vadd(value, vload(bias->values + v * W)) : value);
+    vf value = chain(Planes - 1, v);
+    if (Planes == 2) value = vfma(vset(256.0f), chain(0, v), value);
+    total[v] = vfma(vload_bf16(scale + NR + v * W), sum, vfma(vload_bf16(scale + v * W), value, total[v]));
   }
 }
 
-void multiply_channels(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
-  const PreparedLayout at = prepared(w);
-  multiply<Bytes>(w, a, at.values_at, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); },
-                  [&](int p, int row, int rows, float* c) {
-    const uint16_t* scale = w.scales(p, 0);
-    const Bias add(bias, p, bias ? w.n : 0);
-    for (int r = 0; r < rows; r++, c += NR) {
-      const char* activations = a.prepared + (row + r) * a.stride;
-      vf total[NV];
-      for (int v = 0; v < NV; v++) total[v] = add_group((char*)c, 128, four_bytes(activations), scale, v, vzero());
-      write_row(activations, at, total, bias ? &add : nullptr, c);
+AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
+  float scale;
+  std::memcpy(&scale, row + at.scale_at, 4);
+  for (int v = 0; v < NV; v++) {
+    total[v] = vmul(total[v], vset(scale));
+    if (bias) total[v] = vadd(total[v], vload(bias + v * W));
+  }
+}
+
+template <int Planes>
+struct ChannelRow {
+  const Packed& w;
+  const float* bias;
+  const Activations& a;
+  const PreparedLayout at;
+  const uint16_t* scale = nullptr;
+  Bias add = {};
+  void begin(int p) { scale = w.scales(p, 0), add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
+    const char* activations = a.prepared + row * a.stride;
+    for (int v = 0; v < NV; v++) value[v] = vzero();
+    add_group<Planes>((const char*)sums, 128, activations, 4, scale, value);
+    scale_row(activations, at, bias ? add.values : nullptr, value);
+  }
+};
+
+template <typename Row>
+struct Plain {
+  Row make;
+  Results results;
+  int p = 0;
+  void begin(int panel) { make.begin(p = panel); }
+  AS_INLINE void row(int row, const float* sums) const {
+    vf value[NV];
+    make(row, sums, value);
+    results.write(p, row, value);
+  }
+};
+
+// silu(gate) * up, in float32 or rounded to bfloat16.
+template <typename Row>
+struct Gated {
+  Row gate, up;
+  const GatedOutput& out;
+  int half, p = 0;
+  void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
+  AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
+    vf g[NV], u[NV];
+    gate(row, gate_sums, g), up(row, up_sums, u);
+    for (int v = 0; v < NV; v++) g[v] = vsilu_mul(g[v], u[v]);
+    if (out.rounded) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(g[1], g[0]);
+      std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
+    } else {
+      for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, g[v]);
     }
-  });
+  }
+};
+
+template <typename F, typename Row, typename Weights>
+void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout& at, Row row, float* y, int ldy, int m, int p0, int p1, Weights&& weights) {
+  Plain<Row> finish{row, {w, y, ldy}};
+  if (m <= kPair / F::kPlanes) multiply_few<F>(w, a, at, m, p0, p1, weights, finish);
+  else multiply<F, 1>(w, a, at, m, p0, p1, weights, finish);
 }
 
 // 4-bit weights of `steps` steps as bytes.
@@ -206,63 +466,96 @@ void widen(const char* w, int steps, char* out) {
 }
 
 // Groups of whole steps.
+template <int Planes>
 void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  using F = Bytes<Planes>;
+  constexpr int kHeight = kPair / Planes;
   const PreparedLayout at = prepared(w);
-  const bool nibbles = w.format == Format::w4a8;
+  const bool nibbles = bits_of(w.format) == 4;
+  const long second = Planes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
+  const Results results{w, y, ldy};
+  auto nothing = []() {};
   Tiles tiles;
   alignas(64) char sums[kPair * NR * 4];
   alignas(64) char wide[kChunk * kPanelStepBytes];
   alignas(64) float totals[kRows * NR];
   for (int m0 = 0; m0 < m; m0 += kRows)
     for (int p = p0; p < p1; p++) {
-      const int columns = std::min(NR, w.n - p * NR), end = std::min(m, m0 + kRows);
-      const Bias add(bias, p, bias ? w.n : 0);
+      const int end = std::min(m, m0 + kRows);
+      Bias add;
+      add.set(bias, p, w.n);
       for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-        const int steps = (w.group_k(g) + Bytes::kStep - 1) / Bytes::kStep;
+        const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
         const char* weights = w.weights(p, g);
         if (nibbles) widen(weights, steps, wide), weights = wide;
-        const uint16_t* scale = w.scales(p, g);
-        for (int r0 = m0; r0 < end; r0 += kPair) {
-          const int rows = std::min(kPair, m - r0);
-          tiles.configure(rows);
+        for (int r0 = m0; r0 < end; r0 += kHeight) {
+          const int rows = std::min(kHeight, end - r0);
+          tiles.configure(rows, Planes);
           const char* first = a.prepared + r0 * a.stride;
-          rows_of_tiles<Bytes>(rows, false, first + at.values_at + k0, (long)a.stride, weights, steps, sums, NR * 4, false);
+          const char* x = first + at.values_at + k0;
+          if (Planes == 2 || rows > kTile) block<F, 2, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
+          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
           for (int r = 0; r < rows; r++) {
             const char* row = first + r * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
             vf total[NV];
-            for (int v = 0; v < NV; v++)
-              total[v] = add_group(sums + r * NR * 4, nibbles ? 8 : 128, four_bytes(row + 4 * g), scale, v, g ? vload(kept + v * W) : vzero());
+            for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
+            add_group<Planes>(sums + r * NR * 4, nibbles ? 8 : 128, row + 4 * g, 4 * (size_t)w.groups(), w.scales(p, g), total);
             if (g + 1 < w.groups()) {
               for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
               continue;
             }
-            float* out = y + (size_t)(r0 + r) * ldy + p * NR;
-            write_row(row, at, total, bias ? &add : nullptr, columns == NR ? out : kept);
-            if (columns < NR) std::memcpy(out, kept, columns * sizeof(float));
+            scale_row(row, at, bias ? add.values : nullptr, total);
+            results.write(p, r0 + r, total);
           }
         }
       }
     }
 }
 
+// w.planes as a constant.
+template <typename Work>
+AS_INLINE void with_planes(const Packed& w, Work&& work) {
+  w.planes == 2 ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
+}
+
 }  // namespace
 
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
-  if (w.format == Format::bf16) {
-    multiply_bf16(w, a, bias, y, ldy, m, p0, p1);
+  if (w.pairs) {
+    multiply_plain<BFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; });
     return true;
   }
-  if (w.planes != 1 || m < kFew) return false;
-  if (w.groups() == 1 && w.format == Format::w8a8) {
-    multiply_channels(w, a, bias, y, ldy, m, p0, p1);
+  if (!w.planes || m < kFew) return false;
+  const bool bytes = bits_of(w.format) == 8;
+  if (bytes && w.groups() == 1) {
+    const PreparedLayout at = prepared(w);
+    with_planes(w, [&](auto planes) {
+      multiply_plain<Bytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1, [&](int p) { return w.weights(p, 0); });
+    });
     return true;
   }
   // One group that is no whole number of steps may be a last one only.
-  if (w.groups() > 1 && w.group % Bytes::kStep) return false;
-  if (w.format == Format::w4a8 && w.group > kChunk * Bytes::kStep) return false;
-  multiply_groups(w, a, bias, y, ldy, m, p0, p1);
+  if (w.groups() > 1 && w.group % Bytes<1>::kStep) return false;
+  if (!bytes && w.group > kChunk * Bytes<1>::kStep) return false;
+  with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
+  return true;
+}
+
+bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1) {
+  const int half = w.panels() / 2;
+  if (w.pairs) {
+    const BFloatRow row{w, bias, {}};
+    multiply<BFloat, 2>(w, a, {}, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
+    return true;
+  }
+  if (!w.planes || bits_of(w.format) != 8 || w.groups() > 1) return false;
+  const PreparedLayout at = prepared(w);
+  with_planes(w, [&](auto planes) {
+    const ChannelRow<planes> row{w, bias, a, at};
+    multiply<Bytes<planes>, 2>(w, a, at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow<planes>>{row, row, out, half});
+  });
   return true;
 }
 
@@ -274,10 +567,10 @@ double multiply_tile_registers(long rounds, bool integers) {
   tile_load<4>(ones, 64), tile_load<5>(ones, 64), tile_load<6>(ones, 64), tile_load<7>(ones, 64);
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
   for (long i = 0; i < rounds; i++) {
-    if (integers) Bytes::dot<0, 4, 6>(), Bytes::dot<1, 4, 7>(), Bytes::dot<2, 5, 6>(), Bytes::dot<3, 5, 7>();
+    if (integers) Bytes<1>::dot<0, 4, 6>(), Bytes<1>::dot<1, 4, 7>(), Bytes<1>::dot<2, 5, 6>(), Bytes<1>::dot<3, 5, 7>();
     else BFloat::dot<0, 4, 6>(), BFloat::dot<1, 4, 7>(), BFloat::dot<2, 5, 6>(), BFloat::dot<3, 5, 7>();
   }
-  return 2.0 * 4 * kTile * kTile * (integers ? Bytes::kStep : BFloat::kStep) * rounds;
+  return 2.0 * 4 * kTile * kTile * (integers ? Bytes<1>::kStep : BFloat::kStep) * rounds;
 }
 
 }  // namespace AS_ISA

@@ -14,10 +14,12 @@ extern const int panel_rows_count;
 void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_weight_only(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1);
 PreparedLayout prepared(const Packed& w);
 #if defined(AS_ISA_AMX)
 // False: not a format, group size or number of rows for which tiles are good.
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1);
 double multiply_tile_registers(long rounds, bool integers);
 #endif
 void prepare(const Packed& w, const float* x, char* out);

@@ -122,7 +122,8 @@ class Model:
         """Milliseconds of each kind of op since profiling was set."""
         total: dict[str, float] = {}
         count = 1
-        for name, op in zip(self.names, self.executor.profile()):
+        for op in self.executor.profile():
+            name = self.names[op["index"]] + ("+" + op["op"].partition("+")[2] if "+" in op["op"] else "")
             total[name] = total.get(name, 0) + op["sum"]
             count = max(count, op["count"])
         return "  ".join(f"{name} {seconds / count * 1e3:.2f}" for name, seconds in sorted(total.items(), key=lambda i: -i[1]))

@@ -1,0 +1,128 @@
+"""Ops computed together give the bits of the ops one by one, for any number of rows, threads and ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from checkpoints import checkpoint, prompt_of
+from driver import Driver
+
+HIDDEN, HEADS, HEAD_DIM, VOCAB, SPAN, LAYERS = 160, 4, 40, 97, 32, 2
+FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int8", 64), ("w8a8", 0), ("w4a8", 64), ("int4", 32)]
+
+
+class Net:
+    """A two-layer model with awkward widths. fused=False: an op that does nothing on one rank stands between any two ops that
+    would be computed together."""
+
+    def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True):
+        e = self.executor = _native.Executor(num_threads=threads)
+        rng = np.random.default_rng(11)
+        width = 3 * HEADS * HEAD_DIM
+
+        def matrix(n: int, k: int) -> int:
+            handle = e.add_matrix(n, k, dtype, group)
+            e.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+            return handle
+
+        def vector(n: int) -> int:
+            return e.add_vector(rng.normal(size=n).astype(np.float32))
+
+        x, y, qkv, context, both, hidden, last, logits = (e.add_tensor(w, r) for w, r in (
+            (HIDDEN, False), (HIDDEN, False), (width, False), (HEADS * HEAD_DIM, False), (2 * inner, False), (inner, False),
+            (HIDDEN, True), (VOCAB, True)))
+
+        def op(kind, inputs, outputs, weights=(), between=False, **attributes):
+            e.add_op(kind, inputs, outputs, list(weights), attributes)
+            if between and not fused:
+                e.add_op("all_reduce", outputs, outputs, [], {})
+
+        head = matrix(VOCAB, HIDDEN)
+        op("rotary_table", [], [], [e.add_vector((1e4 ** (-np.arange(HEAD_DIM // 2) / 20)).astype(np.float32))], rotary_dim=HEAD_DIM)
+        op("embedding", [], [x], [head], vocab_begin=0)
+        op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
+        for layer in range(LAYERS):
+            op("linear", [y], [qkv], [matrix(width, HIDDEN), vector(width)])
+            op("rope", [qkv], [], offset=0, heads=2 * HEADS, head_dim=HEAD_DIM)
+            op("span_attention", [qkv], [context], layer=layer, q_heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, group=1, scale=0.2)
+            op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)])
+            op("add", [x, y], [x], between=True)
+            op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
+            op("linear", [y], [both], [matrix(2 * inner, HIDDEN), *([vector(2 * inner)] if bias else [])], between=True)
+            op("silu_mul", [both], [hidden], between=True)
+            op("linear", [hidden], [y], [matrix(HIDDEN, inner)])
+            op("add", [x, y], [x], between=True)
+            op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
+        op("select_rows", [y], [last])
+        op("linear", [last], [logits], [head])
+        op("sample", [logits], [], vocab_begin=0, vocab_size=VOCAB)
+        e.allocate(512, 2, 512, LAYERS, HEADS, HEAD_DIM, SPAN, 32, "float32")
+
+    def logits(self, length: int, chunk: int) -> np.ndarray:
+        """Of the last of `length` tokens, computed `chunk` at a time."""
+        tokens = [(7 * i + 3) % VOCAB for i in range(length)]
+        new = [NewSlot(0, tokens, SamplingParams(do_sample=False, prompt_len=length).encode())]
+        spans = 0
+        for start in range(0, length, chunk):
+            count = min(chunk, length - start)
+            needed = -(-(start + count) // SPAN)
+            last = start + count == length
+            result = self.executor.step(StepPlan(new=new, work=[WorkItem(0, start, count, last, [], list(range(spans, needed)))]).encode(), True)
+            new, spans = [], needed
+        self.executor.step(StepPlan(free=[0]).encode())
+        return result.logits[0].copy()
+
+
+@pytest.mark.parametrize("inner", [384, 272])  # whole panels of every instruction set, and of none
+@pytest.mark.parametrize("dtype,group", FORMATS)
+def test_fused_ops_have_the_bits_of_the_ops_one_by_one(dtype, group, inner):
+    apart = Net(dtype, group, inner, 1, fused=False)
+    together = [Net(dtype, group, inner, threads, fused=True) for threads in (1, 2)]
+    for length, chunk in ((1, 1), (2, 2), (31, 31), (33, 33), (300, 300), (300, 33), (67, 31)):
+        expected = apart.logits(length, chunk)
+        assert np.isfinite(expected).all() and expected.std() > 0.1
+        for net in together:
+            assert net.logits(length, chunk).tobytes() == expected.tobytes(), (length, chunk)
+
+
+@pytest.mark.parametrize("dtype,group", [("float32", 0), ("bfloat16", 0), ("w8a8", 0)])
+def test_they_are_computed_together(dtype, group):
+    """Else the test above would compare the same with the same."""
+    net = Net(dtype, group, 384, 1, fused=True, bias=False)
+    net.executor.set_profiling(True)
+    net.logits(40, 40)
+    counted = {}
+    for op in net.executor.profile():
+        counted[op["op"]] = counted.get(op["op"], 0) + op["count"]
+    assert counted["add+rms_norm"] == 2 * LAYERS and counted["linear+silu_mul"] == LAYERS and counted["silu_mul"] == counted["add"] == 0
+    assert counted["rms_norm"] == 1
+    net.logits(32, 32)
+    counted = {op["op"]: op["count"] for op in net.executor.profile()}
+    assert counted["silu_mul"] == 1  # few rows: one by one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "w8a8"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_of_a_step_do_not_matter(dtype, world):
+    """Chunks on both sides of the number of rows from which gate and up are fused, through a real checkpoint."""
+    prompt, results = prompt_of(300), []
+    for threads in (1, 2) if world == 1 else (1,):
+        with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads, max_step_tokens=300) as driver:
+            for chunk in (300, 96, 32):
+                tokens, logits = driver.generate(prompt, 4, chunk)
+                results.append((tokens, b"".join(row.tobytes() for row in logits)))
+    assert all(result == results[0] for result in results)
+
+
+def test_two_ranks_share_their_sums():
+    """Ranks of a group run the same fused ops: their sums meet in all_reduce, which stays where it was."""
+    prompt = prompt_of(70)
+    found = []
+    for world in (1, 2):
+        with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype="float32") as driver:
+            found.append(driver.generate(prompt, 4)[1])
+    for one, two in zip(*found):
+        assert np.abs(one - two).max() < 1e-4 * one.std()
