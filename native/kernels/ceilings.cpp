@@ -6,8 +6,8 @@
 namespace as {
 namespace AS_ISA {
 
-// Reads n floats once, in four places at a time: one stream leaves some of a core's bandwidth unused (seen: 27 of 34 GB/s in
-// small pages, 34.5 of 35.6 in huge ones). The sum only keeps the loads alive.
+// Reads n floats once, in four places at a time, every line fetched ahead: one stream leaves some of a core's bandwidth unused
+// (seen: 27 of 34 GB/s in small pages, 61 of 66 with two threads in huge ones). The sum only keeps the loads alive.
 float read_memory(const float* p, size_t n) {
   constexpr int kStreams = 4;
   const size_t each = n / kStreams;
@@ -15,7 +15,7 @@ float read_memory(const float* p, size_t n) {
   for (size_t i = 0; i + 4 * W <= each; i += 4 * W)
     for (int s = 0; s < kStreams; s++) {
       const float* q = p + s * each + i;
-      __builtin_prefetch(reinterpret_cast<const char*>(q) + 1024);
+      for (size_t line = 0; line < 4 * W * sizeof(float); line += 64) __builtin_prefetch(reinterpret_cast<const char*>(q) + 1024 + line);
       for (int j = 0; j < 4; j++) a[j] = vadd(a[j], vload(q + j * W));
     }
   return vsum(vadd(vadd(a[0], a[1]), vadd(a[2], a[3])));
