@@ -287,7 +287,7 @@ def test_serve_config_file(tmp_path, capsys):
     (["serve", "--numa-nodes", "77", "--dry-run"], "no NUMA node 77"),
     (["run", " "], "the prompt is empty"),
     (["run", "--model", "/", "--set", "engine_max_lenght=3", "x"], "engine_max_length"),
-    (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "not available yet"),
+    (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "/nowhere is not a directory"),
 ])
 def test_mistakes_are_told(arguments, message, capsys):
     assert main(arguments) == 1
