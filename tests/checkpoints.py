@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 import zlib
@@ -185,3 +186,13 @@ def check_greedy(found: list[int], expected: Greedy) -> int:
             return i
         assert a == b, f"token {i} is {a}, expected {b} (gap to the second best {gap:.1e} standard deviations)"
     return len(found)
+
+
+def rewrite_header(path: Path, change) -> None:
+    """Changes the header of a safetensors (.asparam) file in place: change(header)."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])

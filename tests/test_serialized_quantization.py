@@ -1,5 +1,4 @@
 """Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is refused."""
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from allspark_server import HuggingFaceModel, _native  # noqa: E402
 from allspark_server.weights.asgraph import read_graph, to_message, write_graph  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.formats import WeightFormat, group_of_slice, quantization_of  # noqa: E402
-from checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, write_checkpoint  # noqa: E402
+from checkpoints import Spec, _rope, _sizes, checkpoint, prompt_of, rewrite_header, write_checkpoint  # noqa: E402
 from driver import Driver  # noqa: E402
 
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
@@ -253,15 +252,6 @@ def test_groups_that_a_rank_would_cut_to_pieces_are_refused():
         assert len(driver.generate(prompt_of(5), 2)[0]) == 2
 
 
-def edit_header(path, change):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
-
-
 def down(header):
     return header["model.layers.0.mlp.down_proj.weight"]
 
@@ -284,7 +274,7 @@ def retype(header, suffix, **values):
 ])
 def test_containers_that_are_not_what_the_graph_says(directory, tmp_path, change, problem):
     path = serialize(directory, tmp_path, "int4", 64)
-    edit_header(path.with_suffix(".asparam"), change)
+    rewrite_header(path.with_suffix(".asparam"), change)
     with pytest.raises(AllSparkError, match=problem):
         Driver(path)
 

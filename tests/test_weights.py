@@ -22,7 +22,7 @@ from allspark_server.weights.shard import Split, split
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits  # noqa: E402
+from checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header  # noqa: E402
 from driver import Driver  # noqa: E402
 from numpy_executor import NumpyExecutor, unquantized  # noqa: E402
 
@@ -79,15 +79,6 @@ def test_written_files_are_read_back(simple):
     assert not file.get("a").data.flags.owndata
     safetensors = pytest.importorskip("safetensors.torch")
     assert safetensors.load_file(simple)["b"].tolist() == [1.0, -2.0]
-
-
-def rewrite_header(path, change):
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length:])
 
 
 @pytest.mark.parametrize("data, problem", [

@@ -80,7 +80,6 @@ class SafetensorsSource:
     def where(self) -> str:
         return str(self.location)
 
-
     def tensors_hash(self) -> str:
         return ""
 
@@ -125,7 +124,6 @@ class ParamSource(SafetensorsSource):
                     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                         f"tensor {name!r} of {self.file.path} is damaged: its crc32 is {found:08x}, "
                                         f"expected {expected}")
-
 
     def tensors_hash(self) -> str:
         return self.file.metadata.get(TENSORS_HASH, "")
