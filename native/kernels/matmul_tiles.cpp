@@ -40,7 +40,7 @@ constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
 constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
-constexpr int kStay = 512;                    // rows, or planes of rows, that stay in the second level,
+constexpr int kStay = 384;                    // rows, or planes of rows, that stay in the second level (two threads of a core share it),
 constexpr size_t kStayBytes = 1 << 20;        // at most
 constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
 constexpr int kRows = 256;                    // rows of a block, where K is in pieces
