@@ -54,7 +54,7 @@ def activation_levels(dtype):
     """The largest integer that an activation becomes; None: it stays float32."""
     if FORMATS[dtype][1]:
         return 127
-    return None if _native.isa() in ("avx2", "avx512", "neon") else 127 * 257
+    return 127 * 257
 
 
 def quantized_rows(x, levels):

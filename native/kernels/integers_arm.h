@@ -15,6 +15,12 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
+AS_INLINE int32_t four_bytes(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+
 #if defined(AS_ISA_SVE)
 typedef svint32_t vi AS_SVE_FIXED;
 inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
@@ -27,11 +33,7 @@ template <int Part> inline vi nibbles(vi a) {
   return svreinterpret_s32_u8(Part ? svlsr_n_u8_x(svptrue_b8(), bytes, 4) : svand_n_u8_x(svptrue_b8(), bytes, 15));
 }
 using Four = vi;
-inline Four four_values(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return iset(x);
-}
+inline Four four_values(const void* p) { return iset(four_bytes(p)); }
 inline vi dot(vi acc, vi w, Four a) { return svdot_s32(acc, svreinterpret_s8_s32(w), svreinterpret_s8_s32(a)); }
 #else
 using vi = int32x4_t;
@@ -46,19 +48,11 @@ template <int Part> inline vi nibbles(vi a) {
 }
 #if defined(AS_ISA_DOTPROD)
 using Four = int8x8_t;  // in the first four lanes
-inline Four four_values(const void* p) {
-  uint32_t x;
-  std::memcpy(&x, p, 4);
-  return vcreate_s8(x);
-}
+inline Four four_values(const void* p) { return vcreate_s8((uint32_t)four_bytes(p)); }
 inline vi dot(vi acc, vi w, Four a) { return vdotq_lane_s32(acc, vreinterpretq_s8_s32(w), a, 0); }
 #else
 using Four = int8x16_t;
-inline Four four_values(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return vreinterpretq_s8_s32(iset(x));
-}
+inline Four four_values(const void* p) { return vreinterpretq_s8_s32(iset(four_bytes(p))); }
 inline vi dot(vi acc, vi w, Four a) {
   const int8x16_t b = vreinterpretq_s8_s32(w);
   return vpadalq_s16(acc, vpaddq_s16(vmull_s8(vget_low_s8(b), vget_low_s8(a)), vmull_high_s8(b, a)));
@@ -66,7 +60,8 @@ inline vi dot(vi acc, vi w, Four a) {
 #endif
 #endif
 
-constexpr int kAhead = 2048;  // bytes
+constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
+constexpr int kAhead = 2048;    // bytes
 
 AS_INLINE void prefetch_unit(const char* w) {
   for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(w + kAhead + line);
@@ -131,8 +126,8 @@ struct Nibbles {
         for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
   }
 };
+using WideNibbles = Nibbles;
 
-#if defined(AS_ISA_DOTPROD)
 // n <= W values times factor, rounded to nearest even, zeros behind; n <= W lanes stored as bytes; the sum of all lanes.
 #if defined(AS_ISA_SVE)
 inline vi rounded(const float* x, int n, vf factor) {
@@ -159,32 +154,6 @@ inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
 template <int N> inline vi shift_right(vi a) { return vshrq_n_s32(a, N); }
 template <int N> inline vi shift_left(vi a) { return vshlq_n_s32(a, N); }
 inline int32_t isum(vi a) { return vaddvq_s32(a); }
-#endif
-
-// Values of a row as P planes, and their sums within each group.
-template <int P>
-void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
-  char* values = out + at.values_at;
-  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
-    vi sums[2] = {iset(0), iset(0)};
-    for (int i = k0; i < k0 + w.group_k(g); i += W) {
-      const int n = std::min(W, k0 + w.group_k(g) - i);
-      const vi a = rounded(x + i, n, vset(inverse)), high = P == 1 ? a : shift_right<8>(iadd(a, iset(128)));
-      store_bytes(values + i, high, n);
-      sums[0] = iadd(sums[0], high);
-      if (P == 2) {
-        const vi low = isub(a, shift_left<8>(high));
-        store_bytes(values + at.plane_bytes + i, low, n);
-        sums[1] = iadd(sums[1], low);
-      }
-    }
-    for (int p = 0; p < P; p++) {
-      const int32_t sum = isum(sums[p]);
-      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
-    }
-  }
-  for (int p = 0; p < P; p++) std::memset(values + p * at.plane_bytes + w.k, 0, at.plane_bytes - w.k);
-}
 #endif
 
 }  // namespace
