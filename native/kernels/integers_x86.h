@@ -113,6 +113,7 @@ AS_INLINE void prefetch_unit(const char* w) {
 
 #if defined(AS_ISA_AVX512_VNNI)
 constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
+constexpr int rows_of_tile(int planes) { return MR / planes; }
 
 // acc + four products of u8 weights and s8 activations in every lane
 inline vi dot(vi acc, vi w, vi a) {
@@ -195,33 +196,46 @@ constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q
 constexpr int kUncentredWords = 256;  // of activations * q
 
 #if defined(AS_ISA_AVX512)
-constexpr int kPairRows = 12;
+constexpr int kPairRows = 12, kBlockK = 256;
 #else
-constexpr int kPairRows = 3;
+constexpr int kPairRows = 3, kBlockK = 512;
 #endif
-constexpr int kFewRows = 2 * kPairRows;  // up to which weights are widened in registers
+constexpr int rows_of_tile(int) { return kPairRows; }
 
-// acc + sums of two products. Not the intrinsics: GCC 12 gives the sum another register and copies accumulators about.
-inline vi add_pairs16(vi acc, vi w, vi a) {
-  vi pairs;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(acc), "=&v"(pairs) : "v"(w), "v"(a));
-  return acc;
+// acc[r] += sums of pairs of products of weights and `a`. Not the intrinsics: GCC 12 gives the sums other registers and copies
+// accumulators about. Multiplications first: their ports are then not taken by additions, which any port could do (4 to 5 %).
+template <int R>
+AS_INLINE void add_pairs16(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
+  vi first, x = acc[r][0], y = acc[r][1];
+#if defined(AS_ISA_AVX512)
+  asm("vpmaddwd %3, %4, %2\n\tvpmaddwd %3, %5, %3\n\tvpaddd %2, %0, %0\n\tvpaddd %3, %1, %1" : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
+#else
+  vi second, z = acc[r][2];
+  asm("vpmaddwd %5, %6, %3\n\tvpmaddwd %5, %7, %4\n\tvpmaddwd %5, %8, %5\n\tvpaddd %3, %0, %0\n\tvpaddd %4, %1, %1\n\tvpaddd %5, %2, %2"
+      : "+x"(x), "+x"(y), "+x"(z), "=&x"(first), "=&x"(second), "+x"(a) : "x"(w[0]), "x"(w[1]), "x"(w[2]));
+  acc[r][2] = z;
+#endif
+  acc[r][0] = x, acc[r][1] = y;
 }
-inline vi add_pairs8(vi acc, vi w, vi a) {
-  vi pairs;
-  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(acc), "=&v"(pairs) : "v"(w), "v"(a));
-  return acc;
+template <int R>
+AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
+  vi first, x = acc[r][0], y = acc[r][1];
+#if defined(AS_ISA_AVX512)
+  asm("vpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1" : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
+#else
+  vi second, z = acc[r][2];
+  asm("vpmaddubsw %5, %6, %3\n\tvpmaddubsw %5, %7, %4\n\tvpmaddubsw %5, %8, %5\n\tvpaddw %3, %0, %0\n\tvpaddw %4, %1, %1\n\tvpaddw %5, %2, %2"
+      : "+x"(x), "+x"(y), "+x"(z), "=&x"(first), "=&x"(second), "+x"(a) : "x"(w[0]), "x"(w[1]), "x"(w[2]));
+  acc[r][2] = z;
+#endif
+  acc[r][0] = x, acc[r][1] = y;
 }
 
 // acc += pairs of products of widened weights and the two 16-bit activations at line(r) + at
 template <int R, typename L>
 AS_INLINE void add_pairs(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    const vi values = iset(four_bytes(line(r) + at));
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) acc[r][v] = add_pairs16(acc[r][v], weights[v], values);
-  }
+  for (int r = 0; r < R; r++) add_pairs16(acc, r, weights, iset(four_bytes(line(r) + at)));
 }
 
 // The same from one memory location each time: a value kept for several uses would take registers that accumulators need.
@@ -264,6 +278,7 @@ AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, b
 // 8-bit weights. Activations: 16 bits, of four k in the order 0, 2, 1, 3, as the even and the odd bytes of a lane are unpacked.
 struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4, kWideMiddle = 0;
+  static constexpr int kFewRows = 24;  // up to which weights are widened in registers
   using Value = int16_t;
   using Wide = int16_t;
   template <int R, typename L>
@@ -298,6 +313,7 @@ struct Bytes {
 // 4-bit weights of int4. A lane's 16-bit halves hold, from their lowest bits on, k = 0, 4, 1, 5 and 2, 6, 3, 7.
 struct WideNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 0;
+  static constexpr int kFewRows = 12;
   using Value = int16_t;
   using Wide = int16_t;
   template <int J> static AS_INLINE vi pick(vi raw) { return J == 3 ? shift_right16<12>(raw) : iand(shift_right16<4 * J>(raw), iset(0x000f000f)); }
@@ -337,17 +353,14 @@ struct WideNibbles {
 // 4-bit weights of w4a8: 8-bit activations.
 struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 8;
+  static constexpr int kFewRows = 12;
   static constexpr int kPiece = 32;  // k: eight pairs, as many as 16 bits hold
   using Value = int8_t;
   using Wide = uint8_t;
   template <int R, typename L>
   static AS_INLINE void add_bytes(const vi (&weights)[NV], L&& line, int at, vi (&part)[R][NV]) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const vi values = iset(four_bytes(line(r) + at));
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) part[r][v] = add_pairs8(part[r][v], weights[v], values);
-    }
+    for (int r = 0; r < R; r++) add_pairs8(part, r, weights, iset(four_bytes(line(r) + at)));
   }
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {

@@ -137,46 +137,47 @@ __attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, c
     write_row(total + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column, w.n - column);
 }
 
-#if defined(AS_WORDS)
+#if defined(AS_WORDS) && !defined(AS_ISA_ARM)
 constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
 
-// `count` <= kBlockRows rows from `row` on against one panel. Up to KC k at a time are widened for all of them: of one group, or
-// of several whole ones.
+// `count` <= kBlockRows rows from `row` on against one panel. A block of weights, of several whole groups or a part of one, is
+// widened once for all of them.
 template <typename F, int P>
 void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int count, int panel, const float* bias, float* y, int ldy) {
-  alignas(64) typename F::Wide block[KC * NR];
-  alignas(64) vi kept[kBlockRows * NV];  // sums of a group that goes on in the next block
-  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];
+  alignas(64) typename F::Wide block[kBlockK * NR];
+  alignas(64) vi kept[kBlockRows * NV];  // sums of a group that goes on in the next block,
+  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // of 16-bit activations
   alignas(64) vf totals[kBlockRows * NV];
   std::fill_n(totals, count * NV, vzero());
-  const bool is_long = P == 2 && w.group > kExactWords;
-  if (is_long) std::fill_n(wide, count * NR, 0.0);
-  const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows, most = w.group < KC ? KC / w.group * w.group : KC;
+  const bool cut = w.group > kBlockK;
+  const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows, most = cut ? kBlockK : kBlockK / w.group * w.group;
   const size_t group_bytes = w.group_bytes(w.group), ahead = w.weight_bytes(most) / tiles;
-  for (int g0 = 0, begin = 0, first = 0; first < w.k;) {  // k from `first` on, the group g0 beginning at `begin`
-    const int end = w.group < KC ? std::min(w.k, first + most) : std::min(begin + w.group_k(g0), first + KC);
+  for (int first = 0, end; first < w.k; first = end) {
+    const int g0 = first / w.group, begin = g0 * w.group;
+    end = cut ? std::min(begin + w.group_k(g0), first + most) : std::min(w.k, first + most);
+    const bool begins = first == begin, ends = !cut || end == begin + w.group_k(g0);
     const char* data = w.weights(panel, g0) + w.weight_bytes(first - begin);
-    const char* next = data;
-    for (int k0 = first; k0 < end; k0 += w.group, next += group_bytes) F::widen(next, std::min(w.group, end - k0), block + (k0 - first) * NR);
-    const bool begins = first == begin || (is_long && (first - begin) % kExactWords == 0), ends = w.group < KC || end == begin + w.group_k(g0);
-    const bool folds = is_long && (ends || (end - begin) % kExactWords == 0);
+    for (int k0 = first; k0 < end; k0 += w.group, data += group_bytes) F::widen(data, std::min(w.group, end - k0), block + (k0 - first) * NR);
+    const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
+    if (P == 2 && cut && begins) std::fill_n(wide, count * NR, 0.0);
     for (int r0 = 0; r0 < count; r0 += kPairRows) {
       for (size_t line = 0; line < ahead + 64; line += 64) __builtin_prefetch(next + line, 0, 2);
       next += ahead;
       with_constant<kPairRows>(std::min(kPairRows, count - r0), [&](auto constant) {
         constexpr int R = decltype(constant)::value;
         const Rows<P> rows(at, a, groups, row + r0);
-        vi whole[R * NV], *sums = begins && ends ? whole : kept + r0 * NV;
+        vi* sums = kept + r0 * NV;
+        double* wide_sums = wide + r0 * NR;
         const uint16_t* scales = w.scales(panel, g0);
         for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += group_bytes / sizeof(*scales)) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(block + (k0 - first) * NR, std::min(w.group, end - k0),
-                                  [&](int r) __attribute__((always_inline)) { return values + r * a.stride; }, sums, !begins);
-          if (folds)
-            for (int i = 0; i < R * NV; i++) add_doubles(wide + (r0 * NV + i) * W, sums[i]);
+                                  [&](int r) __attribute__((always_inline)) { return values + r * a.stride; }, sums, P == 1 && !begins);
+          if (P == 2 && cut)
+            for (int i = 0; i < R * NV; i++) add_doubles(wide_sums + i * W, sums[i]);
           if (!ends) return;
-          if (is_long) {
-            add_group<R>(scales, rows, g, [&](int r, int v) { return round_doubles(wide + ((r0 + r) * NV + v) * W, 0); }, totals + r0 * NV);
+          if (P == 2 && cut) {
+            add_group<R>(scales, rows, g, [&](int r, int v) __attribute__((always_inline)) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
           } else {
             add_group<R>(scales, rows, g, [&](int r, int v) __attribute__((always_inline)) {
               const vi sum = sums[r * NV + v];
@@ -186,10 +187,6 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
         }
       });
     }
-    first = end;
-    if (w.group < KC) g0 += most / w.group, begin = end;
-    else if (ends) g0++, begin = end;
-    if (is_long && ends) std::fill_n(wide, count * NR, 0.0);
   }
   const int column = panel * NR;
   const Rows<P> rows(at, a, groups, row);
@@ -201,16 +198,14 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
 template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const PreparedLayout at = prepared(w);
-#if defined(AS_WORDS)
-  constexpr int kRows = kPairRows;
-  if (m > kFewRows) {
+  constexpr int kRows = rows_of_tile(P);
+#if defined(AS_WORDS) && !defined(AS_ISA_ARM)
+  if (m > F::kFewRows) {
     const int blocks = (m + kBlockRows - 1) / kBlockRows, most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
     for (int m0 = 0; m0 < m; m0 += most)
       for (int p = p0; p < p1; p++) many_rows<F, P>(w, at, a, m0, std::min(most, m - m0), p, bias, y, ldy);
     return;
   }
-#else
-  constexpr int kRows = MR / P;
 #endif
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
     for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
