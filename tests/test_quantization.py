@@ -152,7 +152,8 @@ def test_sums_are_exact_at_the_largest_values(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
-@pytest.mark.parametrize("k, group", [(63, 0), (512, 0), (513, 0), (4864, 0), (4866, 512), (1031, 32), (896, 64), (1000, 96), (4864, 256), (130_000, 0)])
+@pytest.mark.parametrize("k, group", [(63, 0), (512, 0), (513, 0), (4864, 0), (4866, 512), (1031, 32), (896, 64), (1000, 96), (4864, 256),
+                                      (130_000, 0)])
 def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
     """Activations of +-32639 and of less, weights of the largest and the least q: sums of a group that are far past 32 bits are
     rounded once, or once a plane where activations are planes of 8 bits; to the bit."""

@@ -127,7 +127,7 @@ struct Nibbles {
 
 #else
 #define AS_WORDS
-constexpr bool kWords = true;  // 16-bit values are multiplied as such
+constexpr bool kWords = true;         // 16-bit values are multiplied as such
 constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) are sure to fit 32 bits,
 constexpr int kUncentredWords = 256;  // of activations * q
 constexpr int rows_of_tile(int) { return 5; }  // 20 accumulators, 4 vectors of weights as loaded, 2 widened, 5 of activations

@@ -1,13 +1,17 @@
 // Integer products of matmul_integer.cpp on x86.
 //
-//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits. 16-bit activations are two rows of it (planes).
-//   without  vpmaddwd adds two products of 16 bits to 32, then vpaddd: an activation of 16 bits takes no more than one of 8, so
-//            int8, int4 and w8a8 are one product, of widened weights. (vpmaddubsw of |w| and sign(a, w) is as many instructions.)
+//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits; 16-bit activations are two rows of it (planes).
+//   without  vpmaddwd adds two products of 16 bits, vpaddd sums those: an activation of 16 bits costs no more than one of 8, so
+//            int8, int4 and w8a8 are one product, of widened weights. (Of 8 bits, vpmaddubsw of |w| and sign(a, w) or of the
+//            weights' nibbles is as many instructions.)
 //            w4a8: vpmaddubsw; a pair is at most 2 * 15 * 127 = 3810, so eight of them fit 16 bits.
 //
-// Without VNNI a tile of few rows widens weights in registers; with many rows a block of them is widened once for all tiles.
-// Products are temporaries between the multiplication and the addition: AVX2's 16 registers hold 3 x 3 accumulators, 3 weights, an
-// activation and one of those.
+// Without VNNI, in multiply-adds to an FMA: 16-bit products take two instructions for 2 FMAs, w4a8 for 4, and additions have more
+// ports than FMAs: at most 2 and 4 where both multiply ports do vpmaddwd (1 and 2 where only one does: Haswell, Zen 2).
+// On Zen 4 additions take multiply ports nevertheless, and a loop of registers alone reaches 1.62 and 3.2.
+//
+// A tile of few rows widens weights in registers; with many rows a block of them is widened once for all tiles. AVX2's
+// 16 registers hold 3 x 3 accumulators, 3 weights, an activation and 2 products.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -50,8 +54,8 @@ inline void add_doubles(double* sums, vi x) {
 }
 inline vf round_doubles(const double* sums, double less) {
   const __m512d minus = _mm512_set1_pd(less);
-  const __m256 low = _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_loadu_pd(sums), minus)), high = _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_loadu_pd(sums + 8), minus));
-  return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+  auto half = [&](const double* p) { return _mm512_cvtpd_ps(_mm512_sub_pd(_mm512_loadu_pd(p), minus)); };
+  return _mm512_insertf32x8(_mm512_castps256_ps512(half(sums)), half(sums + 8), 1);
 }
 #else
 using vi = __m256i;
@@ -94,8 +98,8 @@ inline void add_doubles(double* sums, vi x) {
 }
 inline vf round_doubles(const double* sums, double less) {
   const __m256d minus = _mm256_set1_pd(less);
-  const __m128 low = _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_loadu_pd(sums), minus)), high = _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_loadu_pd(sums + 4), minus));
-  return _mm256_set_m128(high, low);
+  auto half = [&](const double* p) { return _mm256_cvtpd_ps(_mm256_sub_pd(_mm256_loadu_pd(p), minus)); };
+  return _mm256_set_m128(half(sums + 4), half(sums));
 }
 #endif
 
@@ -191,10 +195,12 @@ using WideNibbles = Nibbles;
 
 #else
 #define AS_WORDS
-constexpr bool kWords = true;  // 16-bit values are multiplied as such
+#define AS_WIDENED_BLOCKS
+constexpr bool kWords = true;         // 16-bit values are multiplied as such
 constexpr int kExactWords = 512;      // k whose sums of 16-bit activations * (q - 128) are sure to fit 32 bits,
 constexpr int kUncentredWords = 256;  // of activations * q
 
+// Rows of a tile; k of a block, which has up to 16 and 24 KB of the first level's 32.
 #if defined(AS_ISA_AVX512)
 constexpr int kPairRows = 12, kBlockK = 256;
 #else
@@ -208,7 +214,8 @@ template <int R>
 AS_INLINE void add_pairs16(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
   vi first, x = acc[r][0], y = acc[r][1];
 #if defined(AS_ISA_AVX512)
-  asm("vpmaddwd %3, %4, %2\n\tvpmaddwd %3, %5, %3\n\tvpaddd %2, %0, %0\n\tvpaddd %3, %1, %1" : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
+  asm("vpmaddwd %3, %4, %2\n\tvpmaddwd %3, %5, %3\n\tvpaddd %2, %0, %0\n\tvpaddd %3, %1, %1"
+      : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
 #else
   vi second, z = acc[r][2];
   asm("vpmaddwd %5, %6, %3\n\tvpmaddwd %5, %7, %4\n\tvpmaddwd %5, %8, %5\n\tvpaddd %3, %0, %0\n\tvpaddd %4, %1, %1\n\tvpaddd %5, %2, %2"
@@ -221,7 +228,8 @@ template <int R>
 AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
   vi first, x = acc[r][0], y = acc[r][1];
 #if defined(AS_ISA_AVX512)
-  asm("vpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1" : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
+  asm("vpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1"
+      : "+v"(x), "+v"(y), "=&v"(first), "+v"(a) : "v"(w[0]), "v"(w[1]));
 #else
   vi second, z = acc[r][2];
   asm("vpmaddubsw %5, %6, %3\n\tvpmaddubsw %5, %7, %4\n\tvpmaddubsw %5, %8, %5\n\tvpaddw %3, %0, %0\n\tvpaddw %4, %1, %1\n\tvpaddw %5, %2, %2"
@@ -238,7 +246,7 @@ AS_INLINE void add_pairs(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R]
   for (int r = 0; r < R; r++) add_pairs16(acc, r, weights, iset(four_bytes(line(r) + at)));
 }
 
-// The same from one memory location each time: a value kept for several uses would take registers that accumulators need.
+// p, from which a value is to be loaded anew: kept for its next use it would take registers that accumulators need.
 AS_INLINE const char* reload(const char* p) {
   asm("" : "+r"(p));
   return p;

@@ -1,21 +1,17 @@
-// y = x w^T + bias with quantized weights and integer activations (format.h): w8a8 and w4a8 with per-token int8 activations;
-// with VNNI or sdot int8 and int4 too, with per-token 16-bit activations.
+// y = x w^T + bias with quantized weights and integer activations (format.h): per-token int8 ones in w8a8 and w4a8, per-token
+// 16-bit ones in int8 and int4.
 //
-// A 16-bit activation is two int8 planes, 256 * high + low with low in [-128, 127]: its error is 2^-16 of the row's largest
-// value (rounding to bfloat16 would lose 2^-9 of each value), no weight needs to be converted to float, and planes are just
-// more rows of the same product. At one row, 64 weights take a load and two products instead of four conversions, loads and
-// multiply-adds.
+// 16 bits: an activation's error is 2^-16 of the row's largest value (rounding to bfloat16 would lose 2^-9 of each value), and no
+// weight needs to be converted to float. Where the instruction set multiplies bytes (VNNI, sdot) an activation is two int8 planes,
+// 256 * high + low with low in [-128, 127], planes being just more rows of the same product; elsewhere 16-bit products take it
+// as it is, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
 //
-// Recipe: within a group an exact integer sum of activation * (q - middle) for each plane, so kernels and tilings are free;
-// then sum = 256 * high + low in float32, the group's sum of activations alike; groups in ascending order, total =
-// scale * sum + total and total = offset * (sum of the group's activations) + total, fused; at last total * the row's scale
-// + bias. Nothing saturates:
-//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits.
-//   without  8-bit weights: both widened to 16 bits for vpmaddwd (a pair is at most 2 * 255 * 127). Measured as fast as
-//            vpmaddubsw of |w| and sign(a, w), and AVX-512 has no vpsign.
-//            4-bit weights: vpmaddubsw; a pair is at most 2 * 15 * 127 = 3810, so eight of them fit 16 bits.
-//   Arm      integers_arm.h
-// Weights are used as they lie in memory at any number of rows: they need no block in float32.
+// Recipe: within a group the exact integer sum of activation * (q - middle), so kernels and tilings are free; as a float32 it is
+// 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The same bits while no
+// plane's sum passes 2^24, as in groups of up to 1,032 k; between levels, not within one, sums beyond may differ in the last
+// place.) The group's sum of activations is 256 * high + low everywhere; groups in ascending order, total = scale * sum + total and
+// total = offset * (sum of the group's activations) + total, fused; at last total * the row's scale + bias. Nothing saturates,
+// and of 16-bit products kExactWords k fit 32 bits: longer groups are summed further in float64, exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -94,7 +90,8 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
 
 // R rows of P planes from `row` on against one panel. (Inlined, its registers would be shared with its caller's.)
 template <typename F, int R, int P>
-__attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel, const float* bias, float* y, int ldy) {
+__attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel, const float* bias, float* y,
+                                    int ldy) {
   constexpr int L = kWords ? 1 : P;  // rows of the product to a row of activations
   const int groups = w.groups();
   const Rows<P> rows(at, a, groups, row);
@@ -115,7 +112,8 @@ __attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, c
         spill(acc, part);
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
-      add_group<R>(w.scales(panel, g), rows, g, [&](int r, int v) { return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g)); }, total);
+      add_group<R>(w.scales(panel, g), rows, g,
+                   [&](int r, int v) { return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g)); }, total);
       continue;
     }
 #endif
@@ -137,7 +135,7 @@ __attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, c
     write_row(total + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column, w.n - column);
 }
 
-#if defined(AS_WORDS) && !defined(AS_ISA_ARM)
+#if defined(AS_WIDENED_BLOCKS)
 constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
 
 // `count` <= kBlockRows rows from `row` on against one panel. A block of weights, of several whole groups or a part of one, is
@@ -145,8 +143,8 @@ constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
 template <typename F, int P>
 void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int count, int panel, const float* bias, float* y, int ldy) {
   alignas(64) typename F::Wide block[kBlockK * NR];
-  alignas(64) vi kept[kBlockRows * NV];  // sums of a group that goes on in the next block,
-  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // of 16-bit activations
+  alignas(64) vi kept[kBlockRows * NV];                   // a group's sums, through several blocks
+  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same of 16-bit activations, if there are several
   alignas(64) vf totals[kBlockRows * NV];
   std::fill_n(totals, count * NV, vzero());
   const bool cut = w.group > kBlockK;
@@ -177,7 +175,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
             for (int i = 0; i < R * NV; i++) add_doubles(wide_sums + i * W, sums[i]);
           if (!ends) return;
           if (P == 2 && cut) {
-            add_group<R>(scales, rows, g, [&](int r, int v) __attribute__((always_inline)) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
+            add_group<R>(scales, rows, g, [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
           } else {
             add_group<R>(scales, rows, g, [&](int r, int v) __attribute__((always_inline)) {
               const vi sum = sums[r * NV + v];
@@ -199,7 +197,7 @@ template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const PreparedLayout at = prepared(w);
   constexpr int kRows = rows_of_tile(P);
-#if defined(AS_WORDS) && !defined(AS_ISA_ARM)
+#if defined(AS_WIDENED_BLOCKS)
   if (m > F::kFewRows) {
     const int blocks = (m + kBlockRows - 1) / kBlockRows, most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
     for (int m0 = 0; m0 < m; m0 += most)
