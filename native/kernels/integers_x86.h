@@ -142,7 +142,7 @@ struct Bytes {
       vi raw[NV];
       prefetch_unit(w);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; v++) raw[v] = in_register(iload(w + v * W * 4));
+      for (int v = 0; v < NV; v++) raw[v] = R <= 2 ? in_register(iload(w + v * W * 4)) : iload(w + v * W * 4);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const vi value = iset(four_bytes(line(r) + i));
@@ -170,7 +170,7 @@ struct Nibbles {
       prefetch_unit(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) {
-        const vi raw = in_register(iload(w + v * W * 4));
+        const vi raw = iload(w + v * W * 4);
         low[v] = iand(raw, mask), high[v] = iand(shift_right16<4>(raw), mask);
       }
 #pragma GCC unroll 16

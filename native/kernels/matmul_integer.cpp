@@ -59,22 +59,15 @@ struct Rows {
 // total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations. scales: followed by the offsets
 template <int R, int P, typename Chain>
 AS_INLINE void add_group(const uint16_t* scales, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
-#if defined(AS_WORDS)
-  float sums[R];
-  for (int r = 0; r < R; r++) sums[r] = rows.sum(r, g);
+  vf scale[NV], offset[NV];
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) {
-    const vf scale = vload_bf16(scales + v * W), offset = vload_bf16(scales + NR + v * W);
+  for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) total[r * NV + v] = vfma(offset, vset(sums[r]), vfma(scale, chain(r, v), total[r * NV + v]));
-  }
-#else
   for (int r = 0; r < R; r++) {
     const vf sum = vset(rows.sum(r, g));
-    for (int v = 0; v < NV; v++)
-      total[r * NV + v] = vfma(vload_bf16(scales + NR + v * W), sum, vfma(vload_bf16(scales + v * W), chain(r, v), total[r * NV + v]));
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) total[r * NV + v] = vfma(offset[v], sum, vfma(scale[v], chain(r, v), total[r * NV + v]));
   }
-#endif
 }
 
 // y [columns] = total [NR] * scale (+ bias)
