@@ -18,10 +18,11 @@ class Net:
     """A two-layer model with awkward widths. fused=False: an op that does nothing on one rank stands between any two ops that
     would be computed together."""
 
-    def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True):
+    def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True,
+                 heads: int = HEADS, kv_heads: int = HEADS):
         e = self.executor = _native.Executor(num_threads=threads)
         rng = np.random.default_rng(11)
-        width = 3 * HEADS * HEAD_DIM
+        width = (heads + 2 * kv_heads) * HEAD_DIM
 
         def matrix(n: int, k: int) -> int:
             handle = e.add_matrix(n, k, dtype, group)
@@ -32,7 +33,7 @@ class Net:
             return e.add_vector(rng.normal(size=n).astype(np.float32))
 
         x, y, qkv, context, both, hidden, last, logits = (e.add_tensor(w, r) for w, r in (
-            (HIDDEN, False), (HIDDEN, False), (width, False), (HEADS * HEAD_DIM, False), (2 * inner, False), (inner, False),
+            (HIDDEN, False), (HIDDEN, False), (width, False), (heads * HEAD_DIM, False), (2 * inner, False), (inner, False),
             (HIDDEN, True), (VOCAB, True)))
 
         def op(kind, inputs, outputs, weights=(), between=False, **attributes):
@@ -46,9 +47,10 @@ class Net:
         op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
         for layer in range(LAYERS):
             op("linear", [y], [qkv], [matrix(width, HIDDEN), vector(width)])
-            op("rope", [qkv], [], offset=0, heads=2 * HEADS, head_dim=HEAD_DIM)
-            op("span_attention", [qkv], [context], layer=layer, q_heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, group=1, scale=0.2)
-            op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)])
+            op("rope", [qkv], [], offset=0, heads=heads + kv_heads, head_dim=HEAD_DIM)
+            op("span_attention", [qkv], [context], layer=layer, q_heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM,
+               group=heads // kv_heads, scale=0.2)
+            op("linear", [context], [y], [matrix(HIDDEN, heads * HEAD_DIM)])
             op("add", [x, y], [x], between=True)
             op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
             op("linear", [y], [both], [matrix(2 * inner, HIDDEN), *([vector(2 * inner)] if bias else [])], between=True)
@@ -59,7 +61,7 @@ class Net:
         op("select_rows", [y], [last])
         op("linear", [last], [logits], [head])
         op("sample", [logits], [], vocab_begin=0, vocab_size=VOCAB)
-        e.allocate(512, 2, 512, LAYERS, HEADS, HEAD_DIM, SPAN, 32, "float32")
+        e.allocate(512, 2, 512, LAYERS, kv_heads, HEAD_DIM, SPAN, 32, "float32")
 
     def logits(self, length: int, chunk: int) -> np.ndarray:
         """Of the last of `length` tokens, computed `chunk` at a time."""
@@ -126,3 +128,13 @@ def test_two_ranks_share_their_sums():
             found.append(driver.generate(prompt, 4)[1])
     for one, two in zip(*found):
         assert np.abs(one - two).max() < 1e-4 * one.std()
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(20, 1), (38, 2), (7, 1)])
+def test_prompts_of_any_length_with_more_query_heads_than_a_tile_has_rows(heads, kv_heads):
+    """Attention's tiles go through a prompt in groups; each position must see all of its context whatever shares its group."""
+    net = Net("float32", 0, 384, 1, fused=True, heads=heads, kv_heads=kv_heads)
+    for length in (301, 298, 131):
+        expected = net.logits(length, 1)
+        for chunk in (length, 33):
+            assert net.logits(length, chunk).tobytes() == expected.tobytes(), (length, chunk)

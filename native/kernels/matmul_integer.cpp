@@ -152,7 +152,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
     const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
     if (P == 2 && cut && begins) std::fill_n(wide, count * NR, 0.0);
     for (int r0 = 0; r0 < count; r0 += kPairRows) {
-      for (size_t line = 0; line < ahead + 64; line += 64) __builtin_prefetch(next + line, 0, 2);
+      for (size_t line = 0; line < ahead + 64; line += 64) prefetch_far(next + line);
       next += ahead;
       with_constant<kPairRows>(std::min(kPairRows, count - r0), [&](auto constant) {
         constexpr int R = decltype(constant)::value;
