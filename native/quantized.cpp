@@ -10,7 +10,7 @@ namespace {
 
 // A panel of one row: a plain row but for its groups' heads.
 Packed plain_row(const QuantizedRows& rows) {
-  return layout(1, (int)rows.columns, Rules{1, false, false}, rows.bits == 8 ? Format::w8a8 : Format::w4a8, (int)rows.group);
+  return layout(1, (int)rows.columns, Rules{1, false}, rows.bits == 8 ? Format::w8a8 : Format::w4a8, (int)rows.group);
 }
 
 // Lanes of eight 4-bit values, k and k + 4 in a byte (format.h), into pairs of neighbours.

@@ -42,7 +42,7 @@ the figure:
             step / rate of multiply-adds if that takes longer
   prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of
             w8a8 and w4a8 and of peers that quantize activations
-A model small enough for the CPU's caches may exceed these; so may products of bfloat16 pairs, tiles and 8-bit planes the
+A model small enough for the CPU's caches may exceed these; so may products of bfloat16 pairs, tiles and integers the
 fp32 rate. Compare figures of one run only."""
 
 EPILOG = """\

@@ -4,11 +4,8 @@
 // reading a panel from front to back is reading memory in order and a lane of a vector is an output feature.
 //   float32, bfloat16   [k][panel]
 //   bfloat16 in pairs   [k / 2][panel][2], k padded to 32: as tile products want it (Packed::pairs)
-//   int8                [k][panel] bytes q - 128 of every group
-//   w8a8                [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
-//   w4a8                [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b and, in its upper half, of k = 4 + b
-//   int4                the same of q - 8, as 4-bit two's complement
-//   int8, int4 where integer dot products are used for them too (Rules::wide_integers): as w8a8 and w4a8
+//   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
+//   int4, w4a8          [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b and, in its upper half, of k = 4 + b
 // Quantized panels are a sequence of groups along k, each led by its scales [panel] and offsets [panel] in bfloat16, and
 // padded to whole lanes. A weight is recovered as scale * (q - middle) + offset, middle = 2^(bits - 1): InstantQuant's
 // scale * (q - zero point), written so that both terms are no larger than the group's largest weight.
@@ -29,9 +26,8 @@ AS_INLINE int bits_of(Format f) { return f == Format::f32 ? 32 : f == Format::bf
 
 // What an instruction set's kernels want of the layout.
 struct Rules {
-  int panel;           // rows of a panel
-  bool bf16_pairs;     // bfloat16 in pairs of k; in the cache, of d and of tokens (span_layout.h)
-  bool wide_integers;  // int8 and int4: integer dot products with 16-bit activations, see matmul_integer.cpp
+  int panel;        // rows of a panel
+  bool bf16_pairs;  // bfloat16 in pairs of k; in the cache, of d and of tokens (span_layout.h)
 };
 
 struct Packed {
@@ -40,7 +36,7 @@ struct Packed {
   Format format;
   int group;           // k of a group (the last one may be shorter); k itself for the others
   bool pairs;          // bfloat16 laid out in pairs of k
-  int planes;          // int8 values that make an activation: 1 of 8 bits, 2 of 16; 0: float32 or bfloat16
+  int planes;          // int8 values that make an activation: 1 of 8 bits (w8a8, w4a8), 2 of 16 (int8, int4); 0: it stays a float
   size_t panel_bytes;
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
@@ -53,7 +49,7 @@ struct Packed {
   AS_INLINE char* weights(int p, int g) const { return reinterpret_cast<char*>(scales(p, g) + 2 * panel); }
   AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(uint16_t) * panel + weight_bytes(length); }
   // How many k are padded to a whole.
-  AS_INLINE int unit() const { return pairs ? 32 : bits_of(format) == 4 ? 8 : planes ? 4 : 1; }
+  AS_INLINE int unit() const { return pairs ? 32 : !planes ? 1 : bits_of(format) == 4 ? 8 : 4; }
   AS_INLINE size_t weight_bytes(int length) const { return (size_t)(length + unit() - 1) / unit() * unit() * panel * bits_of(format) / 8; }
 };
 
@@ -61,7 +57,7 @@ struct Packed {
 AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int group_size) {
   const bool quantized = is_quantized(format);
   Packed m{nullptr, n, k, rules.panel, format, group_size && quantized ? std::min(group_size, k) : k, rules.bf16_pairs && format == Format::bf16,
-           format >= Format::w8a8 ? 1 : quantized && rules.wide_integers ? 2 : 0, 0};
+           format >= Format::w8a8 ? 1 : quantized ? 2 : 0, 0};
   const int last = m.groups() - 1;
   m.panel_bytes = quantized ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
   if (quantized) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
@@ -69,9 +65,8 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
 }
 
 // What some formats need of a row of activations, computed once a linear. One row's block:
-//   [planes][groups] sums within each group: of x in float32 (no planes), or of a plane's values in int32
-//   then, for integer activations, float32 scale, and from the next multiple of 64 bytes each plane's values, zero-padded to
-//   whole lines: int8, or int16 for kernels that multiply 16-bit values.
+//   [planes][groups] int32 sums of a plane's values within each group, float32 scale, and from the next multiple of 64 bytes the
+//   values, zero-padded to whole lines: of each plane in int8, or whole ones in int16 for kernels that multiply those.
 // Of bfloat16 in pairs: the row rounded to bfloat16, zero-padded to 32 values.
 struct PreparedLayout {
   size_t scale_at = 0, values_at = 0, plane_bytes = 0, bytes = 0;
@@ -79,11 +74,10 @@ struct PreparedLayout {
 AS_INLINE PreparedLayout prepared_layout(const Packed& m, int value_bytes) {
   auto aligned = [](size_t x) { return (x + 63) / 64 * 64; };
   if (m.pairs) return {0, 0, 0, aligned((size_t)m.k * 2)};
-  if (!is_quantized(m.format)) return {};
+  if (!m.planes) return {};
   const size_t sums = (size_t)m.groups() * 4;
-  if (!m.planes) return {0, 0, 0, aligned(sums)};
   const size_t values_at = aligned(m.planes * sums + 4), plane = aligned(((size_t)m.k + 7) / 8 * 8 * value_bytes);
-  return {m.planes * sums, values_at, plane, values_at + m.planes * plane};
+  return {m.planes * sums, values_at, plane, values_at + (value_bytes == 2 ? 1 : m.planes) * plane};
 }
 
 // Rows of activations: x [m, k] with row stride ldx, and what prepare() made of them, `stride` bytes a row.

@@ -143,10 +143,7 @@ void matmul(const Packed& w, const Activations& a, const float* bias, float* y, 
 #else
   else if (w.format == Format::bf16) matmul_typed<Floats<uint16_t>>(w, a, bias, y, ldy, m, p0, p1);
 #endif
-  else if (w.planes) matmul_integer(w, a, bias, y, ldy, m, p0, p1);
-#if !defined(AS_WIDE_INTEGERS)
-  else matmul_weight_only(w, a, bias, y, ldy, m, p0, p1);
-#endif
+  else matmul_integer(w, a, bias, y, ldy, m, p0, p1);
 }
 
 }  // namespace AS_ISA

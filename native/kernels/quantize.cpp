@@ -204,13 +204,11 @@ void read_row(const Packed& w, long row, float* y) {
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(w.weights(panel, g));
     for (int i = 0; i < w.group_k(g); i++) {
       int q;
-      if (w.unit() == 1) {
-        q = (int8_t)weights[(size_t)i * w.panel + lane];
-      } else if (w.unit() == 4) {
+      if (w.unit() == 4) {
         q = weights[((size_t)(i / 4) * w.panel + lane) * 4 + i % 4] - 128;
       } else {
         const int pair = weights[((size_t)(i / 8) * w.panel + lane) * 4 + i % 4], half = i % 8 < 4 ? pair & 15 : pair >> 4;
-        q = w.planes ? half - 8 : (half ^ 8) - 8;
+        q = half - 8;
       }
       *y++ = scale * (float)q + offset;
     }

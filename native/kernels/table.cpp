@@ -11,11 +11,6 @@ constexpr bool kPairs = true;
 #else
 constexpr bool kPairs = false;
 #endif
-#if defined(AS_WIDE_INTEGERS)
-constexpr bool kWideIntegers = true;
-#else
-constexpr bool kWideIntegers = false;
-#endif
 #if defined(AS_ISA_AMX)
 constexpr auto kMultiplyTiles = multiply_tile_registers;
 #else
@@ -23,7 +18,7 @@ constexpr double (*kMultiplyTiles)(long, bool) = nullptr;
 #endif
 
 const Kernels& kernels() {
-  static const Kernels table = {AS_NAME(AS_ISA), {panel_rows_count, kPairs, kWideIntegers}, matmul, matmul_gated, prepared, prepare, quantize, read_row, rms_norm, silu_mul, add, sum_partials,
+  static const Kernels table = {AS_NAME(AS_ISA), {panel_rows_count, kPairs}, matmul, matmul_gated, prepared, prepare, quantize, read_row, rms_norm, silu_mul, add, sum_partials,
                                 prepare_queries, attend, end_attention, merge, rope, logit_kernels, read_memory, multiply_add, kMultiplyTiles};
   return table;
 }

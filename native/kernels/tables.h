@@ -2,17 +2,11 @@
 #pragma once
 #include "kernels.h"
 
-// Integer dot products are there and good enough for int8 and int4 too: Rules::wide_integers.
-#if defined(AS_ISA_AVX512_VNNI) || defined(AS_ISA_DOTPROD)
-#define AS_WIDE_INTEGERS
-#endif
-
 namespace as {
 namespace AS_ISA {
 
 extern const int panel_rows_count;
 void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
-void matmul_weight_only(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0, int p1);
 PreparedLayout prepared(const Packed& w);
