@@ -152,7 +152,7 @@ class AbstractEngine(ABC):
 
         Nothing has to be switched on: it tells of the minute after the model's first step; from the first step after a
         call, another minute is profiled, for the next call to tell of. The last line is the measured ceilings; the first
-        call in a process measures them, which holds steps up for a second.
+        call in a process measures them, which takes it a second or more: ten milliseconds at a time, between steps.
         """
 
     @abstractmethod
