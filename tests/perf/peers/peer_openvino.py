@@ -26,12 +26,13 @@ def export(job: Job, form: PeerFormat) -> Path:
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
     target = job.work / form.name.replace(" ", "-")
     if not target.exists():
-        options = {"int8": {"load_in_8bit": True},
+        # Without a word of 8 bits, optimum would quantize a model of over 10^9 weights.
+        options = {"16 bit": {"load_in_8bit": False}, "int8": {"load_in_8bit": True},
                    "int4": {"quantization_config": OVWeightQuantizationConfig(bits=4, group_size=64, sym=False)}}
         partial = job.work / "partial"
         shutil.rmtree(partial, ignore_errors=True)
         model = OVModelForCausalLM.from_pretrained(job.checkpoint, export=True, compile=False,
-                                                   **options.get(form.name, {}))
+                                                   **options[form.name])
         model.save_pretrained(partial)
         partial.rename(target)
     return target
