@@ -86,19 +86,24 @@ AttentionTile Executor::prepare_tile(const Op& op, const Tile& tile, char* queri
   return a;
 }
 
-// Partial results: kTileRows maxima, as many sums, then the rows' vectors.
-void Executor::attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, float* partial) const {
+// Where the spans of a tile's block are; how many.
+int Executor::block_spans(int layer, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = slots_[tile.slot].spans;
-  const int end = tile.position + tile.positions, per_block = kBlockTokens / span_size_;
-  const void *spans[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
+  const int first = block * (kBlockTokens / span_size_), tokens = std::min(kBlockTokens, tile.position + tile.positions - block * kBlockTokens);
+  const int count = (tokens + span_size_ - 1) / span_size_;
+  for (int i = 0; i < count; i++) spans[i] = span_address(layer, slot_spans[first + i], tile.kv_head);
+  return count;
+}
+
+// Partial results: kTileRows maxima, as many sums, then the rows' vectors. Prefetches `next_block` of `next` if `cold`.
+void Executor::attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, const Tile& next, int next_block,
+                            float* partial) const {
+  const void *spans[kBlockTokens / kKeyGroup], *ahead[kBlockTokens / kKeyGroup];
   a.begin = block * kBlockTokens;
-  a.tokens = std::min(kBlockTokens, end - a.begin);
-  for (int i = 0; i * span_size_ < a.tokens; i++) {
-    const int s = block * per_block + i, following = s + per_block;
-    spans[i] = span_address(op.layer, slot_spans[s], tile.kv_head);
-    next[i] = following * span_size_ < end ? span_address(op.layer, slot_spans[following], tile.kv_head) : spans[i];
-  }
-  a.spans = spans, a.next = next, a.cold = cold;
+  a.tokens = std::min(kBlockTokens, tile.position + tile.positions - a.begin);
+  const int count = block_spans(op.layer, tile, block, spans);
+  for (int i = block_spans(op.layer, next, next_block, ahead); i < count; i++) ahead[i] = spans[i];
+  a.spans = spans, a.next = ahead, a.cold = cold;
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
   k_.attend(a);
 }
@@ -148,11 +153,12 @@ void Executor::attend_groups(const Op& op, int thread) {
       prepared[i] = prepare_tile(op, tiles[i], queries + i * query_bytes(layout_));
       clear(results + i * floats, floats);
     }
-    for (int b = 0; b < tiles[group.count - 1].blocks; b++) {
+    const Tile& longest = tiles[group.count - 1];
+    for (int b = 0; b < longest.blocks; b++) {
       bool cold = true;
       for (int i = 0; i < group.count; i++) {
         if (b >= tiles[i].blocks) continue;
-        attend_block(op, prepared[i], tiles[i], b, cold, partial);
+        attend_block(op, prepared[i], tiles[i], b, cold, longest, std::min(b + 1, longest.blocks - 1), partial);
         merge_block(tiles[i], b, 0, tiles[i].rows(), partial, results + i * floats);
         cold = false;
       }
@@ -171,7 +177,8 @@ void Executor::attend_split(const Op& op, int thread) {
   for (int p = p0; p < p1; p++) {
     const auto [t, block] = pairs_[p];
     if (p == p0 || t != pairs_[p - 1].first) prepared = prepare_tile(op, tiles_[t], queries);
-    attend_block(op, prepared, tiles_[t], block, true, partials_.as<float>() + p * floats);
+    const auto [next, next_block] = pairs_[std::min(p + 1, p1 - 1)];
+    attend_block(op, prepared, tiles_[t], block, true, tiles_[next], next_block, partials_.as<float>() + p * floats);
   }
   k_.end_attention();
   if (!pool_.barrier()) return;

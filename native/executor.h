@@ -169,7 +169,9 @@ class Executor {
   void span_attention(const Op& op, int thread);
   void write_cache(const Op& op, int thread);
   AttentionTile prepare_tile(const Op& op, const Tile& tile, char* queries) const;
-  void attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, float* partial) const;
+  int block_spans(int layer, const Tile& tile, int block, const void** spans) const;
+  void attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, const Tile& next, int next_block,
+                    float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
   void finish_rows(const Op& op, const Tile& tile, int row0, int row1, const float* result) const;
   void attend_groups(const Op& op, int thread);

@@ -39,6 +39,16 @@ inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
 inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
 inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2^t for t >= -126 (error 1.4e-7): 2^floor(t) times a polynomial of the rest, 0 <= r < 1, that is 1 at 0. A NaN passes.
+inline vf vexp2(vf t) {
+  const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  vf p = vfma(vset(0.0018671313300728798f), r, vset(0.009017027914524078f));
+  p = vfma(p, r, vset(0.05579991638660431f));
+  p = vfma(p, r, vset(0.24016444385051727f));
+  p = vfma(p, r, vset(0.6931512951850891f));
+  p = vfma(p, r, vset(1.0f));
+  return _mm512_scalef_ps(p, t);  // takes the floor of t
+}
 // a * 2^n, n integral in [-126, 127]
 inline vf vscale2(vf a, vf n) {
   return _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)));

@@ -135,7 +135,8 @@ def test_silu_mul(n):
     wide = gate.astype(np.float64)
     expected = wide / (1 + np.exp(np.minimum(-wide, 700))) * up
     got = _native.kernels.silu_mul(gate, up)
-    assert np.all(np.isfinite(got)) and np.allclose(got, expected, rtol=2e-6, atol=1e-30)
+    allowed = 1e-6 + 2.0**-24 * np.abs(wide)  # the exponent is rounded once before e^x is taken
+    assert np.all(np.isfinite(got)) and np.all(np.abs(got - expected) <= allowed * np.abs(expected) + 1e-30)
 
 
 @pytest.mark.parametrize("half", [1, 3, 16, 17, 64])

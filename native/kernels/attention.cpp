@@ -6,8 +6,8 @@
 // rows see. Keys are stored by groups of 16 tokens (span_layout.h): a lane is a token and no score needs a horizontal sum.
 // Blocks are merged in ascending order (Milakov and Gimelshein, 2018).
 //
-// Spans are too short for the processor's own prefetching to get going: while keys are read the same tokens' values are
-// prefetched, while values are read the keys of the next block.
+// Spans are too short for the processor's own prefetching to get going: while a block is read the next one is prefetched, line by
+// line as this one's lines are used (all at once, they fill the queues and nothing runs beside them: half the rate).
 //
 //   float32, bfloat16   (bfloat16 in pairs: attention_bf16.cpp) score = one chain of fused multiply-adds over the head dimension, times scale.
 //   int8, uint4         the query, once a tile, is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of 8-bit keys)
@@ -50,16 +50,9 @@ inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 inline void store_rounded(int16_t* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a))); }
 inline float lane_sum(vf a) { return _mm512_reduce_add_ps(a); }
 inline float lane_max(vf a) { return _mm512_reduce_max_ps(a); }
-// e^x for x <= 0, 0 below -87.3: 2^n times a polynomial of 2^r for |r| <= 1/2 (error 1.1e-7). vexp() in half the instructions,
-// for what follows is rounded to 16 bits.
+// e^x for x <= 0, 0 below -87.3. vexp() in half the instructions, for what follows is rounded to 16 bits.
 inline vf exponential(vf x) {
-  const vf t = vmul(x, vset(1.44269504088896341f)), n = vround(t), r = vsub(t, n);
-  vf p = vfma(vset(0.001326472032815218f), r, vset(0.009671512991189957f));
-  p = vfma(p, r, vset(0.05550733953714371f));
-  p = vfma(p, r, vset(0.24022242426872253f));
-  p = vfma(p, r, vset(0.6931470036506653f));
-  p = vfma(p, r, vset(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ), p, n);
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ), vexp2(vmul(x, vset(1.44269504088896341f))));
 }
 inline vi add_pairs(vi acc, vi k, vi q) {
 #if defined(AS_ISA_AVX512_VNNI)
@@ -201,7 +194,7 @@ inline void scores_floats(const char* keys, const char* ahead, const AttentionTi
   for (int d = 0; d < a.layout->head_dim; d++) {
     vf k[KV];
     for (int v = 0; v < KV; v++) k[v] = C::keys(keys + d * C::row, v);
-    __builtin_prefetch(ahead + d * C::row);
+    prefetch_far(ahead + d * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const vf x = vset(a.q[r0 + r][d]);
@@ -227,7 +220,7 @@ inline void scores_integers(const char* const (&keys)[QG], const char* const (&a
     vi k[G * KV];
 #pragma GCC unroll 4
     for (int v = 0; v < G * KV; v++) k[v] = C::pairs(keys[v / KV] + p * C::row, v % KV);
-    for (int g = 0; g < G; g++) __builtin_prefetch(ahead[g] + p * C::row);
+    for (int g = 0; g < G; g++) prefetch_far(ahead[g] + p * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       int32_t pair;
@@ -248,6 +241,18 @@ inline void scores_integers(const char* const (&keys)[QG], const char* const (&a
   }
 }
 
+struct Block {
+  const char *keys, *values;
+  const float* scales;
+};
+// A token's group of keys and value; the four runs of scales from there. spans: the tile's, or the next block's.
+Block block_at(const SpanLayout& s, const void* const* spans, int token) {
+  const char* span = static_cast<const char*>(spans[token / s.span_size]);
+  const int t = token % s.span_size;
+  return {span + t / kKeyGroup * s.group_bytes, span + s.value_offset + t * s.value_bytes,
+          reinterpret_cast<const float*>(span + s.scale_offset) + t};
+}
+
 // out[r][0 .. V * W) = sum over tokens of p[r][token] * values[token], continuing the chain in `out`.
 template <int R, typename C, int... V>
 inline void weigh(std::integer_sequence<int, V...>, const char* values, const char* ahead, size_t stride, int padded_dim, const float* p, int tokens,
@@ -258,7 +263,7 @@ inline void weigh(std::integer_sequence<int, V...>, const char* values, const ch
     for (int v = 0; v < N; v++) acc[r][v] = vload(out + (size_t)r * padded_dim + v * W);
   for (int t = 0; t < tokens; t++) {
     const vf x[N] = {C::template value<V>(values + t * stride)...};
-    for (size_t line = 0; line < N * W * C::bits / 8; line += 64) __builtin_prefetch(ahead + t * stride + line);
+    for (size_t line = 0; line < N * W * C::bits / 8; line += 64) prefetch_far(ahead + t * stride + line);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const vf a = vset(p[r * kBlockTokens + t]);
@@ -281,14 +286,14 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) acc[r][v] = izero();
   for (int t = 0; t < a.tokens; t += s.span_size) {
-    const char* values = static_cast<const char*>(a.spans[t / s.span_size]) + s.value_offset + at;
-    const char* ahead = r0 ? values : static_cast<const char*>(a.next[t / s.span_size]) + at;
+    const char* values = block_at(s, a.spans, t).values + at;
+    const char* ahead = r0 ? values : block_at(s, a.next, t).values + at;
     const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // an odd one's other half has weight 0
     for (int p = 0; p < pairs; p++, values += stride, ahead += stride) {
       vi x[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) x[v] = C::pairs(values, v);
-      for (size_t line = 0; line < V * C::vector_bytes; line += 64) __builtin_prefetch(ahead + line);
+      for (size_t line = 0; line < V * C::vector_bytes; line += 64) prefetch_far(ahead + line);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         int32_t pair;
@@ -322,29 +327,16 @@ inline float exponentials(float* row, int limit, int padded, float* maximum) {
   return vsum(sum);
 }
 
-struct Block {
-  const char *keys, *values;
-  const float* scales;
-};
-// A token's group of keys and value; the four runs of scales from there.
-Block block_at(const AttentionTile& a, int token) {
-  const SpanLayout& s = *a.layout;
-  const char* span = static_cast<const char*>(a.spans[token / s.span_size]);
-  const int t = token % s.span_size;
-  return {span + t / kKeyGroup * s.group_bytes, span + s.value_offset + t * s.value_bytes,
-          reinterpret_cast<const float*>(span + s.scale_offset) + t};
-}
-
 template <typename C>
 void attend_floats(const AttentionTile& a) {
   const SpanLayout& s = *a.layout;
   alignas(64) float p[kTileRows * kBlockTokens];
   const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, blocks = s.padded_dim / 16;
   for (int t = 0; t < padded; t += kKeyGroup) {
-    const Block at = block_at(a, t);
+    const Block at = block_at(s, a.spans, t), ahead = block_at(s, a.next, t);
     for (int r = 0; r < a.rows; r += QR)
       with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
-        scores_floats<rows, C>(at.keys, r ? at.keys : at.values, a, r, p + r * kBlockTokens + t);
+        scores_floats<rows, C>(at.keys, r ? at.keys : ahead.keys, a, r, p + r * kBlockTokens + t);
       });
   }
   for (int r = 0; r < a.rows; r++) {
@@ -353,13 +345,13 @@ void attend_floats(const AttentionTile& a) {
   }
   constexpr int B = OV * W / 16;  // blocks of 16 values of an output tile
   for (int t = 0; t < a.tokens; t += s.span_size) {
-    const char* values = static_cast<const char*>(a.spans[t / s.span_size]) + s.value_offset;
+    const char *values = block_at(s, a.spans, t).values, *next_values = block_at(s, a.next, t).values;
     const int tokens = std::min(s.span_size, a.tokens - t);
     for (int r = 0; r < a.rows; r += OR)
       with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
         const float* weights = p + r * kBlockTokens + t;
         float* out = a.out + (size_t)r * s.padded_dim;
-        const char* ahead = r ? values : static_cast<const char*>(a.next[t / s.span_size]);
+        const char* ahead = r ? values : next_values;
         const size_t block_bytes = 2 * C::bits;
         int b = 0;
         for (; b + B <= blocks; b += B)
@@ -383,18 +375,19 @@ void attend_integers(const AttentionTile& a) {
   const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, vectors = s.padded_dim / W;
   for (int t = 0; t < padded; t += QG * kKeyGroup) {
     const int groups = std::min(QG, (padded - t) / kKeyGroup);
-    const char *keys[QG], *values[QG];
+    const char *keys[QG], *ahead[QG];
     const float* scales[QG];
     for (int g = 0; g < groups; g++) {
-      const Block at = block_at(a, t + g * kKeyGroup);
-      keys[g] = at.keys, values[g] = at.values, scales[g] = at.scales;
+      const Block at = block_at(s, a.spans, t + g * kKeyGroup), next = block_at(s, a.next, t + g * kKeyGroup);
+      keys[g] = at.keys, ahead[g] = next.keys, scales[g] = at.scales;
+      for (int run = 0; run < 4; run++) prefetch_far(next.scales + run * s.span_size);
       std::copy_n(at.scales + 2 * s.span_size, kKeyGroup, scale + t + g * kKeyGroup);
       std::copy_n(at.scales + 3 * s.span_size, kKeyGroup, minimum + t + g * kKeyGroup);
     }
     for (int r = 0; r < a.rows; r += QR)
       with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
         with_constant<QG>(groups, [&](auto count) {
-          scores_integers<rows, count, C>(keys, r ? keys : values, queries, r, (s.head_dim + 1) / 2, scales, s.span_size, p + r * kBlockTokens + t);
+          scores_integers<rows, count, C>(keys, r ? keys : ahead, queries, r, (s.head_dim + 1) / 2, scales, s.span_size, p + r * kBlockTokens + t);
         });
       });
   }

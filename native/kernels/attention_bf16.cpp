@@ -40,16 +40,16 @@ AS_INLINE vf multiply_pairs(vf sum, __m512i a, __m512i b) {
 // The first n of 16 lanes.
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
 
-// e^(x - top), factor = log2(e) * scale: 2^n times a polynomial of 2^r for |r| <= 1/2 that is 1 at 0 (error 2.9e-6, a
+// e^(x - top), factor = log2(e) * scale: 2^n times a polynomial of 2^r for 0 <= r < 1 that is 1 at 0 (error 2.9e-6, a
 // thousandth of rounding to bfloat16). Not below 2^-125, so that no denormal numbers arise.
 AS_INLINE vf weight(vf x, vf top, vf factor) {
   const vf t = vmax(vset(-125.0f), vmul(vsub(x, top), factor));  // in this order a NaN passes
-  const vf n = vround(t), r = vsub(t, n);
-  vf p = vfma(vset(0.009582853876054287f), r, vset(0.055906426161527634f));
-  p = vfma(p, r, vset(0.24024099111557007f));
-  p = vfma(p, r, vset(0.6931241750717163f));
+  const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  vf p = vfma(vset(0.013426706709501801f), r, vset(0.05224243820153787f));
+  p = vfma(p, r, vset(0.24128022159352805f));
+  p = vfma(p, r, vset(0.6930448427766488f));
   p = vfma(p, r, vset(1.0f));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_scalef_ps(p, t);  // takes the floor of t
 }
 
 // Scores, not scaled yet, to weights; maxima and sums.
@@ -88,19 +88,13 @@ void soften(const AttentionTile& a, const Scores& scores, Weights& weights) {
   }
 }
 
-const char* keys_of(const AttentionTile& a, int token) {
-  const SpanLayout& s = *a.layout;
-  return static_cast<const char*>(a.spans[token / s.span_size]) + token % s.span_size / kKeyGroup * s.group_bytes;
+// Where a token's group of keys and its value are; spans: the tile's, or those of the next block, which is prefetched while the
+// same tokens of this one are worked on.
+const char* keys_of(const SpanLayout& s, const void* const* spans, int token) {
+  return static_cast<const char*>(spans[token / s.span_size]) + token % s.span_size / kKeyGroup * s.group_bytes;
 }
-// Where the same token's value is.
-const char* value_of(const AttentionTile& a, int token) {
-  const SpanLayout& s = *a.layout;
-  return static_cast<const char*>(a.spans[token / s.span_size]) + s.value_offset + token % s.span_size * s.value_bytes;
-}
-// What to prefetch while the values from there are read: the keys that lie at the same place of the next block.
-const char* ahead_of(const AttentionTile& a, int token) {
-  const SpanLayout& s = *a.layout;
-  return static_cast<const char*>(a.next[token / s.span_size]) + token % s.span_size * s.value_bytes;
+const char* value_of(const SpanLayout& s, const void* const* spans, int token) {
+  return static_cast<const char*>(spans[token / s.span_size]) + s.value_offset + token % s.span_size * s.value_bytes;
 }
 
 AS_INLINE __m512i lower_half(__m512i pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff)); }
@@ -122,7 +116,7 @@ constexpr int kColumnTiles = 4;
 
 AS_INLINE void prefetch_tile(const char* p, long stride) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) __builtin_prefetch(p + i * stride);
+  for (int i = 0; i < 16; i++) prefetch_far(p + i * stride);
 }
 
 template <int N, int I = 0> AS_INLINE void zero_tiles() {
@@ -145,13 +139,13 @@ template <int N>
 void score_tiles(const AttentionTile& a, int token, float* out) {
   const SpanLayout& s = *a.layout;
   const char *keys[N], *ahead[N];
-  for (int i = 0; i < N; i++) keys[i] = keys_of(a, token + i * kKeyGroup), ahead[i] = value_of(a, token + i * kKeyGroup);
+  for (int i = 0; i < N; i++) keys[i] = keys_of(s, a.spans, token + i * kKeyGroup), ahead[i] = keys_of(s, a.next, token + i * kKeyGroup);
   zero_tiles<N>();
   for (int d = 0; d < s.key_dim; d += kStep) {
     const size_t at = (size_t)d / kStep * 1024;
     tile_load<4>(a.prepared + d * 2, s.key_dim * 2);
     step_tiles<N>([&](int i) { return keys[i] + at; }, 64);
-    if (a.cold && at < s.value_bytes * kKeyGroup)
+    if (a.cold)
       for (int i = 0; i < N; i++) prefetch_tile(ahead[i] + at, 64);
   }
   store_tiles<N>(out, kBlockTokens * sizeof(float));
@@ -167,14 +161,14 @@ void weigh_tiles(const AttentionTile& a, const Weights& weights, int first) {
   for (int t = 0; t < a.tokens; t += kStep) {
     tile_load<4>(weights[0] + t, kBlockTokens * 2);
     if (s.span_size >= kStep && t + kStep <= a.tokens) {
-      const char* values = value_of(a, t) + first * 64;
+      const char* values = value_of(s, a.spans, t) + first * 64;
       step_tiles<N>([&](int i) { return values + i * 64; }, stride);
     } else {  // spans of 16, or the last tokens
       for (int p = 0; p < 16; p++) {
         const int token = t + 2 * p;
         for (int i = 0; i < N; i++) {
           __m512i x = _mm512_setzero_si512();
-          if (token < a.tokens) x = _mm512_loadu_si512(value_of(a, token) + (first + i) * 64);
+          if (token < a.tokens) x = _mm512_loadu_si512(value_of(s, a.spans, token) + (first + i) * 64);
           if (token + 1 == a.tokens) x = lower_half(x);
           _mm512_store_si512(copy + (p * N + i) * 64, x);
         }
@@ -183,7 +177,7 @@ void weigh_tiles(const AttentionTile& a, const Weights& weights, int first) {
     }
     if (a.cold)
       for (int p = 0; p < kStep / 2 && t + 2 * p < a.tokens; p++)
-        for (int i = 0; i < N; i++) __builtin_prefetch(ahead_of(a, t + 2 * p) + (first + i) * 64);
+        for (int i = 0; i < N; i++) prefetch_far(value_of(s, a.next, t + 2 * p) + (first + i) * 64);
   }
   store_tiles<N>(a.out + first * 16, s.padded_dim * sizeof(float));
 }
@@ -212,11 +206,12 @@ constexpr int kRows = 8;
 // out [R][16 G]: scores of rows [r0, r0 + R) with G groups of keys.
 template <int R, int G, bool kCold>
 void score_rows(const AttentionTile& a, int r0, int token, float* out) {
-  const int pairs = (a.layout->head_dim + 1) / 2;
-  const size_t stride = a.layout->key_dim * 2;
+  const SpanLayout& s = *a.layout;
+  const int pairs = (s.head_dim + 1) / 2;
+  const size_t stride = s.key_dim * 2;
   const char* queries = a.prepared + r0 * stride;
   const char *keys[G], *ahead[G];
-  for (int g = 0; g < G; g++) keys[g] = keys_of(a, token + g * kKeyGroup), ahead[g] = value_of(a, token + g * kKeyGroup);
+  for (int g = 0; g < G; g++) keys[g] = keys_of(s, a.spans, token + g * kKeyGroup), ahead[g] = keys_of(s, a.next, token + g * kKeyGroup);
   vf sum[R][G];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -227,7 +222,7 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) {
       k[g] = _mm512_loadu_si512(keys[g] + p * 64);
-      if (kCold) __builtin_prefetch(ahead[g] + p * 64);
+      if (kCold) prefetch_far(ahead[g] + p * 64);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -264,14 +259,14 @@ void weigh_rows(const AttentionTile& a, const Weights& weights, int r0, int firs
     for (int v = 0; v < V; v++) sum[r][v] = vzero();
   __m512i x[V];
   for (int t = 0; t < a.tokens; t += s.span_size) {
-    const char *values = value_of(a, t) + first * 64, *ahead = ahead_of(a, t) + first * 64;
+    const char *values = value_of(s, a.spans, t) + first * 64, *ahead = value_of(s, a.next, t) + first * 64;
     const uint16_t* w = weights[r0] + t;
     const int tokens = std::min(s.span_size, a.tokens - t);
     for (int p = 0; p < tokens / 2; p++, values += stride, ahead += stride, w += 2) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) {
         x[v] = _mm512_loadu_si512(values + v * 64);
-        if (kCold) __builtin_prefetch(ahead + v * 64);
+        if (kCold) prefetch_far(ahead + v * 64);
       }
       weigh_pair<R, V>(x, w, sum);
     }

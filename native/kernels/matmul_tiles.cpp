@@ -155,6 +155,11 @@ void stream(const char* a, long lda, long second, const char* b, int steps, char
 constexpr int kKept = std::max(kGroup * kRows, 4 * kStay);  // rows of accumulators: two pairs of panels, or a group
 alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
+// Rows of the output that are fetched before they are written to. Every line of it is another one, and a write that has to wait
+// for its line holds one of the 16 buffers that the tiles' lines come through: with 4 bytes an output and K = 896 half of the
+// time went there (one thread; 16: a fifth).
+constexpr int kRowsAhead = 16;
+
 // Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
 template <int Parts, typename Finish>
 class Waiting {
@@ -179,6 +184,7 @@ class Waiting {
 
  private:
   AS_INLINE void next() {
+    finish_.fetch(row_ + done_ + kRowsAhead);
     if constexpr (Parts == 1) finish_.row(row_ + done_, sums_[0] + done_ * NR);
     else finish_.row(row_ + done_, sums_[0] + done_ * NR, sums_[1] + done_ * NR);
     done_++;
@@ -347,6 +353,10 @@ struct Results {
   const Packed& w;
   float* y;
   int ldy;
+  AS_INLINE void fetch(int p, int row) const {
+    const float* out = y + (size_t)row * ldy + p * NR;
+    for (int v = 0; v < NV; v++) prefetch_far(out + v * W);
+  }
   AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
     float* out = y + (size_t)row * ldy + p * NR;
     const int columns = w.n - p * NR;
@@ -420,6 +430,7 @@ struct Plain {
   Results results;
   int p = 0;
   void begin(int panel) { make.begin(p = panel); }
+  AS_INLINE void fetch(int row) const { results.fetch(p, row); }
   AS_INLINE void row(int row, const float* sums) const {
     vf value[NV];
     make(row, sums, value);
@@ -434,6 +445,10 @@ struct Gated {
   const GatedOutput& out;
   int half, p = 0;
   void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
+  AS_INLINE void fetch(int row) const {
+    if (out.rounded) return prefetch_far(out.rounded + row * out.rounded_stride + p * NR * 2);
+    for (int v = 0; v < NV; v++) prefetch_far(out.y + (size_t)row * out.ldy + p * NR + v * W);
+  }
   AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
     vf g[NV], u[NV];
     gate(row, gate_sums, g), up(row, up_sums, u);

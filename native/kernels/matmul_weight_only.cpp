@@ -23,8 +23,6 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-constexpr int kPrefetch = 2048;  // bytes ahead
-
 // A format's weights: kUnit k are loaded as one Raw of W lanes, of which value<J>() gives the J-th k as floats q - middle.
 struct Int8 {
   static constexpr int kUnit = 1, kBytes = W;  // bytes of one Raw
@@ -78,7 +76,7 @@ AS_INLINE void chain(const char* const (&w)[P], int k, const float* x, int ldx, 
     typename F::Raw raw[P * NV];
     for (int p = 0; p < P; p++) {
       const char* at = w[p] + (size_t)(i / F::kUnit) * NV * F::kBytes;
-      __builtin_prefetch(at + kPrefetch);
+      prefetch_far(at + kStreamAhead);
       for (int v = 0; v < NV; v++) raw[p * NV + v] = F::load(at + v * F::kBytes);
     }
     unroll([&](auto j) __attribute__((always_inline)) {
