@@ -42,7 +42,8 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     assert ops["linear", "lm_head"].operations == 2 * hidden * net.vocab_size      # of the one row that samples
     attention = ops["span_attention", ""]
     assert attention.operations == net.num_layers * 4 * heads * rows * (rows + 1) / 2
-    # Norms within layers are computed together with the sum before, but for the first; the last comes after select_rows.
+    # Norms within layers are computed together with the sum before, but for the first; the last comes after
+    # select_rows.
     both = ops["add+rms_norm", ""]
     assert ops["rms_norm", ""].count == 2 and ops["add", ""].count == 1 and both.count == 2 * net.num_layers - 1
     assert both.bytes == both.count * 4 * rows * 4 * hidden and both.operations == both.count * rows * 5 * hidden
@@ -104,5 +105,7 @@ def test_ceilings_are_measured_in_slices(runner, nothing_measured):
     found, native = runner.profile().ceilings, native_library()
     bandwidth, rate = native.measure_ceilings(runner._pinned(), 1, 3, 256)
     whole = (bandwidth, rate, native.measure_integer_rate(runner._pinned(), 1, 3))
-    for part, figure in zip((found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole):
+    for part, figure in zip(
+        (found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole
+    ):
         assert figure / 3 <= part <= 3 * figure         # the same thing, on a machine with other work

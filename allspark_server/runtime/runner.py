@@ -61,8 +61,8 @@ def memory_errors(purpose: str) -> Iterator[None]:
 class ModelRunner:
     """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
 
-    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a quantized
-    cache_mode comes before it.
+    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a
+    quantized cache_mode comes before it.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
@@ -131,7 +131,8 @@ class ModelRunner:
         return self._executor.step(plan, want_logits)
 
     def measure_ceilings(self) -> bool:
-        """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all done."""
+        """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
+        done."""
         self._loaded()
         return self._meter.measure()
 

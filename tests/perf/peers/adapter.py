@@ -112,8 +112,10 @@ def main(packages: dict[str, str], formats: list[PeerFormat],
     options = parser.parse_args()
     missing = {module: name for module, name in packages.items() if not _importable(module)}
     if missing:
-        sys.exit(f"missing: {', '.join(missing)}; {shlex.join([sys.executable, '-m', 'pip', 'install', *missing.values()])} "
-                 f"({Path(sys.argv[0]).name} begins with what it needs)")
+        sys.exit(
+            f"missing: {', '.join(missing)}; {shlex.join([sys.executable, '-m', 'pip', 'install', *missing.values()])} "
+            f"({Path(sys.argv[0]).name} begins with what it needs)"
+        )
     if options.probe:
         print(", ".join(_version(module, name) for module, name in packages.items()))
         return

@@ -1,8 +1,9 @@
 """OpenVINO. Needs: torch, "optimum-intel[openvino]"; no torchvision other than one built with that torch.
 
-The graph is cut before the language-model head, so that a prompt's prefill computes the logits of its last token only, as
-OpenVINO GenAI does (and this engine, and llama.cpp).
+The graph is cut before the language-model head, so that a prompt's prefill computes the logits of its last token only,
+as OpenVINO GenAI does (and this engine, and llama.cpp).
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -13,9 +14,9 @@ from typing import Iterator
 import numpy as np
 from adapter import Job, PeerFormat, Stepper, main
 
-# int8 and int4 weights with OpenVINO's settings as they come: activations are quantized too, 32 values at a time (dynamic
-# quantization). int4: 64 weights share a 16-bit scale and a 4-bit offset; embedding and head, which is often the same
-# matrix, stay 8-bit.
+# int8 and int4 weights with OpenVINO's settings as they come: activations are quantized too, 32 values at a time
+# (dynamic quantization). int4: 64 weights share a 16-bit scale and a 4-bit offset; embedding and head, which is often
+# the same matrix, stay 8-bit.
 FORMATS = [PeerFormat("16 bit", 16, ("bfloat16",)), PeerFormat("int8", 8, ("int8", "w8a8"), True),
            PeerFormat("int4", 4.4, ("int4", "w4a8"), True)]
 STORED = {"u4": 4, "i4": 4, "u8": 8, "i8": 8, "bf16": 16, "f16": 16, "f32": 32}    # bits
