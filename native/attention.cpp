@@ -49,7 +49,8 @@ void Executor::make_tiles(const Plan& plan) {
   const int most = std::min(kGroupTiles, std::max(1, (int)tiles_.size() / (8 * pool_.size())));  // some groups for each thread
   for (int t = 0; t < (int)tiles_.size(); t++) {
     const Tile& tile = tiles_[t];
-    const bool joins = !groups_.empty() && groups_.back().count < most && tiles_[t - 1].slot == tile.slot && tiles_[t - 1].kv_head == tile.kv_head;
+    // Later positions of the same heads: so a group's last tile sees most.
+    const bool joins = !groups_.empty() && groups_.back().count < most && tiles_[t - 1].slot == tile.slot && tiles_[t - 1].head0 == tile.head0;
     if (joins) groups_.back().count++;
     else groups_.push_back({t, 1});
   }
@@ -89,23 +90,26 @@ AttentionTile Executor::prepare_tile(const Op& op, const Tile& tile, char* queri
 // Where the spans of a tile's block are; how many.
 int Executor::block_spans(int layer, const Tile& tile, int block, const void** spans) const {
   const std::vector<int32_t>& slot_spans = slots_[tile.slot].spans;
-  const int first = block * (kBlockTokens / span_size_), tokens = std::min(kBlockTokens, tile.position + tile.positions - block * kBlockTokens);
+  const int first = block * (kBlockTokens / span_size_), tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
   const int count = (tokens + span_size_ - 1) / span_size_;
   for (int i = 0; i < count; i++) spans[i] = span_address(layer, slot_spans[first + i], tile.kv_head);
   return count;
 }
 
-// Partial results: kTileRows maxima, as many sums, then the rows' vectors. Prefetches `next_block` of `next` if `cold`.
-void Executor::attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, const Tile& next, int next_block,
-                            float* partial) const {
-  const void *spans[kBlockTokens / kKeyGroup], *ahead[kBlockTokens / kKeyGroup];
+// The spans of a tile's block, and of the one to prefetch meanwhile.
+Executor::BlockSpans Executor::spans_of(int layer, const Tile& tile, int block, const Tile& next, int next_block) const {
+  BlockSpans found;
+  const int count = block_spans(layer, tile, block, found.block);
+  for (int i = block_spans(layer, next, next_block, found.next); i < count; i++) found.next[i] = found.block[i];
+  return found;
+}
+
+// partial: kTileRows maxima, as many sums, then the rows' vectors.
+void Executor::take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold, float* partial) const {
   a.begin = block * kBlockTokens;
-  a.tokens = std::min(kBlockTokens, tile.position + tile.positions - a.begin);
-  const int count = block_spans(op.layer, tile, block, spans);
-  for (int i = block_spans(op.layer, next, next_block, ahead); i < count; i++) ahead[i] = spans[i];
-  a.spans = spans, a.next = ahead, a.cold = cold;
+  a.tokens = std::min(kBlockTokens, tile.context() - a.begin);
+  a.spans = spans.block, a.next = spans.next, a.cold = cold;
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
-  k_.attend(a);
 }
 
 void Executor::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const {
@@ -135,33 +139,31 @@ void clear(float* result, size_t floats) {
 
 }  // namespace
 
-// A thread's scratch memory: partial results of a block, then results of a group's tiles, then their queries.
+// A thread's scratch memory: of a group's tiles partial results of a block, then results, then queries.
 size_t Executor::attention_scratch_bytes() const {
-  return (kGroupTiles + 1) * partial_floats() * sizeof(float) + kGroupTiles * query_bytes(layout_);
+  return kGroupTiles * (2 * partial_floats() * sizeof(float) + query_bytes(layout_));
 }
 
 void Executor::attend_groups(const Op& op, int thread) {
   const size_t floats = partial_floats();
-  float* partial = reinterpret_cast<float*>(attention_scratch_.as() + thread * attention_scratch_bytes());
-  float* results = partial + floats;
+  float* partials = reinterpret_cast<float*>(attention_scratch_.as() + thread * attention_scratch_bytes());
+  float* results = partials + kGroupTiles * floats;
   char* queries = reinterpret_cast<char*>(results + kGroupTiles * floats);
   AttentionTile prepared[kGroupTiles];
   for (int taken; (taken = taken_groups_.fetch_add(1, std::memory_order_relaxed)) < (int)groups_.size();) {
     const TileGroup& group = groups_[groups_.size() - 1 - taken];  // a prompt's last positions see most: these first
-    const Tile* tiles = &tiles_[group.first];
+    const Tile *tiles = &tiles_[group.first], &longest = tiles[group.count - 1];
     for (int i = 0; i < group.count; i++) {
       prepared[i] = prepare_tile(op, tiles[i], queries + i * query_bytes(layout_));
       clear(results + i * floats, floats);
     }
-    const Tile& longest = tiles[group.count - 1];
+    int first = 0;  // tiles before see nothing of the block
     for (int b = 0; b < longest.blocks; b++) {
-      bool cold = true;
-      for (int i = 0; i < group.count; i++) {
-        if (b >= tiles[i].blocks) continue;
-        attend_block(op, prepared[i], tiles[i], b, cold, longest, std::min(b + 1, longest.blocks - 1), partial);
-        merge_block(tiles[i], b, 0, tiles[i].rows(), partial, results + i * floats);
-        cold = false;
-      }
+      while (b >= tiles[first].blocks) first++;
+      const BlockSpans spans = spans_of(op.layer, longest, b, longest, std::min(b + 1, longest.blocks - 1));
+      for (int i = first; i < group.count; i++) take_block(prepared[i], tiles[i], b, spans, i == first, partials + i * floats);
+      k_.attend(prepared + first, group.count - first);
+      for (int i = first; i < group.count; i++) merge_block(tiles[i], b, 0, tiles[i].rows(), partials + i * floats, results + i * floats);
     }
     for (int i = 0; i < group.count; i++) finish_rows(op, tiles[i], 0, tiles[i].rows(), results + i * floats);
   }
@@ -171,14 +173,16 @@ void Executor::attend_groups(const Op& op, int thread) {
 void Executor::attend_split(const Op& op, int thread) {
   const size_t floats = partial_floats();
   float* result = reinterpret_cast<float*>(attention_scratch_.as() + thread * attention_scratch_bytes());
-  char* queries = reinterpret_cast<char*>(result + (kGroupTiles + 1) * floats);
+  char* queries = reinterpret_cast<char*>(result + 2 * kGroupTiles * floats);
   const auto [p0, p1] = part((long)pairs_.size(), thread, pool_.size());
   AttentionTile prepared;
   for (int p = p0; p < p1; p++) {
     const auto [t, block] = pairs_[p];
     if (p == p0 || t != pairs_[p - 1].first) prepared = prepare_tile(op, tiles_[t], queries);
     const auto [next, next_block] = pairs_[std::min(p + 1, p1 - 1)];
-    attend_block(op, prepared, tiles_[t], block, true, tiles_[next], next_block, partials_.as<float>() + p * floats);
+    const BlockSpans spans = spans_of(op.layer, tiles_[t], block, tiles_[next], next_block);
+    take_block(prepared, tiles_[t], block, spans, true, partials_.as<float>() + p * floats);
+    k_.attend(&prepared, 1);
   }
   k_.end_attention();
   if (!pool_.barrier()) return;

@@ -53,7 +53,7 @@ void bind_kernels(py::module_& m) {
         kernels().prepare_queries(a, queries.data());
         a.prepared = queries.data();
         a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
-        kernels().attend(a);
+        kernels().attend(&a, 1);
         kernels().end_attention();
         return py::make_tuple(maximum, sum, out);
       },
@@ -92,7 +92,7 @@ void bind_kernels(py::module_& m) {
                 at[s] = memory.as() + layout.bytes * ((first + s) * heads + b / blocks);
                 next[s] = memory.as() + layout.bytes * ((first + s + step) * heads + b / blocks);
               }
-              kernels().attend(a);
+              kernels().attend(&a, 1);
             }
             kernels().end_attention();
           });

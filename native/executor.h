@@ -126,10 +126,14 @@ class Executor {
   struct Tile {
     int slot, row, position, positions, kv_head, head0, head1, blocks, partial;
     int rows() const { return positions * (head1 - head0); }
+    int context() const { return position + positions; }
   };
-  // Adjacent tiles of one sequence and KV head.
+  // Adjacent tiles of one sequence and the same heads.
   struct TileGroup {
     int first, count;
+  };
+  struct BlockSpans {
+    const void *block[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
   };
 
   const Packed& checked_part(int id, long rows, long row_offset, long column, long columns, long group) const;
@@ -170,8 +174,8 @@ class Executor {
   void write_cache(const Op& op, int thread);
   AttentionTile prepare_tile(const Op& op, const Tile& tile, char* queries) const;
   int block_spans(int layer, const Tile& tile, int block, const void** spans) const;
-  void attend_block(const Op& op, AttentionTile& a, const Tile& tile, int block, bool cold, const Tile& next, int next_block,
-                    float* partial) const;
+  BlockSpans spans_of(int layer, const Tile& tile, int block, const Tile& next, int next_block) const;
+  void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold, float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
   void finish_rows(const Op& op, const Tile& tile, int row0, int row1, const float* result) const;
   void attend_groups(const Op& op, int thread);

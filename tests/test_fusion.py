@@ -15,13 +15,14 @@ FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int8", 64), ("w8a8", 
 
 
 class Net:
-    """A two-layer model with awkward widths. fused=False: an op that does nothing on one rank stands between any two
-    ops that would be computed together."""
+    """A two-layer model with awkward widths. fused=False: an op that does nothing on one rank stands between any two ops that
+    would be computed together."""
 
-    def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True):
+    def __init__(self, dtype: str, group: int, inner: int, threads: int, fused: bool, bias: bool = True,
+                 heads: int = HEADS, kv_heads: int = HEADS):
         e = self.executor = _native.Executor(num_threads=threads)
         rng = np.random.default_rng(11)
-        width = 3 * HEADS * HEAD_DIM
+        width = (heads + 2 * kv_heads) * HEAD_DIM
 
         def matrix(n: int, k: int) -> int:
             handle = e.add_matrix(n, k, dtype, group)
@@ -31,19 +32,9 @@ class Net:
         def vector(n: int) -> int:
             return e.add_vector(rng.normal(size=n).astype(np.float32))
 
-        x, y, qkv, context, both, hidden, last, logits = (
-            e.add_tensor(w, r)
-            for w, r in (
-                (HIDDEN, False),
-                (HIDDEN, False),
-                (width, False),
-                (HEADS * HEAD_DIM, False),
-                (2 * inner, False),
-                (inner, False),
-                (HIDDEN, True),
-                (VOCAB, True),
-            )
-        )
+        x, y, qkv, context, both, hidden, last, logits = (e.add_tensor(w, r) for w, r in (
+            (HIDDEN, False), (HIDDEN, False), (width, False), (heads * HEAD_DIM, False), (2 * inner, False), (inner, False),
+            (HIDDEN, True), (VOCAB, True)))
 
         def op(kind, inputs, outputs, weights=(), between=False, **attributes):
             e.add_op(kind, inputs, outputs, list(weights), attributes)
@@ -51,30 +42,15 @@ class Net:
                 e.add_op("all_reduce", outputs, outputs, [], {})
 
         head = matrix(VOCAB, HIDDEN)
-        op(
-            "rotary_table",
-            [],
-            [],
-            [e.add_vector((1e4 ** (-np.arange(HEAD_DIM // 2) / 20)).astype(np.float32))],
-            rotary_dim=HEAD_DIM,
-        )
+        op("rotary_table", [], [], [e.add_vector((1e4 ** (-np.arange(HEAD_DIM // 2) / 20)).astype(np.float32))], rotary_dim=HEAD_DIM)
         op("embedding", [], [x], [head], vocab_begin=0)
         op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
         for layer in range(LAYERS):
             op("linear", [y], [qkv], [matrix(width, HIDDEN), vector(width)])
-            op("rope", [qkv], [], offset=0, heads=2 * HEADS, head_dim=HEAD_DIM)
-            op(
-                "span_attention",
-                [qkv],
-                [context],
-                layer=layer,
-                q_heads=HEADS,
-                kv_heads=HEADS,
-                head_dim=HEAD_DIM,
-                group=1,
-                scale=0.2,
-            )
-            op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)])
+            op("rope", [qkv], [], offset=0, heads=heads + kv_heads, head_dim=HEAD_DIM)
+            op("span_attention", [qkv], [context], layer=layer, q_heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM,
+               group=heads // kv_heads, scale=0.2)
+            op("linear", [context], [y], [matrix(HIDDEN, heads * HEAD_DIM)])
             op("add", [x, y], [x], between=True)
             op("rms_norm", [x], [y], [vector(HIDDEN)], between=True, eps=1e-6)
             op("linear", [y], [both], [matrix(2 * inner, HIDDEN), *([vector(2 * inner)] if bias else [])], between=True)
@@ -85,7 +61,7 @@ class Net:
         op("select_rows", [y], [last])
         op("linear", [last], [logits], [head])
         op("sample", [logits], [], vocab_begin=0, vocab_size=VOCAB)
-        e.allocate(512, 2, 512, LAYERS, HEADS, HEAD_DIM, SPAN, 32, "float32")
+        e.allocate(512, 2, 512, LAYERS, kv_heads, HEAD_DIM, SPAN, 32, "float32")
 
     def logits(self, length: int, chunk: int) -> np.ndarray:
         """Of the last of `length` tokens, computed `chunk` at a time."""
@@ -96,9 +72,7 @@ class Net:
             count = min(chunk, length - start)
             needed = -(-(start + count) // SPAN)
             last = start + count == length
-            result = self.executor.step(
-                StepPlan(new=new, work=[WorkItem(0, start, count, last, [], list(range(spans, needed)))]).encode(), True
-            )
+            result = self.executor.step(StepPlan(new=new, work=[WorkItem(0, start, count, last, [], list(range(spans, needed)))]).encode(), True)
             new, spans = [], needed
         self.executor.step(StepPlan(free=[0]).encode())
         return result.logits[0].copy()
@@ -125,11 +99,7 @@ def test_they_are_computed_together(dtype, group):
     counted = {}
     for op in net.executor.profile():
         counted[op["op"]] = counted.get(op["op"], 0) + op["count"]
-    assert (
-        counted["add+rms_norm"] == 2 * LAYERS
-        and counted["linear+silu_mul"] == LAYERS
-        and counted["silu_mul"] == counted["add"] == 0
-    )
+    assert counted["add+rms_norm"] == 2 * LAYERS and counted["linear+silu_mul"] == LAYERS and counted["silu_mul"] == counted["add"] == 0
     assert counted["rms_norm"] == 1
     net.logits(32, 32)
     counted = {op["op"]: op["count"] for op in net.executor.profile()}
@@ -142,9 +112,7 @@ def test_rows_of_a_step_do_not_matter(dtype, world):
     """Chunks on both sides of the number of rows from which gate and up are fused, through a real checkpoint."""
     prompt, results = prompt_of(300), []
     for threads in (1, 2) if world == 1 else (1,):
-        with Driver(
-            checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads, max_step_tokens=300
-        ) as driver:
+        with Driver(checkpoint("qwen2-gqa-tied"), world, weight_dtype=dtype, num_threads=threads, max_step_tokens=300) as driver:
             for chunk in (300, 96, 32):
                 tokens, logits = driver.generate(prompt, 4, chunk)
                 results.append((tokens, b"".join(row.tobytes() for row in logits)))
@@ -160,3 +128,13 @@ def test_two_ranks_share_their_sums():
             found.append(driver.generate(prompt, 4)[1])
     for one, two in zip(*found):
         assert np.abs(one - two).max() < 1e-4 * one.std()
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(20, 1), (38, 2), (7, 1)])
+def test_prompts_of_any_length_with_more_query_heads_than_a_tile_has_rows(heads, kv_heads):
+    """Attention's tiles go through a prompt in groups; each position must see all of its context whatever shares its group."""
+    net = Net("float32", 0, 384, 1, fused=True, heads=heads, kv_heads=kv_heads)
+    for length in (301, 298, 131):
+        expected = net.logits(length, 1)
+        for chunk in (length, 33):
+            assert net.logits(length, chunk).tobytes() == expected.tobytes(), (length, chunk)

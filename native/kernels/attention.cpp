@@ -439,16 +439,19 @@ void prepare_queries(const AttentionTile& tile, char* out) {
   }
 }
 
-void attend(const AttentionTile& tile) {
-  switch (tile.layout->dtype) {
-    case DType::f32: return attend_floats<Floats<float>>(tile);
+void attend(const AttentionTile* tiles, int count) {
+  auto one_by_one = [&](auto work) {
+    for (int i = 0; i < count; i++) work(tiles[i]);
+  };
+  switch (tiles[0].layout->dtype) {
+    case DType::f32: return one_by_one(attend_floats<Floats<float>>);
 #if defined(AS_ISA_AVX512_BF16)
-    case DType::bf16: return attend_bf16(tile);
+    case DType::bf16: return attend_bf16(tiles, count);
 #else
-    case DType::bf16: return attend_floats<Floats<uint16_t>>(tile);
+    case DType::bf16: return one_by_one(attend_floats<Floats<uint16_t>>);
 #endif
-    case DType::i8: return attend_integers<Int8>(tile);
-    case DType::u4: return attend_integers<UInt4>(tile);
+    case DType::i8: return one_by_one(attend_integers<Int8>);
+    case DType::u4: return one_by_one(attend_integers<UInt4>);
   }
 }
 

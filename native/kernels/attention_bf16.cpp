@@ -52,11 +52,13 @@ AS_INLINE vf weight(vf x, vf top, vf factor) {
   return _mm512_scalef_ps(p, t);  // takes the floor of t
 }
 
-// Scores, not scaled yet, to weights; maxima and sums.
-void soften(const AttentionTile& a, const Scores& scores, Weights& weights) {
+// Scores, not scaled yet, to weights; maxima and sums. between(): called before each row.
+template <typename Between>
+void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Between&& between) {
   const vf factor = vset(a.scale * 1.44269504088896341f);
   const __m512i ones = _mm512_set1_epi16(0x3f80);
   for (int r = 0; r < a.rows; r++) {
+    between();
     const float* x = scores[r];
     uint16_t* to = weights[r];
     const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
@@ -135,61 +137,128 @@ template <int N, int I = 0, typename B> AS_INLINE void step_tiles(const B& b, lo
   if constexpr (I + 1 < N) step_tiles<N, I + 1>(b, stride);
 }
 
-template <int N>
-void score_tiles(const AttentionTile& a, int token, float* out) {
-  const SpanLayout& s = *a.layout;
-  const char *keys[N], *ahead[N];
-  for (int i = 0; i < N; i++) keys[i] = keys_of(s, a.spans, token + i * kKeyGroup), ahead[i] = keys_of(s, a.next, token + i * kKeyGroup);
-  zero_tiles<N>();
-  for (int d = 0; d < s.key_dim; d += kStep) {
-    const size_t at = (size_t)d / kStep * 1024;
-    tile_load<4>(a.prepared + d * 2, s.key_dim * 2);
-    step_tiles<N>([&](int i) { return keys[i] + at; }, 64);
-    if (a.cold)
-      for (int i = 0; i < N; i++) prefetch_tile(ahead[i] + at, 64);
+// The products of queries with keys, up to kColumnTiles groups of keys by 32 d a step, so that they can be done between the rows of
+// another tile's softmax.
+class ScoreSteps {
+ public:
+  ScoreSteps(const AttentionTile& a, Scores& out)
+      : a_(a), s_(*a.layout), out_(out[0]), groups_((a.tokens + kKeyGroup - 1) / kKeyGroup) {}
+  int left() const { return (groups_ - group_ + kColumnTiles - 1) / kColumnTiles * (s_.key_dim / kStep) - d_ / kStep; }
+  void step() {
+    with_constant<kColumnTiles>(std::min(kColumnTiles, groups_ - group_), [&](auto n) { step_of<n>(); });
   }
-  store_tiles<N>(out, kBlockTokens * sizeof(float));
-}
 
-// out [rows][16 N] at d = 16 `first` and on.
-template <int N>
-void weigh_tiles(const AttentionTile& a, const Weights& weights, int first) {
-  const SpanLayout& s = *a.layout;
-  const long stride = 2 * s.value_bytes;  // of a pair of tokens
-  alignas(64) char copy[16 * N * 64];
-  zero_tiles<N>();
-  for (int t = 0; t < a.tokens; t += kStep) {
-    tile_load<4>(weights[0] + t, kBlockTokens * 2);
-    if (s.span_size >= kStep && t + kStep <= a.tokens) {
-      const char* values = value_of(s, a.spans, t) + first * 64;
-      step_tiles<N>([&](int i) { return values + i * 64; }, stride);
+ private:
+  template <int N>
+  void step_of() {
+    if (d_ == 0) {
+      configure_tiles(a_.rows);
+      for (int i = 0; i < N; i++) {
+        const int token = (group_ + i) * kKeyGroup;
+        keys_[i] = keys_of(s_, a_.spans, token), ahead_[i] = keys_of(s_, a_.next, token);
+      }
+      zero_tiles<N>();
+    }
+    const size_t at = (size_t)d_ / kStep * 1024;
+    tile_load<4>(a_.prepared + d_ * 2, s_.key_dim * 2);
+    step_tiles<N>([&](int i) { return keys_[i] + at; }, 64);
+    if (a_.cold)
+      for (int i = 0; i < N; i++) prefetch_tile(ahead_[i] + at, 64);
+    d_ += kStep;
+    if (d_ < s_.key_dim) return;
+    store_tiles<N>(out_ + group_ * kKeyGroup, kBlockTokens * sizeof(float));
+    d_ = 0, group_ += N;
+  }
+
+  const AttentionTile& a_;
+  const SpanLayout& s_;
+  float* const out_;
+  const int groups_;
+  int group_ = 0, d_ = 0;
+  const char *keys_[kColumnTiles], *ahead_[kColumnTiles];
+};
+
+// The products of weights with values likewise, up to kColumnTiles times 16 columns by 32 tokens a step.
+class ValueSteps {
+ public:
+  ValueSteps(const AttentionTile& a, const Weights& weights)
+      : a_(a), s_(*a.layout), weights_(weights), columns_(s_.padded_dim / 16) {}
+  int left() const {
+    return (columns_ - column_ + kColumnTiles - 1) / kColumnTiles * ((a_.tokens + kStep - 1) / kStep) - t_ / kStep;
+  }
+  void step() {
+    with_constant<kColumnTiles>(std::min(kColumnTiles, columns_ - column_), [&](auto n) { step_of<n>(); });
+  }
+
+ private:
+  template <int N>
+  void step_of() {
+    if (t_ == 0) {
+      configure_tiles(a_.rows);
+      zero_tiles<N>();
+    }
+    tile_load<4>(weights_[0] + t_, kBlockTokens * 2);
+    if (s_.span_size >= kStep && t_ + kStep <= a_.tokens) {
+      const char* values = value_of(s_, a_.spans, t_) + column_ * 64;
+      step_tiles<N>([&](int i) { return values + i * 64; }, 2 * s_.value_bytes);  // from one pair of tokens to the next
     } else {  // spans of 16, or the last tokens
+      alignas(64) char copy[16 * N * 64];
       for (int p = 0; p < 16; p++) {
-        const int token = t + 2 * p;
+        const int token = t_ + 2 * p;
         for (int i = 0; i < N; i++) {
           __m512i x = _mm512_setzero_si512();
-          if (token < a.tokens) x = _mm512_loadu_si512(value_of(s, a.spans, token) + (first + i) * 64);
-          if (token + 1 == a.tokens) x = lower_half(x);
+          if (token < a_.tokens) x = _mm512_loadu_si512(value_of(s_, a_.spans, token) + (column_ + i) * 64);
+          if (token + 1 == a_.tokens) x = lower_half(x);
           _mm512_store_si512(copy + (p * N + i) * 64, x);
         }
       }
       step_tiles<N>([&](int i) { return copy + i * 64; }, N * 64);
     }
-    if (a.cold)
-      for (int p = 0; p < kStep / 2 && t + 2 * p < a.tokens; p++)
-        for (int i = 0; i < N; i++) prefetch_far(value_of(s, a.next, t + 2 * p) + (first + i) * 64);
+    if (a_.cold)
+      for (int p = 0; p < kStep / 2 && t_ + 2 * p < a_.tokens; p++)
+        for (int i = 0; i < N; i++) prefetch_far(value_of(s_, a_.next, t_ + 2 * p) + (column_ + i) * 64);
+    t_ += kStep;
+    if (t_ < a_.tokens) return;
+    store_tiles<N>(a_.out + column_ * 16, s_.padded_dim * sizeof(float));
+    t_ = 0, column_ += N;
   }
-  store_tiles<N>(a.out + first * 16, s.padded_dim * sizeof(float));
+
+  const AttentionTile& a_;
+  const SpanLayout& s_;
+  const Weights& weights_;
+  const int columns_;
+  int column_ = 0, t_ = 0;
+};
+
+template <typename Steps>
+void finish(Steps& steps) {
+  while (steps.left() > 0) steps.step();
 }
 
-void attend_block(const AttentionTile& a, Scores& scores, Weights& weights) {
-  configure_tiles(a.rows);
-  const int groups = (a.tokens + kKeyGroup - 1) / kKeyGroup, columns = a.layout->padded_dim / 16;
-  for (int g = 0; g < groups; g += kColumnTiles)
-    with_constant<kColumnTiles>(std::min(kColumnTiles, groups - g), [&](auto n) { score_tiles<n>(a, g * kKeyGroup, scores[0] + g * kKeyGroup); });
-  soften(a, scores, weights);
-  for (int c = 0; c < columns; c += kColumnTiles)
-    with_constant<kColumnTiles>(std::min(kColumnTiles, columns - c), [&](auto n) { weigh_tiles<n>(a, weights, c); });
+// While a tile's scores become weights, which is work for the vector units, the tile unit has the weights and values of the tile
+// before and the queries and keys of the one after.
+void attend_tiles(const AttentionTile* tiles, int count) {
+  alignas(64) Scores scores[2];
+  alignas(64) Weights weights[2];
+  ScoreSteps first(tiles[0], scores[0]);
+  finish(first);
+  for (int i = 0; i < count; i++) {
+    const int now = i % 2, other = 1 - now;
+    ValueSteps before(tiles[std::max(0, i - 1)], weights[other]);
+    ScoreSteps after(tiles[std::min(count - 1, i + 1)], scores[other]);
+    int values_left = i > 0 ? before.left() : 0, scores_left = i + 1 < count ? after.left() : 0;
+    const int each_row = (values_left + scores_left + tiles[i].rows - 1) / tiles[i].rows;
+    auto step = [&] {
+      if (values_left > 0) before.step(), values_left--;
+      else if (scores_left > 0) after.step(), scores_left--;
+    };
+    soften(tiles[i], scores[now], weights[now], [&] {
+      for (int n = 0; n < each_row; n++) step();
+    });
+    while (values_left + scores_left > 0) step();
+  }
+  ValueSteps last(tiles[count - 1], weights[(count - 1) % 2]);
+  finish(last);
 }
 
 #else
@@ -301,14 +370,20 @@ void in_parts(const AttentionTile& a, F&& f) {
     });
 }
 
-void attend_block(const AttentionTile& a, Scores& scores, Weights& weights) {
+void attend_tile(const AttentionTile& a) {
+  alignas(64) Scores scores;
+  alignas(64) Weights weights;
   in_parts(a, [&](int r, auto rows, auto cold) {
     int t = 0;
     for (; t + 2 * kKeyGroup <= a.tokens; t += 2 * kKeyGroup) score_rows<rows, 2, cold>(a, r, t, scores[r] + t);
     for (; t < a.tokens; t += kKeyGroup) score_rows<rows, 1, cold>(a, r, t, scores[r] + t);
   });
-  soften(a, scores, weights);
+  soften(a, scores, weights, [] {});
   in_parts(a, [&](int r, auto rows, auto cold) { weigh_columns<cold, rows>(a, weights, r); });
+}
+
+void attend_tiles(const AttentionTile* tiles, int count) {
+  for (int i = 0; i < count; i++) attend_tile(tiles[i]);
 }
 
 #endif
@@ -322,11 +397,7 @@ void prepare_queries_bf16(const AttentionTile& a, char* out) {
       _mm256_storeu_si256((__m256i*)(out + d * 2), (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(lanes(dim - d), a.q[r] + d)));
 }
 
-void attend_bf16(const AttentionTile& a) {
-  alignas(64) Scores scores;
-  alignas(64) Weights weights;
-  attend_block(a, scores, weights);
-}
+void attend_bf16(const AttentionTile* tiles, int count) { attend_tiles(tiles, count); }
 
 void end_attention_bf16() {
 #if defined(AS_ISA_AMX)

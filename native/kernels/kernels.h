@@ -68,7 +68,7 @@ struct Kernels {
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
   // The tile's queries as the kernel takes them, into query_bytes() at `out`; the same for all blocks.
   void (*prepare_queries)(const AttentionTile& tile, char* out);
-  void (*attend)(const AttentionTile& tile);
+  void (*attend)(const AttentionTile* tiles, int count);  // `count` tiles, of the same block: one's softmax hides another's products
   void (*end_attention)();  // by each thread after its last attend(), before other kernels
   // Merges the next block's partial results (a row: a maximum, a sum, [padded_dim]) into the running ones.
   void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,

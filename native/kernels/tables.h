@@ -31,11 +31,11 @@ void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void prepare_queries(const AttentionTile& tile, char* out);
-void attend(const AttentionTile& tile);
+void attend(const AttentionTile* tiles, int count);
 void end_attention();
 #if defined(AS_ISA_AVX512_BF16)
 void prepare_queries_bf16(const AttentionTile& tile, char* out);
-void attend_bf16(const AttentionTile& tile);
+void attend_bf16(const AttentionTile* tiles, int count);
 void end_attention_bf16();
 #endif
 void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum, const float* block_out,

@@ -1,6 +1,6 @@
 """The attention kernel alone, in and out of cache, as fractions of what the machine can do.
 
-    bench_attention.py [--threads 1] [--rows 7] [--dim 64] [--heads 2] [--tokens 65536] [--span 32]
+    bench_attention.py [--threads 1] [--rows 7] [--dim 64] [--heads 2] [--tokens 400000] [--span 32]
 
 Per type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and row)
 over the measured fp32 FMA rate (which products of bfloat16 and of integers may pass). `rows` is query heads per KV
@@ -16,7 +16,7 @@ from allspark_server import _native
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("threads", 1), ("rows", 7), ("dim", 64), ("heads", 2), ("tokens", 65536), ("span", 32)):
+    for name, default in (("threads", 1), ("rows", 7), ("dim", 64), ("heads", 2), ("tokens", 400000), ("span", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)
     o = parser.parse_args()
     cpus = list(range(o.threads))
