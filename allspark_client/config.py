@@ -110,9 +110,11 @@ class AsModelConfig(Checked):
         if not self.model_path:
             raise ValueError("model_path is empty; give a Hugging Face directory or a .asgraph file")
         if self.weight_group_size and self.weight_dtype in ("auto", *UNQUANTIZED):
-            raise ValueError(f"weight_group_size={self.weight_group_size} is for quantized weights, and weight_dtype is "
-                             f"{self.weight_dtype!r}; set weight_dtype to one of "
-                             f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}")
+            raise ValueError(
+                f"weight_group_size={self.weight_group_size} is for quantized weights, and weight_dtype is "
+                f"{self.weight_dtype!r}; set weight_dtype to one of "
+                f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}"
+            )
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self

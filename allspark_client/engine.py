@@ -147,12 +147,13 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def get_op_profiling_info(self, model_name: str) -> str:
-        """A table as text: op, count, min, max, mean, sum (milliseconds), % of the total, GB and Gop moved and computed,
-        their rates, the part of the machine's ceiling that the op reaches, and which matrix it multiplies by.
+        """A table as text: op, count, min, max, mean, sum (milliseconds), % of the total, GB and Gop moved and
+        computed, their rates, the part of the machine's ceiling that the op reaches, and which matrix it multiplies by.
 
         Nothing has to be switched on: it tells of the minute after the model's first step; from the first step after a
-        call, another minute is profiled, for the next call to tell of. The last line is the measured ceilings; the first
-        call in a process measures them, which holds steps up for a second.
+        call, another minute is profiled, for the next call to tell of. The last line is the measured ceilings; the
+        first call in a process measures them, which takes it a second or more: ten milliseconds at a time, between
+        steps.
         """
 
     @abstractmethod

@@ -17,6 +17,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -51,6 +52,7 @@ from .served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
+BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
 
 
 class QueueSink:
@@ -230,8 +232,10 @@ class Engine(AbstractEngine):
         return AsFileInfo(f"asgraph-{VERSION}", params.file.metadata["format"], __version__)
 
     def get_op_profiling_info(self, model_name: str) -> str:
-        name = self._model(model_name).name
-        return self._call(lambda: self._group.profile(name)).table()
+        # The first call of a process measures the machine's ceilings, in slices between the steps of running requests.
+        while not self._call(lambda: self._group.measure_ceilings(self._model(model_name).name)):
+            time.sleep(BETWEEN_SLICES)
+        return self._call(lambda: self._group.profile(self._model(model_name).name)).table()
 
     def get_rank_id(self) -> int:
         return 0

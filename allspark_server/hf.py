@@ -116,10 +116,10 @@ class HuggingFaceModel:
                           text_graph: bool = False) -> "HuggingFaceModel":
         """Writes NAME.asgraph and NAME.asparam (and the tokenizer's files into NAME.tokenizer) to `model_output_dir`.
 
-        enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8"; customized_quant_config
-        says otherwise, see weights/formats.py. user_set_data_type is then the type of what stays unquantized. Loading gives
-        the very weights that quantizing the checkpoint at load does. skip_if_exists: if there are files of this name and
-        format.
+        enable_quant: quantizes the matrices, to "int8" with weight_only_quant, otherwise to "w8a8";
+        customized_quant_config says otherwise, see weights/formats.py. user_set_data_type is then the type of what
+        stays unquantized. Loading gives the very weights that quantizing the checkpoint at load does. skip_if_exists:
+        if there are files of this name and format.
         engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
         text_graph: write the op list as text.
         """
@@ -134,11 +134,15 @@ class HuggingFaceModel:
                             customized_quant_config: dict | None = None,
                             text_graph: bool = False) -> "HuggingFaceModel":
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
-        return self._serialize_to_memory(self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph)
+        return self._serialize_to_memory(
+            self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph
+        )
 
     def _serialize_to_memory(self, how: Quantization | None, text_graph: bool) -> "HuggingFaceModel":
         self.free_memory_serialize_file()
-        needed, free = self._serialized_bytes(how), shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
+        needed, free = self._serialized_bytes(how), (
+            shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
+        )
         if needed > free:
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
                                 f"serializing model {self.name!r} to memory needs {needed} bytes, {MEMORY_FOLDER} has "
@@ -174,7 +178,9 @@ class HuggingFaceModel:
             except OSError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
             # What is converted is another model.
-            metadata = {TENSORS_HASH: tensors_hash(model.graph, model.source)} if how and self.data_type == "auto" else {}
+            metadata = (
+                {TENSORS_HASH: tensors_hash(model.graph, model.source)} if how and self.data_type == "auto" else {}
+            )
             quantize = native_library().Executor(num_threads=physical_cores()).quantize_rows if how else None
             write_params(graph, model.source, param_path, self.data_type, quantize, metadata)
             write_graph(graph, graph_path, text=text_graph)
@@ -193,8 +199,12 @@ class HuggingFaceModel:
         graph = self._opened().graph
         if how is None:
             return graph
-        unquantized = self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
-        return graph.quantized(how.formats(graph, unquantized), StoredQuantization(how.format, how.quantize_head, unquantized))
+        unquantized = (
+            self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
+        )
+        return graph.quantized(
+            how.formats(graph, unquantized), StoredQuantization(how.format, how.quantize_head, unquantized)
+        )
 
     def _serialized_bytes(self, how: Quantization | None) -> int:
         graph, source = self._graph(how), self._opened().source

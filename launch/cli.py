@@ -109,7 +109,9 @@ ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, t
                    help="auto (as stored), float32, bfloat16, float16, or quantized: int8, int4, w8a8, w4a8")
     p.add_argument("--weight-group-size", type=int, default=0, metavar="K",
                    help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")
-    p.add_argument("--keep-head", action="store_true", help="quantize all but the embedding and the language-model head")
+    p.add_argument(
+        "--keep-head", action="store_true", help="quantize all but the embedding and the language-model head"
+    )
 
     p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
     p.add_argument("--json", action="store_true", help="for programs")
@@ -143,7 +145,9 @@ def _model_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--model-name", metavar="NAME", help="what clients call it (default: the directory's name)")
     g.add_argument("--max-length", type=int, metavar="N", help="prompt and output together (default 2048)")
     g.add_argument("--max-batch", type=int, metavar="N", help="sequences computed together (default 32)")
-    g.add_argument("--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8 or w4a8")
+    g.add_argument(
+        "--weight-dtype", metavar="TYPE", help="auto (as stored), float32, bfloat16, int8, int4, w8a8 or w4a8"
+    )
     g.add_argument("--weight-group-size", type=int, metavar="K",
                    help="of quantized weights: 32 to 512 input features; 0: per output channel (default)")
     g.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of AsModelConfig")
@@ -293,8 +297,10 @@ def convert(options: argparse.Namespace) -> int:
             "quantize_head": not options.keep_head}}
         form = "auto"
     elif options.weight_group_size or options.keep_head:
-        raise ValueError(f"--weight-group-size and --keep-head are for quantized weights, and --weight-dtype is {form}; use one of "
-                         f"{', '.join(QUANTIZED)}")
+        raise ValueError(
+            f"--weight-group-size and --keep-head are for quantized weights, and --weight-dtype is {form}; use one of "
+            f"{', '.join(QUANTIZED)}"
+        )
     model = HuggingFaceModel(str(source), name, user_set_data_type=form)
     model.load_model()
     model.read_model_config()

@@ -58,7 +58,8 @@ def _system_mpirun() -> list[Path]:
                "/opt/openmpi/bin"]
     found = []
     for folder in dict.fromkeys(os.path.realpath(f) for f in folders if f):
-        # Resolved: Open MPI takes its prefix from the path, and that of /bin/mpirun, where /bin is a link, would be "/".
+        # Resolved: Open MPI takes its prefix from the path, and that of /bin/mpirun, where /bin is a link, would be
+        # "/".
         path = Path(folder) / "mpirun"
         if os.access(path, os.X_OK) and (wheel is None or not path.samefile(wheel)):
             found.append(path)

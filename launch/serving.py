@@ -32,7 +32,8 @@ ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
 
 
 def set_fields(items: list[str]) -> dict[str, object]:
-    """What `--set FIELD=VALUE` flags say: values as JSON, or as the word they are, such as bfloat16. Raises ValueError."""
+    """What `--set FIELD=VALUE` flags say: values as JSON, or as the word they are, such as bfloat16. Raises
+    ValueError."""
     fields: dict[str, object] = {}
     for item in items:
         key, equals, text = item.partition("=")

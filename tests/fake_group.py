@@ -111,6 +111,7 @@ class FakeGroup:
         self.num_spans, self.fail_at, self.delay = num_spans, fail_at, delay
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
+        self.measured_at: list[int] = []    # steps before each slice of measuring ceilings
         self.closed = False
 
     def load(self, config: AsModelConfig) -> ModelInfo:
@@ -141,6 +142,10 @@ class FakeGroup:
 
     def unload(self, name: str) -> None:
         del self.executors[name]
+
+    def measure_ceilings(self, name: str) -> bool:
+        self.measured_at.append(self.steps)
+        return len(self.measured_at) >= 5
 
     def profile(self, name: str) -> Profile:
         return Profile(summarize([

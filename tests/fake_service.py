@@ -1,4 +1,5 @@
-"""What the tests of service and client share: servers around the fake engine, in this process or in one to be killed."""
+"""What the tests of service and client share: servers around the fake engine, in this process or in one to be
+killed."""
 
 from __future__ import annotations
 

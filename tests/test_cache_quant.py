@@ -51,9 +51,13 @@ def test_block_against_float64(dtype, dim, tokens, span_size):
     for r, limit in enumerate(limits):
         top, weight, vector = expected_block(q[r], cached_keys, cached_values, limit, scale)
         # What rounding the query to 16 bits may change in a score.
-        error = scale * np.abs(cached_keys[:limit]).sum(axis=1).max() * np.abs(q[r]).max() / 65534 + 1e-5 * (1 + abs(top))
+        error = scale * np.abs(cached_keys[:limit]).sum(axis=1).max() * np.abs(q[r]).max() / 65534 + 1e-5 * (
+            1 + abs(top)
+        )
         assert abs(maximum[r] - top) <= error
-        assert np.allclose(out[r, :dim] / total[r], vector / weight, rtol=0, atol=4 * error * np.abs(values).max() + 1e-5)
+        assert np.allclose(
+            out[r, :dim] / total[r], vector / weight, rtol=0, atol=4 * error * np.abs(values).max() + 1e-5
+        )
         # Alone the row gives the same bits as among the others.
         alone = _native.kernels.attend(q[r:r + 1], keys[:limit], values[:limit], [limit], scale, span_size, dtype)
         assert np.array_equal(bits_of(alone[2])[0, :dim], bits_of(out)[r, :dim])
@@ -90,10 +94,14 @@ def test_round_trip_error_is_half_a_step(dtype, scale):
     for dim in (2, 17, 64):
         key, value = (np.clip(rng.normal(size=dim) / 3, -1, 1) * scale for _ in range(2))
         key, value = key.astype(np.float32), value.astype(np.float32)
-        bound = 0.501 * (value.max().astype(np.float64) - value.min()) / LEVELS[dtype] + 4e-7 * np.abs(value).max() + 3e-35
+        bound = (
+            0.501 * (value.max().astype(np.float64) - value.min()) / LEVELS[dtype] + 4e-7 * np.abs(value).max() + 3e-35
+        )
         for d in (0, dim - 1):
             score, got = one_token(dtype, key, value, np.eye(dim, dtype=np.float32)[d])
-            key_bound = 0.501 * (key.max().astype(np.float64) - key.min()) / LEVELS[dtype] + 4e-7 * np.abs(key).max() + 3e-35
+            key_bound = (
+                0.501 * (key.max().astype(np.float64) - key.min()) / LEVELS[dtype] + 4e-7 * np.abs(key).max() + 3e-35
+            )
             assert abs(float(score) - key[d]) <= key_bound
             assert np.all(np.abs(got.astype(np.float64) - value) <= bound)
 
@@ -185,8 +193,11 @@ def test_same_request_same_bytes(engine, mode):
         info = engine.get_model_info(name)
         assert invariance.run_together(engine, name, invariance.OTHERS) == first
     assert info.cache_dtype == MODES[mode]
-    for fields in ({"engine_max_prefill_length": 1, "num_threads": 2}, {"engine_max_prefill_length": 7, "cache_span_size": 16},
-                   {"engine_max_prefill_length": 64, "cache_span_size": 128, "num_threads": 2}):
+    for fields in (
+        {"engine_max_prefill_length": 1, "num_threads": 2},
+        {"engine_max_prefill_length": 7, "cache_span_size": 16},
+        {"engine_max_prefill_length": 64, "cache_span_size": 128, "num_threads": 2},
+    ):
         with installed(**fields) as name:
             assert invariance.run_alone(engine, name) == first, fields
     with installed(enable_prefix_cache=True) as name:
@@ -195,7 +206,9 @@ def test_same_request_same_bytes(engine, mode):
         assert engine.get_as_engine_stat(name).prefix_cache_hit_token > 500
     with installed(cache_memory=26 * (info.cache_bytes // info.num_spans), engine_max_length=768) as name:
         growing = {**invariance.ALWAYS, "max_new_tokens": 400, "priority": 1}
-        started = [engine.start_request(name, {"input_ids": invariance.prompt_of(20, seed=i)}, growing)[2] for i in range(3)]
+        started = [
+            engine.start_request(name, {"input_ids": invariance.prompt_of(20, seed=i)}, growing)[2] for i in range(3)
+        ]
         assert invariance.run_together(engine, name) == first
         engine.sync_request(name)
         assert engine.get_as_engine_stat(name).preempted_request > 0
@@ -238,6 +251,10 @@ def test_fingerprint_covers_the_cache():
 @pytest.mark.parametrize("isa", _native.isas()[1:])
 def test_lower_instruction_sets_pass_the_same_tests(isa):
     chosen = "block or round_trip or equal or finite or overflow or ranks"
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen],
-                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", chosen],
+        env={**os.environ, "ALLSPARK_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:]

@@ -344,6 +344,16 @@ def test_profile_table(make_engine):
     assert len(lines) == 4
 
 
+def test_steps_run_while_ceilings_are_measured(make_engine):
+    engine = make_engine(delay=0.001)
+    _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, "max_new_tokens": 1000})
+    results.Get()
+    engine.get_op_profiling_info("m")
+    at = engine._group.measured_at
+    assert len(at) == 5 and all(after > before for before, after in zip(at, at[1:]))
+    assert results.GenerateStatus() not in (Status.GenerateFinished, Status.GenerateInterrupted)
+
+
 def test_step_budget_holds_a_latency():
     budget = StepBudget(1024, 8, 20.0)
     for _ in range(50):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from allspark_client.config import AsModelConfig
 from allspark_server.runtime import profile
+from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 
@@ -39,7 +42,8 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     assert ops["linear", "lm_head"].operations == 2 * hidden * net.vocab_size      # of the one row that samples
     attention = ops["span_attention", ""]
     assert attention.operations == net.num_layers * 4 * heads * rows * (rows + 1) / 2
-    # Norms within layers are computed together with the sum before, but for the first; the last comes after select_rows.
+    # Norms within layers are computed together with the sum before, but for the first; the last comes after
+    # select_rows.
     both = ops["add+rms_norm", ""]
     assert ops["rms_norm", ""].count == 2 and ops["add", ""].count == 1 and both.count == 2 * net.num_layers - 1
     assert both.bytes == both.count * 4 * rows * 4 * hidden and both.operations == both.count * rows * 5 * hidden
@@ -76,8 +80,32 @@ def test_an_op_is_measured_by_its_own_ceiling():
     assert profile.Profile([op], top).table().splitlines()[1].split()[-2] == "25.0%"
 
 
-def test_ceilings_are_measured_once(runner):
+@pytest.fixture
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(profile.CeilingMeter, "_known", {})
+
+
+def test_ceilings_are_measured_once(runner, nothing_measured):
     prefill(runner, 3)
     first = runner.profile().ceilings
     assert first.bytes_per_second > 1e8 and first.operations_per_second > 1e8
-    assert runner.profile().ceilings is first
+    assert runner.measure_ceilings() and runner.profile().ceilings is first
+
+
+def test_ceilings_are_measured_in_slices(runner, nothing_measured):
+    times = []
+    done = False
+    while not done:
+        begin = time.perf_counter()
+        done = runner.measure_ceilings()
+        times.append(time.perf_counter() - begin)
+        if not done:
+            prefill(runner, 3)      # steps run in between
+    assert len(times) >= 12 and sorted(times)[len(times) // 2] < 5 * profile.SLICE_SECONDS
+    found, native = runner.profile().ceilings, native_library()
+    bandwidth, rate = native.measure_ceilings(runner._pinned(), 1, 3, 256)
+    whole = (bandwidth, rate, native.measure_integer_rate(runner._pinned(), 1, 3))
+    for part, figure in zip(
+        (found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole
+    ):
+        assert figure / 3 <= part <= 3 * figure         # the same thing, on a machine with other work

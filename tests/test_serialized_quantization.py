@@ -1,4 +1,6 @@
-"""Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is refused."""
+"""Quantized weights that are serialized: the same bits as quantized at load, on any number of ranks; what is
+refused."""
+
 import os
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from driver import Driver  # noqa: E402
 FORMATS = {"int8": "int8", "int4": "uint4", "w8a8": "int8", "w4a8": "uint4"}
 GROUPS = (0, 32, 64, 512)
 # Sizes at which ranks cut inside groups: 5 heads of 48 (at 96, 144, 192), 25 units of 32 in the MLP (at 288, 416, 544).
-SPEC = Spec("qwen3", _sizes(136, 5, 5, 800, layers=1, head_dim=48, tie_word_embeddings=True) | _rope("default", 1e6), "bfloat16")
+SPEC = Spec(
+    "qwen3", _sizes(136, 5, 5, 800, layers=1, head_dim=48, tie_word_embeddings=True) | _rope("default", 1e6), "bfloat16"
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +101,8 @@ def test_the_same_logits(tmp_path, dtype, group):
 
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int4", 64), ("w8a8", 32), ("w4a8", 512)])
 def test_ranks_compute_the_same_but_for_the_order_of_sums(directory, dtype, group):
-    """Weights do not depend on the number of ranks; of w8a8 and w4a8 the activations' scales do, which are each rank's own."""
+    """Weights do not depend on the number of ranks; of w8a8 and w4a8 the activations' scales do, which are each rank's
+    own."""
     prompt, logits = prompt_of(40), {}
     for world, kind in ((1, "float32"), (1, dtype), (2, dtype), (3, dtype)):
         fields = {"weight_group_size": group} if kind == dtype else {}
@@ -120,7 +125,9 @@ def test_plain_rows_are_what_asgraph_proto_says():
             q = np.stack([q & 15, q >> 4], axis=2).reshape(37, -1)[:, :k]
         groups = np.arange(k) // 32
         wide = [(s.astype(np.uint32) << 16).view(np.float32) if s.itemsize == 2 else s for s in (scales, offsets)]
-        again = (wide[0][:, groups] * (q.astype(np.float32) - 2.0 ** (bits - 1)) + wide[1][:, groups]).astype(np.float32)
+        again = (wide[0][:, groups] * (q.astype(np.float32) - 2.0 ** (bits - 1)) + wide[1][:, groups]).astype(
+            np.float32
+        )
         handle = executor.add_matrix(37, k, "int8" if bits == 8 else "int4", 32)
         executor.fill_matrix(handle, values, "F32")
         np.testing.assert_array_equal(np.stack([executor.read_row(handle, row) for row in range(37)]), again)
@@ -141,8 +148,11 @@ def test_values_that_are_not_finite_are_counted_once():
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int4", 32)])
 def test_the_same_files_on_another_instruction_set(directory, tmp_path, dtype, group):
     path = serialize(directory, tmp_path / "here", dtype, group)
-    script = (f"from allspark_server import HuggingFaceModel, _native; assert _native.isa() == {_native.isas()[-1]!r}; "
-              f"HuggingFaceModel({str(directory)!r}, 'm').serialize_to_path(None, {str(tmp_path / 'there')!r}, **{options(dtype, group)!r})")
+    script = (
+        f"from allspark_server import HuggingFaceModel, _native; assert _native.isa() == {_native.isas()[-1]!r}; "
+        f"HuggingFaceModel({str(directory)!r}, 'm').serialize_to_path(None, {str(tmp_path / 'there')!r}, "
+        f"**{options(dtype, group)!r})"
+    )
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "ALLSPARK_ISA": _native.isas()[-1]}, check=True)
     for suffix in (".asgraph", ".asparam"):
         assert path.with_suffix(suffix).read_bytes() == (tmp_path / "there" / "m").with_suffix(suffix).read_bytes()
@@ -157,8 +167,12 @@ def test_head_and_embedding_stay_as_they_are_if_wanted(tmp_path, name, dtype, gr
     exact, _ = recovered(plain, 1)
     all_quantized, with_head = recovered(plain, 1, weight_dtype=dtype, weight_group_size=group)
     assert with_head.quantize_head
-    for source, world, fields in ((plain, 1, {"weight_dtype": dtype, "weight_group_size": group, "quantize_head": False}),
-                                  (path, 1, {}), (path, 1, {"quantize_head": False}), (path, 1 if group else 2, {})):
+    for source, world, fields in (
+        (plain, 1, {"weight_dtype": dtype, "weight_group_size": group, "quantize_head": False}),
+        (path, 1, {}),
+        (path, 1, {"quantize_head": False}),
+        (path, 1 if group else 2, {}),
+    ):
         found, info = recovered(source, world, **fields)
         assert info.quantize_head is False and info.model_hash != with_head.model_hash
         for weight, values in found.items():
@@ -190,21 +204,32 @@ def test_tensors_may_have_formats_of_their_own(tmp_path):
         assert driver.runners[0].profile().ops
 
 
-@pytest.mark.parametrize("config, problem", [
-    ({"quant_method": "gptq"}, "quant_method='gptq' is not offered; allowed: 'instant_quant'"),
-    ({"weight_format": "fp8_e4m3"}, "weight_format='fp8_e4m3' is not known; allowed: 'int8', 'uint8', 'int4', 'uint4'"),
-    ({"compute_method": "none"}, "compute_method='none' is not known"),
-    ({"group_size": 48}, "group_size=48 is not known; allowed: 0, 32, 64"),
-    ({"groupsize": 64}, "no key 'groupsize'.*did you mean 'group_size'"),
-    ({"activate_format": "fp8_e4m3"}, "activate_format='fp8_e4m3' is not offered"),
-    ({"tensors": {"x.*": {"group_size": 33}}}, r"tensors\['x.\*'\]: group_size=33"),
-    ({"tensors": {"x.*": {"quantize_head": True}}}, r"tensors\['x.\*'\] has no key 'quantize_head'"),
-    ({"tensors": {"x.*": None}}, "no matrix of the model is called 'x.*'"),
-    ({"tensors": {"*.q_proj.weight": None}}, "computed as one matrix and must have one format: .*q_proj.weight .float32."),
-])
+@pytest.mark.parametrize(
+    "config, problem",
+    [
+        ({"quant_method": "gptq"}, "quant_method='gptq' is not offered; allowed: 'instant_quant'"),
+        (
+            {"weight_format": "fp8_e4m3"},
+            "weight_format='fp8_e4m3' is not known; allowed: 'int8', 'uint8', 'int4', 'uint4'",
+        ),
+        ({"compute_method": "none"}, "compute_method='none' is not known"),
+        ({"group_size": 48}, "group_size=48 is not known; allowed: 0, 32, 64"),
+        ({"groupsize": 64}, "no key 'groupsize'.*did you mean 'group_size'"),
+        ({"activate_format": "fp8_e4m3"}, "activate_format='fp8_e4m3' is not offered"),
+        ({"tensors": {"x.*": {"group_size": 33}}}, r"tensors\['x.\*'\]: group_size=33"),
+        ({"tensors": {"x.*": {"quantize_head": True}}}, r"tensors\['x.\*'\] has no key 'quantize_head'"),
+        ({"tensors": {"x.*": None}}, "no matrix of the model is called 'x.*'"),
+        (
+            {"tensors": {"*.q_proj.weight": None}},
+            "computed as one matrix and must have one format: .*q_proj.weight .float32.",
+        ),
+    ],
+)
 def test_configs_that_are_refused(tmp_path, config, problem):
     with pytest.raises(ValueError, match=problem):
-        HuggingFaceModel(checkpoint("llama3"), "m").serialize_to_path(None, tmp_path, True, customized_quant_config=config)
+        HuggingFaceModel(checkpoint("llama3"), "m").serialize_to_path(
+            None, tmp_path, True, customized_quant_config=config
+        )
     assert not list(tmp_path.glob("m.*"))
 
 
@@ -225,10 +250,12 @@ def test_what_the_arguments_mean():
 # -- loading -----------------------------------------------------------------------------------------------------------
 def test_other_formats_than_the_stored_are_refused(directory, tmp_path):
     path = serialize(directory, tmp_path, "int4", 64)
-    for fields, problem in (({"weight_dtype": "int8"}, "weight_dtype='int8'.* serialized as int4:64; use weight_dtype='auto'"),
-                            ({"weight_dtype": "bfloat16"}, "serialized as int4:64"),
-                            ({"weight_dtype": "int4"}, "weight_group_size=0.* serialized as int4:64"),
-                            ({"quantize_head": False}, "quantize_head=False: the model was serialized with its embedding")):
+    for fields, problem in (
+        ({"weight_dtype": "int8"}, "weight_dtype='int8'.* serialized as int4:64; use weight_dtype='auto'"),
+        ({"weight_dtype": "bfloat16"}, "serialized as int4:64"),
+        ({"weight_dtype": "int4"}, "weight_group_size=0.* serialized as int4:64"),
+        ({"quantize_head": False}, "quantize_head=False: the model was serialized with its embedding"),
+    ):
         with pytest.raises(AllSparkError, match=problem):
             Driver(path, **fields)
     with Driver(path, weight_dtype="int4", weight_group_size=64) as driver:
@@ -237,7 +264,9 @@ def test_other_formats_than_the_stored_are_refused(directory, tmp_path):
 
 def test_group_size_without_quantized_weights_is_refused():
     for dtype in ("auto", "float32", "bfloat16"):
-        with pytest.raises(ValueError, match=f"weight_group_size=64 is for quantized weights, and weight_dtype is '{dtype}'"):
+        with pytest.raises(
+            ValueError, match=f"weight_group_size=64 is for quantized weights, and weight_dtype is '{dtype}'"
+        ):
             AsModelConfig("m", "/path", weight_dtype=dtype, weight_group_size=64).validate()
     AsModelConfig("m", "/path", weight_dtype="w4a8", weight_group_size=64).validate()
 
@@ -246,7 +275,9 @@ def test_groups_that_a_rank_would_cut_to_pieces_are_refused():
     assert [group_of_slice(64, first) for first in (0, 32, 64, 96, 200)] == [64, 32, 64, 32, 8]
     assert group_of_slice(0, 77) == 0
     plain = checkpoint("qwen2-gqa-tied")        # 151 features in the MLP: rank 1 begins at 76
-    with pytest.raises(AllSparkError, match="weight_group_size=64 is not possible with these ranks: .* input feature 76"):
+    with pytest.raises(
+        AllSparkError, match="weight_group_size=64 is not possible with these ranks: .* input feature 76"
+    ):
         Driver(plain, 2, weight_dtype="int4", weight_group_size=64)
     with Driver(plain, 2, weight_dtype="int4") as driver:
         assert len(driver.generate(prompt_of(5), 2)[0]) == 2
@@ -260,18 +291,41 @@ def retype(header, suffix, **values):
     header["model.layers.0.mlp.down_proj.weight" + suffix].update(values)
 
 
-@pytest.mark.parametrize("change, problem", [
-    (lambda h: h.pop("model.layers.0.mlp.down_proj.weight.scale"), "has no tensor 'model.layers.0.mlp.down_proj.weight.scale'"),
-    (lambda h: h.pop("model.layers.0.mlp.down_proj.weight"), "has no tensor 'model.layers.0.mlp.down_proj.weight'"),
-    (lambda h: h["__metadata__"].update({"format:model.layers.0.mlp.down_proj.weight": "int4:32"}),
-     "has the format int4:32: expected int4:64"),
-    (lambda h: h["__metadata__"].pop("format:model.layers.0.mlp.down_proj.weight"), "has the format None: expected int4:64"),
-    (lambda h: retype(h, "", shape=[400, 136]), r"has type U8 and shape \[400, 136\]: expected U8 and \[136, 400\], for int4:64"),
-    (lambda h: retype(h, "", dtype="I8"), "has type I8 .*: expected U8"),
-    (lambda h: retype(h, ".offset", shape=[13, 136]), r"weight.offset' .*shape \[13, 136\]: expected .*\[136, 13\]"),
-    (lambda h: retype(h, ".scale", dtype="F16" if down(h) and h["model.layers.0.mlp.down_proj.weight.scale"]["dtype"] == "BF16"
-                      else "I32"), "weight.scale' .* has type (F16|I32)"),
-])
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        (
+            lambda h: h.pop("model.layers.0.mlp.down_proj.weight.scale"),
+            "has no tensor 'model.layers.0.mlp.down_proj.weight.scale'",
+        ),
+        (lambda h: h.pop("model.layers.0.mlp.down_proj.weight"), "has no tensor 'model.layers.0.mlp.down_proj.weight'"),
+        (
+            lambda h: h["__metadata__"].update({"format:model.layers.0.mlp.down_proj.weight": "int4:32"}),
+            "has the format int4:32: expected int4:64",
+        ),
+        (
+            lambda h: h["__metadata__"].pop("format:model.layers.0.mlp.down_proj.weight"),
+            "has the format None: expected int4:64",
+        ),
+        (
+            lambda h: retype(h, "", shape=[400, 136]),
+            r"has type U8 and shape \[400, 136\]: expected U8 and \[136, 400\], for int4:64",
+        ),
+        (lambda h: retype(h, "", dtype="I8"), "has type I8 .*: expected U8"),
+        (
+            lambda h: retype(h, ".offset", shape=[13, 136]),
+            r"weight.offset' .*shape \[13, 136\]: expected .*\[136, 13\]",
+        ),
+        (
+            lambda h: retype(
+                h,
+                ".scale",
+                dtype="F16" if down(h) and h["model.layers.0.mlp.down_proj.weight.scale"]["dtype"] == "BF16" else "I32",
+            ),
+            "weight.scale' .* has type (F16|I32)",
+        ),
+    ],
+)
 def test_containers_that_are_not_what_the_graph_says(directory, tmp_path, change, problem):
     path = serialize(directory, tmp_path, "int4", 64)
     rewrite_header(path.with_suffix(".asparam"), change)
@@ -299,12 +353,14 @@ def test_graphs_that_cannot_be(directory, tmp_path):
     message = to_message(read_graph(path))
     matrix = next(w for w in message.weights if w.name.endswith("down_proj.weight"))
     vector = next(w for w in message.weights if not w.columns and w.parts)
-    for change, problem in ((lambda: matrix.stored.__setattr__("dtype", "int3"), "unknown format 'int3' in groups of 64"),
-                            (lambda: matrix.stored.__setattr__("dtype", "float32"), "unknown format 'float32'"),
-                            (lambda: matrix.stored.__setattr__("group_size", 48), "unknown format 'int4' in groups of 48"),
-                            (lambda: vector.stored.CopyFrom(matrix.stored), "is quantized, which this model or a vector cannot be"),
-                            (lambda: message.quantization.__setattr__("unquantized", "int8"), "of the unknown type 'int8'"),
-                            (lambda: message.ClearField("quantization"), "is quantized, which this model")):
+    for change, problem in (
+        (lambda: matrix.stored.__setattr__("dtype", "int3"), "unknown format 'int3' in groups of 64"),
+        (lambda: matrix.stored.__setattr__("dtype", "float32"), "unknown format 'float32'"),
+        (lambda: matrix.stored.__setattr__("group_size", 48), "unknown format 'int4' in groups of 48"),
+        (lambda: vector.stored.CopyFrom(matrix.stored), "is quantized, which this model or a vector cannot be"),
+        (lambda: message.quantization.__setattr__("unquantized", "int8"), "of the unknown type 'int8'"),
+        (lambda: message.ClearField("quantization"), "is quantized, which this model"),
+    ):
         kept = message.SerializeToString()
         change()
         path.write_bytes(message.SerializeToString())
@@ -357,7 +413,9 @@ def test_existing_files_are_kept_if_their_format_is_wanted(directory, tmp_path):
 
 def test_type_of_what_stays_unquantized(directory, tmp_path):
     """user_set_data_type converts it; the numbers are then others than the checkpoint's, and so is the hash."""
-    HuggingFaceModel(directory, "m", user_set_data_type="float16").serialize_to_path(None, tmp_path, **options("int8", 0))
+    HuggingFaceModel(directory, "m", user_set_data_type="float16").serialize_to_path(
+        None, tmp_path, **options("int8", 0)
+    )
     source = open_model(str(tmp_path / "m.asgraph")).source
     assert source.get("model.norm.weight").dtype == "F16"
     assert {s for s in source.names()} == {s for s in open_model(str(directory)).source.names()}
@@ -369,12 +427,30 @@ def test_type_of_what_stays_unquantized(directory, tmp_path):
 
 def test_convert_command(directory, tmp_path, capsys):
     cli = pytest.importorskip("allspark_launch.cli")
-    assert cli.main(["convert", str(directory), str(tmp_path), "--name", "c", "--weight-dtype", "w4a8", "--weight-group-size", "64",
-                     "--keep-head"]) == 0
+    assert (
+        cli.main(
+            [
+                "convert",
+                str(directory),
+                str(tmp_path),
+                "--name",
+                "c",
+                "--weight-dtype",
+                "w4a8",
+                "--weight-group-size",
+                "64",
+                "--keep-head",
+            ]
+        )
+        == 0
+    )
     assert "c.asparam" in capsys.readouterr().out
     graph = read_graph(tmp_path / "c.asgraph")
     assert graph.quantization.format == WeightFormat("w4a8", 64) and not graph.quantization.quantize_head
-    for arguments, problem in ((["--weight-dtype", "int7"], "int7"), (["--weight-group-size", "64"], "--weight-group-size"),
-                               (["--weight-dtype", "int8", "--weight-group-size", "7"], "group_size=7")):
+    for arguments, problem in (
+        (["--weight-dtype", "int7"], "int7"),
+        (["--weight-group-size", "64"], "--weight-group-size"),
+        (["--weight-dtype", "int8", "--weight-group-size", "7"], "group_size=7"),
+    ):
         assert cli.main(["convert", str(directory), str(tmp_path), *arguments]) == 1
         assert problem in capsys.readouterr().err

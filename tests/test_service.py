@@ -1,4 +1,5 @@
-"""Service and ClientEngine against an engine without a model: streams, errors, addresses, tokens, TLS, other programs."""
+"""Service and ClientEngine against an engine without a model: streams, errors, addresses, tokens, TLS, other
+programs."""
 
 from __future__ import annotations
 

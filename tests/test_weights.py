@@ -256,7 +256,9 @@ def test_unused_tensors_are_named(copy, caplog):
 def test_loader_reports_progress():
     model = open_model(str(checkpoint("llama-biases")))
     seen = []
-    Loader(model.graph, model.source, NumpyExecutor(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)).load()
+    Loader(
+        model.graph, model.source, NumpyExecutor(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)
+    ).load()
     assert all(a[0] < b[0] for a, b in zip(seen, seen[1:]))
     constants = len(model.graph.weights["rotary.inv_freq"].values)
     assert seen[-1] == (seen[-1][1] - constants, seen[-1][1])

@@ -44,7 +44,12 @@ class Ranks:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_gather_keeps_rank_order_and_any_length(size):
     ranks = Ranks(size)
-    for lengths in ([0] * size, [5 + r for r in range(size)], [700_000 * (r + 1) for r in range(size)], [900_000] + [1] * (size - 1)):
+    for lengths in (
+        [0] * size,
+        [5 + r for r in range(size)],
+        [700_000 * (r + 1) for r in range(size)],
+        [900_000] + [1] * (size - 1),
+    ):
         payloads = [bytes([65 + r]) * lengths[r] for r in range(size)]
         results = ranks.run(lambda w: w.gather(payloads[w.rank]))
         assert results[0] == payloads and all(r is None for r in results[1:])

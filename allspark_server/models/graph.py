@@ -69,8 +69,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). stored: the format
-    of a matrix that is serialized quantized.
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). stored: the
+    format of a matrix that is serialized quantized.
     """
 
     name: str
@@ -141,8 +141,10 @@ class Graph:
     def quantized(self, formats: Mapping[str, WeightFormat], how: StoredQuantization) -> Graph:
         """The same model with its weights stored in these formats."""
         other = copy.copy(self)
-        other.weights = {name: replace(weight, stored=formats[name]) if weight.is_matrix and formats[name].quantized else weight
-                         for name, weight in self.weights.items()}
+        other.weights = {
+            name: replace(weight, stored=formats[name]) if weight.is_matrix and formats[name].quantized else weight
+            for name, weight in self.weights.items()
+        }
         other.quantization = how
         return other
 

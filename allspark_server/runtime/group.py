@@ -37,6 +37,9 @@ class Group(Protocol):
     def unload(self, name: str) -> None:
         """Free a model on every rank."""
 
+    def measure_ceilings(self, name: str) -> bool:
+        """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
+
     def profile(self, name: str) -> Profile:
         """What the ops cost on rank 0; see runtime/profile.py."""
 
@@ -176,6 +179,9 @@ class LocalGroup:
     def unload(self, name: str) -> None:
         self.member.unload(name)
 
+    def measure_ceilings(self, name: str) -> bool:
+        return self.member.runners[name].measure_ceilings()
+
     def profile(self, name: str) -> Profile:
         return self.member.runners[name].profile()
 
@@ -223,6 +229,9 @@ class WindowGroup:
     def unload(self, name: str) -> None:
         self._publish(Command.UNLOAD, name.encode())
         self.member.unload(name)
+
+    def measure_ceilings(self, name: str) -> bool:
+        return self.member.runners[name].measure_ceilings()
 
     def profile(self, name: str) -> Profile:
         return self.member.runners[name].profile()

@@ -7,7 +7,6 @@ anew. So reading every minute profiles all the time, and a model that nobody loo
 
 from __future__ import annotations
 
-import functools
 import re
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from allspark_server.weights.formats import WeightFormat
 
 PROFILE_SECONDS = 60.0
 INTEGER_FORMATS = ("w8a8", "w4a8")  # activations are quantized too, products are of integers
+SLICE_SECONDS = 0.01  # of measuring ceilings at a time: about a decoding step
 _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 
@@ -33,13 +33,38 @@ class Ceilings:
     integer_operations_per_second: float = 0.0
 
 
-@functools.lru_cache(maxsize=None)
-def measured_ceilings(cpus: tuple[int, ...], threads: int) -> Ceilings:
-    """Measured at the first call, which takes about a second, and remembered. cpus: to pin the threads to, or ()."""
-    mib = max(32, min(_MEASURED_MIB, (available_memory(1) >> 20) // 4))
-    native = native_library()
-    measured = native.measure_ceilings(list(cpus), threads, 3, mib)
-    return Ceilings(measured[0], measured[1], native.measure_integer_rate(list(cpus), threads, 3))
+class CeilingMeter:
+    """Measures the ceilings of some threads once in a process, SLICE_SECONDS at a time: steps can run in between."""
+
+    _known: dict[tuple[tuple[int, ...], int], Ceilings] = {}
+
+    def __init__(self, cpus: list[int], threads: int):
+        """cpus: to pin the threads to, or []."""
+        self._cpus, self._threads, self._native = cpus, threads, None
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """None: not measured yet."""
+        return self._known.get((tuple(self._cpus), self._threads))
+
+    def measure(self) -> bool:
+        """A slice of it, unless all is measured. Returns whether all is."""
+        if self.ceilings is not None:
+            return True
+        if self._native is None:
+            mib = max(32, min(_MEASURED_MIB, (available_memory(1) >> 20) // 4))
+            self._native = native_library().CeilingMeter(self._cpus, self._threads, mib)
+        if not self._native.slice(SLICE_SECONDS):
+            return False
+        self._known[tuple(self._cpus), self._threads] = Ceilings(*self._native.rates())
+        self._native = None     # and its memory
+        return True
+
+    def finish(self) -> Ceilings:
+        """All of the rest at once: up to a second, at the first call of a process."""
+        while not self.measure():
+            pass
+        return self.ceilings
 
 
 @dataclass

@@ -16,7 +16,7 @@ from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
-from allspark_server.runtime.profile import Profile, Profiler, measured_ceilings, summarize
+from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
 from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, unquantized_type
@@ -61,8 +61,8 @@ def memory_errors(purpose: str) -> Iterator[None]:
 class ModelRunner:
     """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
 
-    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a quantized
-    cache_mode comes before it.
+    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a
+    quantized cache_mode comes before it.
     """
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
@@ -75,6 +75,7 @@ class ModelRunner:
         self._executor = None
         self._model: OpenedModel | None = None
         self._profiler: Profiler | None = None
+        self._meter: CeilingMeter | None = None
         self._hash = ""
 
     def load(self) -> int:
@@ -109,7 +110,8 @@ class ModelRunner:
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
                                     model.graph.config.num_layers, self._kv_heads(model.graph),
                                     model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
-        self._profiler = Profiler(self._executor) if self.rank == 0 else None
+        if self.rank == 0:
+            self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self._threads())
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -128,15 +130,20 @@ class ModelRunner:
             self._profiler.before_step()
         return self._executor.step(plan, want_logits)
 
+    def measure_ceilings(self) -> bool:
+        """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
+        done."""
+        self._loaded()
+        return self._meter.measure()
+
     def profile(self) -> Profile:
-        """What the ops of the steps profiled last cost (rank 0 only); measures the ceilings when called first."""
+        """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
-        return Profile(summarize(self._profiler.read(model.graph, self.formats)),
-                       measured_ceilings(tuple(self._pinned()), self._threads()))
+        return Profile(summarize(self._profiler.read(model.graph, self.formats)), self._meter.finish())
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
-        self._executor = self._model = self._profiler = None
+        self._executor = self._model = self._profiler = self._meter = None
 
     # -- choices -------------------------------------------------------------------------------------------------------
     def _loaded(self) -> OpenedModel:

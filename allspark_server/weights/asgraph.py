@@ -32,8 +32,8 @@ SCALE, OFFSET = ".scale", ".offset"  # of a quantized tensor, after its name
 
 logger = logging.getLogger(__name__)
 
-# (q [n, row bytes], scales [n, groups], offsets [n, groups], how many values are NaN or infinite) of (data, its stored type,
-# bits, group size): the native library's.
+# (q [n, row bytes], scales [n, groups], offsets [n, groups], how many values are NaN or infinite) of (data, its stored
+# type, bits, group size): the native library's.
 Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
@@ -44,8 +44,11 @@ def to_message(graph: Graph) -> pb.Graph:
     message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
-        message.quantization.CopyFrom(pb.Quantization(format=_format_message(how.format), quantize_head=how.quantize_head,
-                                                      unquantized=how.unquantized))
+        message.quantization.CopyFrom(
+            pb.Quantization(
+                format=_format_message(how.format), quantize_head=how.quantize_head, unquantized=how.unquantized
+            )
+        )
     for tensor in graph.tensors.values():
         blocks = [pb.Block(width=b.width, split=_split_message(b.split)) for b in tensor.blocks]
         message.tensors.add(name=tensor.name, blocks=blocks, logit_rows=tensor.logit_rows)
@@ -73,7 +76,9 @@ def _format_message(form: WeightFormat | None) -> pb.Format | None:
 def from_message(message: pb.Graph) -> Graph:
     """Rebuilds a graph; ValueError when it is not consistent."""
     if message.version not in (VERSION, QUANTIZED_VERSION):
-        raise ValueError(f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}")
+        raise ValueError(
+            f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
+        )
     fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)}
     rope = {f.name: getattr(message.config.rope, f.name) for f in dataclasses.fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
@@ -155,8 +160,8 @@ def read_graph(path: Path) -> Graph:
 
 def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None,
                  metadata: dict[str, str] | None = None) -> None:
-    """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto" (as
-    stored) or of STORED_TYPES. quantize: for a graph with quantized weights. metadata: to be stored as well."""
+    """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto"
+    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights. metadata: to be stored as well."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
     entries: list[tuple[str, str, tuple[int, ...]]] = []
@@ -169,8 +174,11 @@ def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto", 
             data.append(_pieces(tensor, wanted or tensor.dtype))
             continue
         rows, columns = tensor.shape
-        entries += [(name + SCALE, SCALE_TYPE, (rows, form.groups(columns))), (name + OFFSET, SCALE_TYPE, (rows, form.groups(columns))),
-                    (name, "U8", (rows, form.row_bytes(columns)))]
+        entries += [
+            (name + SCALE, SCALE_TYPE, (rows, form.groups(columns))),
+            (name + OFFSET, SCALE_TYPE, (rows, form.groups(columns))),
+            (name, "U8", (rows, form.row_bytes(columns))),
+        ]
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
     write_safetensors(path, entries, {"format": PARAM_FORMAT, **(metadata or {}), **formats}, data, checksums=True)
@@ -183,8 +191,12 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     def scales() -> Iterator[np.ndarray]:
         q, scale, offset, bad = quantize(tensor.data, tensor.dtype, form.bits, form.group_size)
         if bad:
-            logger.warning("tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong", tensor.name,
-                           tensor.file, bad)
+            logger.warning(
+                "tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong",
+                tensor.name,
+                tensor.file,
+                bad,
+            )
         later.extend((q, offset))
         yield scale
 

@@ -34,8 +34,8 @@ TENSORS_HASH = "checkpoint"  # in .asparam's metadata
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A quantized matrix [n, k] as it is serialized (proto/asgraph.proto). q: uint8 [n, row bytes]; scales, offsets: [n, groups].
-    """
+    """A quantized matrix [n, k] as it is serialized (proto/asgraph.proto). q: uint8 [n, row bytes]; scales, offsets:
+    [n, groups]."""
 
     q: np.ndarray
     scales: np.ndarray
@@ -85,8 +85,8 @@ class SafetensorsSource:
 
 
 class ParamSource(SafetensorsSource):
-    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix is several tensors, see
-    quantized()."""
+    """An .asparam file: safetensors with a crc32 of every tensor in its metadata. A quantized matrix is several
+    tensors, see quantized()."""
 
     def __init__(self, path: Path):
         self.file = SafetensorsFile(path)
@@ -105,14 +105,18 @@ class ParamSource(SafetensorsSource):
         q, scales, offsets = self.get(name), self.get(name + SCALE), self.get(name + OFFSET)
         found = self.file.metadata.get(f"format:{name}")
         if found != str(form):
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}")
+            raise AllSparkError(
+                AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
+            )
         groups = (shape[0], form.groups(shape[1]))
         for tensor, kind, expected in ((q, "U8", (shape[0], form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
                                        (offsets, SCALE_TYPE, groups)):
             if (tensor.dtype, tensor.shape) != (kind, expected):
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                    f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
-                                    f"expected {kind} and {list(expected)}, for {form} of {list(shape)}")
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_PARAM_ERROR,
+                    f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
+                    f"expected {kind} and {list(expected)}, for {form} of {list(shape)}",
+                )
         return QuantizedTensor(q.data, scales.data, offsets.data, q.file)
 
     def verify(self, rank: int, world: int) -> None:
@@ -267,7 +271,8 @@ def _indexed(directory: Path) -> SafetensorsSource:
 
 
 def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat]) -> str:
-    """A cheap identity of a model's numbers: config, tensors, and the formats that its matrices (by the weight's name) have.
+    """A cheap identity of a model's numbers: config, tensors, and the formats that its matrices (by the weight's name)
+    have.
 
     Copies of a checkpoint have the same hash, wherever they lie and however they are serialized.
     """

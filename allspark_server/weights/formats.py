@@ -46,16 +46,18 @@ class WeightFormat:
 
 
 def group_of_slice(group_size: int, first: int) -> int:
-    """The group size of a rank's slice of K that begins at `first`, inside a group perhaps: every group of the slice is part
-    of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little."""
+    """The group size of a rank's slice of K that begins at `first`, inside a group perhaps: every group of the slice is
+    part of one of the whole row's, whose scale it has. AllSparkError when the cut leaves too little."""
     if group_size == 0 or first == 0:
         return group_size
     common = gcd(group_size, first)
     if common < SMALLEST_GROUP:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"weight_group_size={group_size} is not possible with these ranks: one's part of a matrix begins at "
-                            f"input feature {first}, inside a group and at no multiple of {SMALLEST_GROUP}; use "
-                            "weight_group_size=0 or another number of ranks")
+        raise AllSparkError(
+            AsStatus.ALLSPARK_PARAM_ERROR,
+            f"weight_group_size={group_size} is not possible with these ranks: one's part of a matrix begins at "
+            f"input feature {first}, inside a group and at no multiple of {SMALLEST_GROUP}; use "
+            "weight_group_size=0 or another number of ranks",
+        )
     return common
 
 
@@ -72,7 +74,9 @@ class Quantization:
         """The format of each matrix of the graph. unquantized: the type of those that stay as they are."""
         plain = WeightFormat(unquantized)
         head = {name for op in graph.ops if op.type == "embedding" for name in op.weights}
-        head |= {op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"}
+        head |= {
+            op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"
+        }
         unused, found = set(self.tensors), {}
         for weight in graph.weights.values():
             if not weight.is_matrix:
@@ -88,31 +92,41 @@ class Quantization:
                                  + ", ".join(f"{name} ({form})" for name, form in chosen.items()))
             found[weight.name] = next(iter(chosen.values()))
         if unused:
-            raise ValueError(f"no matrix of the model is called {sorted(unused)[0]!r}, or none that no earlier pattern names")
+            raise ValueError(
+                f"no matrix of the model is called {sorted(unused)[0]!r}, or none that no earlier pattern names"
+            )
         return found
 
 
 def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dict[str, WeightFormat]:
-    """The format of each matrix of an opened model: as the config wants them, or as they are serialized, if quantized."""
+    """The format of each matrix of an opened model: as the config wants them, or as they are serialized, if
+    quantized."""
     if graph.quantization is None:
         dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
         form = WeightFormat(dtype, config.weight_group_size)
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
     stored = graph.quantization.format
     if config.weight_dtype != "auto" and WeightFormat(config.weight_dtype, config.weight_group_size) != stored:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
-                            f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew")
+        raise AllSparkError(
+            AsStatus.ALLSPARK_PARAM_ERROR,
+            f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
+            f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew",
+        )
     if graph.quantization.quantize_head and not config.quantize_head:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "quantize_head=False: the model was serialized with its embedding and "
-                                                           "head quantized; serialize it anew")
-    return {weight.name: weight.stored or WeightFormat(unquantized) for weight in graph.weights.values() if weight.is_matrix}
+        raise AllSparkError(
+            AsStatus.ALLSPARK_PARAM_ERROR,
+            "quantize_head=False: the model was serialized with its embedding and "
+            "head quantized; serialize it anew",
+        )
+    return {
+        weight.name: weight.stored or WeightFormat(unquantized) for weight in graph.weights.values() if weight.is_matrix
+    }
 
 
 @dataclass(frozen=True)
 class StoredQuantization:
-    """Of a model that was serialized quantized: the format of its matrices (each has its own beside it), whether embedding and
-    head are quantized as well, and what "auto" made of the checkpoint it came from."""
+    """Of a model that was serialized quantized: the format of its matrices (each has its own beside it), whether
+    embedding and head are quantized as well, and what "auto" made of the checkpoint it came from."""
 
     format: WeightFormat
     quantize_head: bool
@@ -129,20 +143,26 @@ KEYS = ("quant_method", "weight_format", "compute_method", "activate_format", "g
 def quantization_of(weight_only_quant: bool, customized: Mapping[str, Any] | None) -> Quantization:
     """What serialize_to_path's arguments mean, if enable_quant is set.
 
-    customized, with DashInfer's keys: {"quant_method": "instant_quant", "weight_format": "int8" | "uint4", "compute_method":
-    "weight_only" | "activate_quant", "group_size": 64}; and "quantize_head": bool, "tensors": {pattern of tensor names: None
-    (not quantized) or {"weight_format", "compute_method", "group_size"}, of which absent ones are as above}.
+    customized, with DashInfer's keys: {"quant_method": "instant_quant", "weight_format": "int8" | "uint4",
+    "compute_method": "weight_only" | "activate_quant", "group_size": 64}; and "quantize_head": bool, "tensors":
+    {pattern of tensor names: None (not quantized) or {"weight_format", "compute_method", "group_size"}, of which absent
+    ones are as above}.
     """
     values = dict(customized or {})
     _check_keys("customized_quant_config", values, KEYS)
     if values.get("quant_method", METHOD) != METHOD:
-        raise ValueError(f"customized_quant_config: quant_method={values['quant_method']!r} is not offered; allowed: {METHOD!r}")
+        raise ValueError(
+            f"customized_quant_config: quant_method={values['quant_method']!r} is not offered; allowed: {METHOD!r}"
+        )
     if values.get("activate_format", "int8") != "int8":
-        raise ValueError(f"customized_quant_config: activate_format={values['activate_format']!r} is not offered; allowed: 'int8'")
+        raise ValueError(
+            f"customized_quant_config: activate_format={values['activate_format']!r} is not offered; allowed: 'int8'"
+        )
     head = values.get("quantize_head", True)
     if not isinstance(head, bool):
         raise TypeError(f"customized_quant_config: quantize_head={head!r}: expected a bool")
-    weight_only = weight_only_quant or bool(customized)  # as in DashInfer, whose examples name activate_quant where they want it
+    # As in DashInfer, whose examples name activate_quant where they want it.
+    weight_only = weight_only_quant or bool(customized)
     default = _format("customized_quant_config", values, {"weight_format": "int8", "group_size": 0,
                                                           "compute_method": COMPUTE_METHODS[0 if weight_only else 1]})
     if weight_only_quant and default.dtype.startswith("w"):
@@ -180,4 +200,3 @@ def _format(where: str, values: Mapping[str, Any], defaults: dict[str, Any]) -> 
     bits = WEIGHT_FORMATS[chosen["weight_format"]]
     weight_only = chosen["compute_method"] == COMPUTE_METHODS[0]
     return WeightFormat(f"int{bits}" if weight_only else f"w{bits}a8", chosen["group_size"])
-

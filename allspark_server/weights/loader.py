@@ -46,16 +46,22 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
     if not isinstance(source, ParamSource):
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized")
+        raise AllSparkError(
+            AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"
+        )
     try:
         return source.quantized(part.tensor, weight.stored, (part.rows, weight.columns))
     except KeyError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}") from None
+        raise AllSparkError(
+            AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"
+        ) from None
 
 
 def unquantized_type(graph: Graph, source: Source) -> str:
-    """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence, type
-    and shape. bfloat16 matrices stay so and all else is float32: float16 values are exact in float32, not in bfloat16."""
+    """The weight_dtype that "auto" is for a checkpoint, whether or not it is quantized; checks every tensor's presence,
+    type and shape. bfloat16 matrices stay so and all else is float32: float16 values are exact in float32, not in
+    bfloat16.
+    """
     found = set()
     for weight in graph.weights.values():
         for part in weight.parts:
@@ -69,8 +75,16 @@ def unquantized_type(graph: Graph, source: Source) -> str:
 class Loader:
     """Loads one rank's part of a model into an executor."""
 
-    def __init__(self, graph: Graph, source: Source, executor, rank: int, world: int, formats: Mapping[str, WeightFormat],
-                 progress: Progress | None = None):
+    def __init__(
+        self,
+        graph: Graph,
+        source: Source,
+        executor,
+        rank: int,
+        world: int,
+        formats: Mapping[str, WeightFormat],
+        progress: Progress | None = None,
+    ):
         """formats: of each matrix, by the weight's name. progress: gets (elements done, of how many)."""
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.formats, self.progress = rank, world, formats, progress
@@ -90,12 +104,23 @@ class Loader:
             begin, end = part.range_of(self.rank, self.world)
             if weight.stored is not None:
                 tensor = quantized_tensor(self.source, weight, part)
-                self.executor.fill_quantized(identity, tensor.q[begin:end], tensor.scales[begin:end], tensor.offsets[begin:end],
-                                             form.bits, weight.columns, form.group_size, offset, first)
+                self.executor.fill_quantized(
+                    identity,
+                    tensor.q[begin:end],
+                    tensor.scales[begin:end],
+                    tensor.offsets[begin:end],
+                    form.bits,
+                    weight.columns,
+                    form.group_size,
+                    offset,
+                    first,
+                )
             else:
                 # Whole rows: a slice along K is quantized by the ranges of the groups that it was cut from.
                 tensor = stored_tensor(self.source, weight, part)
-                bad = self.executor.fill_matrix(identity, tensor.data[begin:end], tensor.dtype, offset, first, form.group_size)
+                bad = self.executor.fill_matrix(
+                    identity, tensor.data[begin:end], tensor.dtype, offset, first, form.group_size
+                )
                 if bad:
                     self._warn(tensor, bad)
             offset += end - begin

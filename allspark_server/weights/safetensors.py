@@ -27,8 +27,8 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor of a checkpoint. data: float32, float16, (BF16) uint16 or (U8) uint8 of `shape`; None for types that no model
-    file uses. file: where it is stored, for messages."""
+    """A tensor of a checkpoint. data: float32, float16, (BF16) uint16 or (U8) uint8 of `shape`; None for types that no
+    model file uses. file: where it is stored, for messages."""
 
     name: str
     dtype: str

@@ -82,17 +82,24 @@ class Run:
                                     row.integer)
 
     def figure(self, kind: str, row: Row, cell: Cell) -> dict | None:
-        """Best and median, and the parts of the ceilings measured around each round's figure: the best part and the median
-        one. None if it was not measured."""
+        """Best and median, and the parts of the ceilings measured around each round's figure: the best part and the
+        median one. None if it was not measured."""
         series = getattr(row, kind).get(cell)
         if series is None:
             return None
         bounds = [self.bound(kind, row, cell, machine) for machine in series.machines]
         parts = [rate / bound.tokens_per_second for rate, bound in zip(series.rounds, bounds)]
         best = bounds[series.rounds.index(series.best)]
-        return {"best": series.best, "median": series.median, "rounds": series.rounds,
-                "ceiling": best.tokens_per_second, "ceilings": [bound.tokens_per_second for bound in bounds], "bound_by": best.by,
-                "fraction": max(parts), "median_fraction": statistics.median(parts)}
+        return {
+            "best": series.best,
+            "median": series.median,
+            "rounds": series.rounds,
+            "ceiling": best.tokens_per_second,
+            "ceilings": [bound.tokens_per_second for bound in bounds],
+            "bound_by": best.by,
+            "fraction": max(parts),
+            "median_fraction": statistics.median(parts),
+        }
 
     def to_dict(self) -> dict:
         """For JSON: rates in tokens/s, bytes/s and operations/s."""

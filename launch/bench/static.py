@@ -35,9 +35,9 @@ Measures a model's speed for every weight format in every cell of a grid, beside
 A cell is BATCH requests at once, with PROMPT random tokens each, OUTPUT tokens out, greedy:
   prefill   all prompt tokens / time until the last request has its first token
   decode    tokens / time, from then until the first request ends: all sequences together
-Ceilings are measured with the same number of threads before and after every figure, and the higher one counts: a machine
-whose memory is shared with others may swing by half within a minute. So a figure's part of its ceiling is more telling than
-the figure:
+Ceilings are measured with the same number of threads before and after every figure, and the higher one counts: a
+machine whose memory is shared with others may swing by half within a minute. So a figure's part of its ceiling is more
+telling than the figure:
   decode    bytes that a step reads (weights as packed, and the cache) / rate of reading memory, or operations of the
             step / rate of multiply-adds if that takes longer
   prefill   operations (matrices, attention, head) / rate of multiply-adds: fp32, or 8-bit integers for the matrices of

@@ -5,13 +5,14 @@
 For bfloat16 by transformers, and for every format that this build has by this project's engine: perplexity of fresh
 stories, what the model that ships can do (tests/model/evaluate.py: sums, JSON records, stories), and the error of the
 format's matrix product against float64 on weights with outliers, relative to the product's root mean square. A format
-may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the 95 % (Wilson)
-interval of the worst one, by its number of problems; a format that reaches the allowed points only within it is not told from
-one that does not. (Sampled stories are shown only: the two engines draw different ones.) A format with "+head" keeps embedding
-and head as they are stored.
+may lose so many points in any task answered greedily: int8 0.5, w8a8 1, int4 and w4a8 2. "+-" is half of the 95 %
+(Wilson) interval of the worst one, by its number of problems; a format that reaches the allowed points only within it
+is not told from one that does not. (Sampled stories are shown only: the two engines draw different ones.) A format with
+"+head" keeps embedding and head as they are stored.
 
 With --model, any checkpoint is measured by its perplexity on the lines of --text FILE.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -40,7 +41,18 @@ from allspark_server.runtime.runner import ModelRunner  # noqa: E402
 logger = logging.getLogger(__name__)
 
 REFERENCE = "transformers bfloat16"
-DEFAULT_FORMATS = ("float32", "bfloat16", "int8", "int8:64", "int4:64", "int4:64+head", "int4:32", "w8a8", "w4a8:64", "w4a8:64+head")
+DEFAULT_FORMATS = (
+    "float32",
+    "bfloat16",
+    "int8",
+    "int8:64",
+    "int4:64",
+    "int4:64+head",
+    "int4:32",
+    "w8a8",
+    "w4a8:64",
+    "w4a8:64+head",
+)
 KEPT_HEAD = "+head"
 ALLOWED_POINTS = {"int8": 0.5, "w8a8": 1.0, "int4": 2.0, "w4a8": 2.0, "float32": 0.5, "bfloat16": 0.5}
 TASKS = {"sums": evaluate.score_sums, "records": evaluate.score_records, "stories": evaluate.score_stories}
@@ -59,7 +71,8 @@ class Row:
     missing: str = ""
 
     def worst(self, reference: Row) -> tuple[float, str]:
-        """By how many points the worst greedy task falls below the reference (negative if all are better), and which it is."""
+        """By how many points the worst greedy task falls below the reference (negative if all are better), and which it
+        is."""
         falls = [(100 * (reference.scores[name] - value), name) for name, value in self.scores.items()
                  if not name.startswith((PERPLEXITY, SAMPLED))]
         return max(falls, default=(0.0, ""))

@@ -3,11 +3,13 @@
     bench_allspark.py CHECKPOINT [--ranks N] [--threads N] [--batch 1 4 8] [--weight-dtype auto|int4:64] [--json]
 
 --ranks 0 (default): Engine in this process with --threads threads. --ranks N: a ClientEngine and a group of N ranks.
-Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024 (--prefill).
---context N: decode at batch 1 after a prompt of N instead of the batches, 32 tokens out. Beside each figure, as "NAME/ceiling",
-its part of the ceiling measured right before and after (the higher counts): decode, bytes of weights and cache a step over the
-read bandwidth; prefill, operations of matrices and attention over the fp32 multiply-add rate.
+Prompts of 128 random tokens, 64 tokens out, greedy; prefill is the time to the first token of a prompt of 1,024
+(--prefill). --context N: decode at batch 1 after a prompt of N instead of the batches, 32 tokens out. Beside each
+figure, as "NAME/ceiling", its part of the ceiling measured right before and after (the higher counts): decode, bytes of
+weights and cache a step over the read bandwidth; prefill, operations of matrices and attention over the fp32
+multiply-add rate.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -22,11 +24,15 @@ from allspark_launch.bench.ceiling import Machine, Workload
 from allspark_server import _native
 
 
-def generate(engine: AbstractEngine, rng: np.random.Generator, batch: int, prompt: int, output: int) -> tuple[float, float]:
+def generate(
+    engine: AbstractEngine, rng: np.random.Generator, batch: int, prompt: int, output: int
+) -> tuple[float, float]:
     """(seconds to the last first token, decode tokens/s after that) of `batch` requests at once."""
     config = {"top_k": 1, "max_length": prompt + output, "early_stopping": False}
     begin = time.perf_counter()
-    requests = [engine.start_request("m", {"input_ids": rng.integers(10, 3000, prompt)}, config)[1:] for _ in range(batch)]
+    requests = [
+        engine.start_request("m", {"input_ids": rng.integers(10, 3000, prompt)}, config)[1:] for _ in range(batch)
+    ]
     counted = 0
     for _, queue in requests:
         counted -= len(queue.Get().ids_from_generate)
@@ -62,12 +68,23 @@ class Best:
 def measure(engine: AbstractEngine, options: argparse.Namespace, threads: int) -> dict[str, float]:
     kind, _, group = options.weight_dtype.partition(":")
     longest = max(2048, options.prefill + 8, options.context + 64)
-    engine.install_model(AsModelConfig(model_name="m", model_path=options.checkpoint, engine_max_length=longest,
-                                       engine_max_batch=max(options.batch), num_threads=options.threads, weight_dtype=kind,
-                                       weight_group_size=int(group or 0), enable_prefix_cache=False))
+    engine.install_model(
+        AsModelConfig(
+            model_name="m",
+            model_path=options.checkpoint,
+            engine_max_length=longest,
+            engine_max_batch=max(options.batch),
+            num_threads=options.threads,
+            weight_dtype=kind,
+            weight_group_size=int(group or 0),
+            enable_prefix_cache=False,
+        )
+    )
     engine.start_model("m")
     info, load = engine.get_model_info("m"), Workload.of(options.checkpoint)
-    weight_bytes, token_bytes = info.weight_bytes * info.ranks, info.cache_bytes * info.ranks / (info.num_spans * info.span_size)
+    weight_bytes, token_bytes = info.weight_bytes * info.ranks, info.cache_bytes * info.ranks / (
+        info.num_spans * info.span_size
+    )
     rng, best = np.random.default_rng(0), Best(threads)
     generate(engine, rng, 1, 16, 4)
     cells = [(1, options.context, 32)] if options.context else [(batch, 128, 64) for batch in options.batch]

@@ -2,10 +2,11 @@
 
     bench_attention.py [--threads 1] [--rows 7] [--dim 64] [--heads 2] [--tokens 400000] [--span 32]
 
-Per type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and row) over
-the measured fp32 FMA rate (which products of bfloat16 and of integers may pass). `rows` is query heads per KV head; 7 rows of 64 with 2 KV heads are
-Qwen2.5-0.5B's.
+Per type of cache: bytes/s over the measured read bandwidth, and operations/s (2 multiply-adds per token, value and row)
+over the measured fp32 FMA rate (which products of bfloat16 and of integers may pass). `rows` is query heads per KV
+head; 7 rows of 64 with 2 KV heads are Qwen2.5-0.5B's.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,10 +24,16 @@ def main() -> None:
     for dtype in ("float32", "bfloat16", "int8", "uint4"):
         bandwidth, rate = _native.measure_ceilings(cpus, o.threads, 3, 256)
         for place, tokens, repeats in (("in cache", 512, 100), ("out of cache", o.tokens, 5)):
-            seconds, size = _native.kernels.attend_seconds(o.rows, o.dim, o.span, dtype, tokens, o.heads, cpus, o.threads, repeats)
+            seconds, size = _native.kernels.attend_seconds(
+                o.rows, o.dim, o.span, dtype, tokens, o.heads, cpus, o.threads, repeats
+            )
             operations = 4 * o.rows * o.dim * tokens * o.heads / seconds
-            print(f"{dtype:9} {place:12} {size / 1e6:6.1f} MB  {size / seconds / 1e9:5.1f} GB/s, {size / seconds / bandwidth:.2f} of "
-                  f"read; {operations / 1e9:4.0f} Gop/s, {operations / rate:.2f} of FMA", flush=True)
+            print(
+                f"{dtype:9} {place:12} {size / 1e6:6.1f} MB  {size / seconds / 1e9:5.1f} GB/s, "
+                f"{size / seconds / bandwidth:.2f} of read; "
+                f"{operations / 1e9:4.0f} Gop/s, {operations / rate:.2f} of FMA",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

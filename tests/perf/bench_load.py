@@ -2,10 +2,12 @@
 
     bench_load.py CHECKPOINT [--formats int8,w8a8,int4:64,…] [--threads N] [--rounds N]
 
-In turn, each with a mapping of the file and memory of its own (what both cost is in both): all the file is copied through a
-buffer that caches hold and as many bytes as the format's matrices take are written, with libc's memcpy and memset on as many
-threads; and the checkpoint is loaded. The file is in the page cache. Best of the rounds: seconds that passed, and of CPU.
+In turn, each with a mapping of the file and memory of its own (what both cost is in both): all the file is copied
+through a buffer that caches hold and as many bytes as the format's matrices take are written, with libc's memcpy and
+memset on as many threads; and the checkpoint is loaded. The file is in the page cache. Best of the rounds: seconds that
+passed, and of CPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -74,17 +76,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
     file = options.checkpoint / "model.safetensors"
-    print(f"{'format':<10}{'bytes read, written':>22}{'read and write: s, CPU':>26}{'load: s, CPU':>18}{'ratio':>8}{'of CPU':>8}")
+    print(
+        f"{'format':<10}{'bytes read, written':>22}{'read and write: s, CPU':>26}"
+        f"{'load: s, CPU':>18}{'ratio':>8}{'of CPU':>8}"
+    )
     for text in options.formats.split(","):
         dtype, _, group = text.partition(":")
         form = WeightFormat(dtype, int(group or 0))
         size = load(options.checkpoint, form, options.threads)      # also brings the file into the page cache
-        times = np.array([[timed(lambda: read_and_write(file, size, options.threads)),
-                           timed(lambda: load(options.checkpoint, form, options.threads))] for _ in range(options.rounds)])
+        times = np.array(
+            [
+                [
+                    timed(lambda: read_and_write(file, size, options.threads)),
+                    timed(lambda: load(options.checkpoint, form, options.threads)),
+                ]
+                for _ in range(options.rounds)
+            ]
+        )
         (least, least_cpu), (took, took_cpu) = times.min(axis=0)
         sizes = f"{file.stat().st_size / 1e6:,.0f} MB, {size / 1e6:,.0f} MB"
-        print(f"{text:<10}{sizes:>22}{f'{least:.3f}, {least_cpu:.3f}':>26}{f'{took:.3f}, {took_cpu:.3f}':>18}{took / least:>8.2f}"
-              f"{took_cpu / least_cpu:>8.2f}", flush=True)
+        print(
+            f"{text:<10}{sizes:>22}{f'{least:.3f}, {least_cpu:.3f}':>26}"
+            f"{f'{took:.3f}, {took_cpu:.3f}':>18}{took / least:>8.2f}{took_cpu / least_cpu:>8.2f}",
+            flush=True,
+        )
     return 0
 
 

@@ -1,11 +1,13 @@
 """A model of a real shape with random weights, on the native executor alone: prefill, decode, and where the time goes.
 
-    bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32] [--context 128]
+    bench_shape.py [--shape 0.5b 1.5b] [--threads 16] [--formats bfloat16:0 w8a8:0] [--prompt 1024] [--batch 1 8 32]
+    [--context 128]
 
 No checkpoint, engine or tokenizer: what is measured is the step. Ceilings are measured beforehand. Prefill is given in
 operations really done (weights of all rows, the head's of one, attention's causal half) over the AMX peak, or over the
 fp32 FMA rate without AMX; decode as bytes of weights over the read bandwidth.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -35,7 +37,10 @@ SHAPES = {"0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960,
 
 
 class Model:
-    def __init__(self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int, context: int, cache: str):
+
+    def __init__(
+        self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int, context: int, cache: str
+    ):
         self.shape, self.names, self.context = shape, [], context
         e = self.executor = _native.Executor(cpus=list(range(threads)), num_threads=threads)
         rng = np.random.default_rng(0)
@@ -71,7 +76,14 @@ class Model:
             handles = {name: fill(size, values[name]) for name, size in sizes.items()}
             op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
             op("qkv", "linear", [y], [qkv], [handles["qkv"], bias], {})
-            op("rope", "rope", [qkv], [], [], {"offset": 0, "heads": shape.heads + shape.kv_heads, "head_dim": shape.head_dim})
+            op(
+                "rope",
+                "rope",
+                [qkv],
+                [],
+                [],
+                {"offset": 0, "heads": shape.heads + shape.kv_heads, "head_dim": shape.head_dim},
+            )
             op("attention", "span_attention", [qkv], [context], [], {
                 "layer": layer, "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim,
                 "group": shape.heads // shape.kv_heads, "scale": shape.head_dim**-0.5})
@@ -93,7 +105,9 @@ class Model:
         """Seconds for a prompt in one chunk."""
         ids = np.random.default_rng(slot).integers(10, 3000, prompt).tolist()
         new = [NewSlot(slot, ids, SamplingParams(do_sample=False, prompt_len=prompt).encode())]
-        spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[:-(-max(prompt, self.context + 32) // SPAN)]
+        spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[
+            : -(-max(prompt, self.context + 32) // SPAN)
+        ]
         plan = StepPlan(new=new, work=[WorkItem(slot, 0, prompt, True, [], spans)]).encode()
         begin = time.perf_counter()
         self.executor.step(plan)
@@ -126,7 +140,9 @@ class Model:
             name = self.names[op["index"]] + ("+" + op["op"].partition("+")[2] if "+" in op["op"] else "")
             total[name] = total.get(name, 0) + op["sum"]
             count = max(count, op["count"])
-        return "  ".join(f"{name} {seconds / count * 1e3:.2f}" for name, seconds in sorted(total.items(), key=lambda i: -i[1]))
+        return "  ".join(
+            f"{name} {seconds / count * 1e3:.2f}" for name, seconds in sorted(total.items(), key=lambda i: -i[1])
+        )
 
 
 def main() -> None:
@@ -149,8 +165,16 @@ def main() -> None:
         shape = SHAPES[name]
         for text in options.formats:
             dtype, group = text.split(":")
-            model = Model(shape, options.threads, dtype, int(group), max(options.prompt, options.context), max(options.batch, default=1),
-                          options.context, options.cache)
+            model = Model(
+                shape,
+                options.threads,
+                dtype,
+                int(group),
+                max(options.prompt, options.context),
+                max(options.batch, default=1),
+                options.context,
+                options.cache,
+            )
             model.prefill(options.prompt)
             model.executor.set_profiling(True)
             times, peaks = [], []
@@ -161,12 +185,19 @@ def main() -> None:
             n = options.prompt
             work = 2 * model.layer_weights * n + 2 * shape.vocab * shape.hidden
             work += 2 * shape.layers * shape.heads * shape.head_dim * n * (n + 1)
-            print(f"{name} {text} prefill {n}: best {n / min(times):.0f} tokens/s, median {n / np.median(times):.0f}; "
-                  f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f} (median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report()}", flush=True)
+            print(
+                f"{name} {text} prefill {n}: best {n / min(times):.0f} tokens/s, median {n / np.median(times):.0f}; "
+                f"{work / min(times) / 1e12:.2f} T/s = {work / min(times) / peak:.2f} of {peak / 1e12:.2f} "
+                f"(median {np.median(peaks) / 1e12:.2f})\n   ms: {model.report()}",
+                flush=True,
+            )
             for batch in options.batch:
                 seconds = min(model.decode(batch, 20) for _ in range(2))
-                print(f"{name} {text} decode batch {batch}: {batch / seconds:.1f} tokens/s, {model.bytes / seconds / bandwidth:.2f} of bandwidth\n"
-                      f"   ms: {model.report()}", flush=True)
+                print(
+                    f"{name} {text} decode batch {batch}: {batch / seconds:.1f} tokens/s, "
+                    f"{model.bytes / seconds / bandwidth:.2f} of bandwidth\n   ms: {model.report()}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
-"""Runs benchmarks in turn, several rounds, with the machine's ceilings measured before each round; prints best and median.
+"""Runs benchmarks in turn, several rounds, with the machine's ceilings measured before each round; prints best and
+median.
 
-    compare.py --rounds 3 'ours=python tests/perf/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py CKPT WORK 2'
+    compare.py --rounds 3 'ours=python tests/perf/bench_allspark.py CKPT' 'peer=venv/bin/python bench_dashinfer.py CKPT
+    WORK 2'
 
-Each command prints a line "RESULT name… {dictionary}" (the peers' scripts do). Machines drift by half from hour to hour:
+Each command prints a line "RESULT name… {dictionary}" (the peers' scripts do). Machines drift by half from hour to
+hour:
 compare figures of one run of this script only.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -38,7 +42,10 @@ def main() -> None:
     for number in range(options.rounds):
         bandwidth, rate = _native.measure_ceilings(threads=options.threads)
         ceilings = {"read GB/s": bandwidth / 1e9, "fp32 GFLOP/s": rate / 1e9}
-        for name, result in [("ceilings", ceilings), *((c.split("=", 1)[0], c.split("=", 1)[1]) for c in options.command)]:
+        for name, result in [
+            ("ceilings", ceilings),
+            *((c.split("=", 1)[0], c.split("=", 1)[1]) for c in options.command),
+        ]:
             result = result if isinstance(result, dict) else run(result, options.timeout)
             print(f"round {number + 1}: {name}: {json.dumps(result)}", file=sys.stderr, flush=True)
             for key, value in result.items():

