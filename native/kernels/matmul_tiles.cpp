@@ -23,12 +23,11 @@
 
 #if defined(AS_ISA_AMX)
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 
 #include "amx.h"
-#include "silu.h"
+#include "finish_sums.h"
 #include "simd.h"
 #include "tile.h"
 
@@ -38,7 +37,7 @@ namespace {
 
 constexpr int kStepBytes = 64;              // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
-constexpr int kTile = 16, kPair = 2 * kTile;  // rows of a tile, of a block of accumulators
+constexpr int kPair = 2 * kTile;              // rows of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
 constexpr int kStay = 384;                    // rows, or planes of rows, that stay in the second level (two threads of a core share it),
 constexpr size_t kStayBytes = 1 << 20;        // at most
@@ -334,134 +333,6 @@ void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& a
   }
 }
 
-int32_t four_bytes(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return x;
-}
-
-// A panel's part of the bias, padded, or zeros.
-struct Bias {
-  float values[NR] = {};
-  void set(const float* bias, int p, int n) {
-    if (bias)
-      for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
-  }
-};
-
-struct Results {
-  const Packed& w;
-  float* y;
-  int ldy;
-  AS_INLINE void fetch(int p, int row) const {
-    const float* out = y + (size_t)row * ldy + p * NR;
-    for (int v = 0; v < NV; v++) prefetch_far(out + v * W);
-  }
-  AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
-    float* out = y + (size_t)row * ldy + p * NR;
-    const int columns = w.n - p * NR;
-    if (columns >= NR) {
-      for (int v = 0; v < NV; v++) vstore(out + v * W, value[v]);
-    } else {
-      float edge[NR];
-      for (int v = 0; v < NV; v++) vstore(edge + v * W, value[v]);
-      std::memcpy(out, edge, columns * sizeof(float));
-    }
-  }
-};
-
-// What to make of a row's sums of one panel: BFloatRow, ChannelRow.
-struct BFloatRow {
-  const Packed& w;
-  const float* bias;
-  Bias add;
-  void begin(int p) { add.set(bias, p, w.n); }
-  AS_INLINE void operator()(int, const float* sums, vf (&value)[NV]) const {
-    for (int v = 0; v < NV; v++) value[v] = bias ? vadd(vload(sums + v * W), vload(add.values + v * W)) : vload(sums + v * W);
-  }
-};
-
-// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a row, those
-// of its low plane a tile further. activations: the group's sum of the first plane's values, the second's `apart` bytes on.
-template <int Planes>
-AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const uint16_t* scale, vf (&total)[NV]) {
-  const int last = four_bytes(activations + (Planes - 1) * apart);
-  const vf sum = vset(Planes == 1 ? (float)last : std::fma(256.0f, (float)four_bytes(activations), (float)last));
-  auto chain = [&](int plane, int v) __attribute__((always_inline)) {
-    const __m512i raw = _mm512_loadu_si512(sums + plane * kTile * NR * 4 + v * W * 4);
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(raw, _mm512_set1_epi32(middle * four_bytes(activations + plane * apart))));
-  };
-  for (int v = 0; v < NV; v++) {
-    vf value = chain(Planes - 1, v);
-    if (Planes == 2) value = vfma(vset(256.0f), chain(0, v), value);
-    total[v] = vfma(vload_bf16(scale + NR + v * W), sum, vfma(vload_bf16(scale + v * W), value, total[v]));
-  }
-}
-
-AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
-  float scale;
-  std::memcpy(&scale, row + at.scale_at, 4);
-  for (int v = 0; v < NV; v++) {
-    total[v] = vmul(total[v], vset(scale));
-    if (bias) total[v] = vadd(total[v], vload(bias + v * W));
-  }
-}
-
-template <int Planes>
-struct ChannelRow {
-  const Packed& w;
-  const float* bias;
-  const Activations& a;
-  const PreparedLayout at;
-  const uint16_t* scale = nullptr;
-  Bias add = {};
-  void begin(int p) { scale = w.scales(p, 0), add.set(bias, p, w.n); }
-  AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
-    const char* activations = a.prepared + row * a.stride;
-    for (int v = 0; v < NV; v++) value[v] = vzero();
-    add_group<Planes>((const char*)sums, 128, activations, 4, scale, value);
-    scale_row(activations, at, bias ? add.values : nullptr, value);
-  }
-};
-
-template <typename Row>
-struct Plain {
-  Row make;
-  Results results;
-  int p = 0;
-  void begin(int panel) { make.begin(p = panel); }
-  AS_INLINE void fetch(int row) const { results.fetch(p, row); }
-  AS_INLINE void row(int row, const float* sums) const {
-    vf value[NV];
-    make(row, sums, value);
-    results.write(p, row, value);
-  }
-};
-
-// silu(gate) * up, in float32 or rounded to bfloat16.
-template <typename Row>
-struct Gated {
-  Row gate, up;
-  const GatedOutput& out;
-  int half, p = 0;
-  void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
-  AS_INLINE void fetch(int row) const {
-    if (out.rounded) return prefetch_far(out.rounded + row * out.rounded_stride + p * NR * 2);
-    for (int v = 0; v < NV; v++) prefetch_far(out.y + (size_t)row * out.ldy + p * NR + v * W);
-  }
-  AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
-    vf g[NV], u[NV];
-    gate(row, gate_sums, g), up(row, up_sums, u);
-    for (int v = 0; v < NV; v++) g[v] = vsilu_mul(g[v], u[v]);
-    if (out.rounded) {
-      const __m512bh both = _mm512_cvtne2ps_pbh(g[1], g[0]);
-      std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
-    } else {
-      for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, g[v]);
-    }
-  }
-};
-
 template <typename F, typename Row, typename Weights>
 void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout& at, Row row, float* y, int ldy, int m, int p0, int p1, Weights&& weights) {
   Plain<Row> finish{row, {w, y, ldy}};
@@ -491,9 +362,10 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
   const Results results{w, y, ldy};
   auto nothing = []() {};
   Tiles tiles;
-  alignas(64) char sums[kPair * NR * 4];
+  alignas(64) char sums[2][kPair * NR * 4];
   alignas(64) char wide[kChunk * kPanelStepBytes];
   alignas(64) float totals[kRows * NR];
+  alignas(64) Scales scales;
   for (int m0 = 0; m0 < m; m0 += kRows)
     for (int p = p0; p < p1; p++) {
       const int end = std::min(m, m0 + kRows);
@@ -503,19 +375,16 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
         const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
         const char* weights = w.weights(p, g);
         if (nibbles) widen(weights, steps, wide), weights = wide;
-        for (int r0 = m0; r0 < end; r0 += kHeight) {
+        scales.set(w.scales(p, g));
+        auto fold = [&](int r0) __attribute__((always_inline)) {
           const int rows = std::min(kHeight, end - r0);
-          tiles.configure(rows, Planes);
-          const char* first = a.prepared + r0 * a.stride;
-          const char* x = first + at.values_at + k0;
-          if (Planes == 2 || rows > kTile) block<F, 2, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
-          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, sums, false, {}, nothing);
+          const char* sum = sums[(r0 - m0) / kHeight % 2];
           for (int r = 0; r < rows; r++) {
-            const char* row = first + r * a.stride;
+            const char* row = a.prepared + (r0 + r) * a.stride;
             float* kept = totals + (r0 - m0 + r) * NR;
             vf total[NV];
             for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
-            add_group<Planes>(sums + r * NR * 4, nibbles ? 8 : 128, row + 4 * g, 4 * (size_t)w.groups(), w.scales(p, g), total);
+            add_group<Planes, true>(sum + r * NR * 4, nibbles ? 3 : 7, row + 4 * g, 4 * (size_t)w.groups(), scales, total);
             if (g + 1 < w.groups()) {
               for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
               continue;
@@ -523,7 +392,17 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
             scale_row(row, at, bias ? add.values : nullptr, total);
             results.write(p, r0 + r, total);
           }
+        };
+        for (int r0 = m0; r0 < end; r0 += kHeight) {
+          const int rows = std::min(kHeight, end - r0);
+          tiles.configure(rows, Planes);
+          const char* x = a.prepared + r0 * a.stride + at.values_at + k0;
+          char* to = sums[(r0 - m0) / kHeight % 2];
+          if (Planes == 2 || rows > kTile) block<F, 2, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
+          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
+          if (r0 > m0) fold(r0 - kHeight);  // beside these products
         }
+        fold(m0 + (end - m0 - 1) / kHeight * kHeight);
       }
     }
 }
@@ -554,7 +433,7 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   // One group that is no whole number of steps may be a last one only.
   // In groups a tile's sums are folded every few steps: tiles pay from about 24 rows on (seen: at 8 rows 0.7 of VNNI's speed, at 32 1.1).
   if (w.groups() > 1 && (m < 3 * kFew || w.group % Bytes<1>::kStep)) return false;
-  if (!bytes && w.group > kChunk * Bytes<1>::kStep) return false;
+  if (w.group > kChunk * Bytes<1>::kStep) return false;  // as `wide` and add_group() have it
   with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
   return true;
 }
