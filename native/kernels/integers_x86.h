@@ -112,8 +112,9 @@ AS_INLINE int32_t four_bytes(const void* p) {
   return x;
 }
 
+template <int Rows, int Far>
 AS_INLINE void prefetch_unit(const char* w) {
-  for (int line = 0; line < NR * 4; line += 64) prefetch_far(w + line);
+  for (int line = 0; line < NR * 4; line += 64) prefetch_weights<Rows, Far>(w + line);
 }
 
 #if defined(AS_ISA_AVX512_VNNI)
@@ -141,7 +142,7 @@ struct Bytes {
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi raw[NV];
-      prefetch_unit(w + kAheadBytes);
+      prefetch_unit<R, kAheadBytes>(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) raw[v] = R <= 2 ? in_register(iload(w + v * W * 4)) : iload(w + v * W * 4);
 #pragma GCC unroll 16
@@ -168,7 +169,7 @@ struct Nibbles {
       for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi low[NV], high[NV];
-      prefetch_unit(w + kAheadNibbles);
+      prefetch_unit<R, kAheadNibbles>(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) {
         const vi raw = iload(w + v * W * 4);
@@ -295,7 +296,7 @@ struct Bytes {
     const vi mask = iset(0x00ff00ff);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
       vi weights[NV];
-      prefetch_unit(w + kAheadBytes);
+      prefetch_unit<R, kAheadBytes>(w);
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
       add_pairs<R>(weights, line, 2 * i, acc);
@@ -337,7 +338,7 @@ struct WideNibbles {
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
-      prefetch_unit(w + kAheadNibbles);
+      prefetch_unit<R, kAheadNibbles>(w);
       quarter<0>(w, line, 2 * i, acc);
       quarter<1>(reload(w), line, 2 * i, acc);
       quarter<2>(reload(w), line, 2 * i, acc);
@@ -379,7 +380,7 @@ struct Nibbles {
       clear(part);
       for (int i = k0, end = std::min(k, k0 + kPiece); i < end; i += kUnit, w += NR * 4) {
         vi weights[NV];
-        prefetch_unit(w + kAheadNibbles);
+        prefetch_unit<R, kAheadNibbles>(w);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
         add_bytes<R>(weights, line, i, part);

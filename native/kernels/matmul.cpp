@@ -59,7 +59,7 @@ inline void micro(const typename F::T* w, int steps, const typename F::X* x, siz
   for (int i = 0; i < steps; i++) {
     decltype(F::load(w)) b[NV];
     for (int v = 0; v < NV; v++) b[v] = F::load(w + (size_t)i * NR + v * W);
-    for (size_t line = 0; line < NR * sizeof(*w); line += 64) prefetch_far(reinterpret_cast<const char*>(w + (size_t)i * NR) + kStreamAhead + line);
+    for (size_t line = 0; line < NR * sizeof(*w); line += 64) prefetch_weights<R, kStreamAhead>(reinterpret_cast<const char*>(w + (size_t)i * NR) + line);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       const auto a = F::broadcast(x + r * ldx + i);
