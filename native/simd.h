@@ -4,6 +4,7 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #include <immintrin.h>
@@ -24,6 +25,12 @@ namespace AS_ISA {
 using vf = __m512;
 constexpr int W = 16;
 inline vf vzero() { return _mm512_setzero_ps(); }
+// The four bytes at p, aligned or not, in every lane.
+inline __m512i four_bytes_everywhere(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return _mm512_set1_epi32(x);
+}
 inline vf vset(float x) { return _mm512_set1_ps(x); }
 inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
 inline void vstore(float* p, vf v) { _mm512_storeu_ps(p, v); }

@@ -263,12 +263,6 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 
 #else
 
-AS_INLINE __m512i broadcast_pair(const void* p) {
-  int32_t pair;
-  std::memcpy(&pair, p, 4);
-  return _mm512_set1_epi32(pair);
-}
-
 // R rows: up to 8 x 2 accumulators, each operand for several products, and chains enough for their latency of 6.
 constexpr int kRows = 8;
 
@@ -295,7 +289,7 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512i x = broadcast_pair(queries + r * stride + 4 * p);
+      const __m512i x = four_bytes_everywhere(queries + r * stride + 4 * p);
 #pragma GCC unroll 2
       for (int g = 0; g < G; g++) sum[r][g] = multiply_pairs(sum[r][g], k[g], x);
     }
@@ -310,7 +304,7 @@ template <int R, int V>
 AS_INLINE void weigh_pair(const __m512i (&x)[V], const uint16_t* weights, vf (&sum)[R][V]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const __m512i w = broadcast_pair(weights + r * kBlockTokens);
+    const __m512i w = four_bytes_everywhere(weights + r * kBlockTokens);
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sum[r][v] = multiply_pairs(sum[r][v], x[v], w);
   }

@@ -66,12 +66,6 @@ struct Scales {
   }
 };
 
-AS_INLINE __m512i four_bytes_everywhere(const char* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return _mm512_set1_epi32(x);
-}
-
 // The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a row, those
 // of its low plane a tile further. activations: the group's sum of the first plane's values, the second's `apart` bytes on. middle:
 // its logarithm. kSmall: both planes together fit 32 bits (groups of up to 512): the same bits in fewer instructions.

@@ -35,7 +35,6 @@ AS_INLINE int block_rows(int m) {
 // distance; into the second level from 8 KB ahead on: 29).
 AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-
 // A line of weights that pass once, `Far` bytes ahead of w if there are one or two rows, where memory binds; near and into the first
 // level for more: their products would wait for the second (seen: 4-bit weights at 8 rows 0.8 as fast).
 template <int Rows, int Far>
@@ -44,7 +43,7 @@ AS_INLINE void prefetch_weights(const void* w) {
   if constexpr (Rows <= 2) prefetch_far(at + Far);
   else __builtin_prefetch(at + 2048);
 }
-constexpr int kStreamAhead = 3072;
+constexpr int kStreamAhead = 3072;  // bytes, of weights of 8 bits and more
 
 // Fetches piece `i` of `pieces` of what lies at p: the next block of weights, bit by bit while this one is worked on.
 AS_INLINE void fetch_piece(const void* p, size_t bytes, int i, int pieces) {
