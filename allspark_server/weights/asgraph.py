@@ -16,6 +16,7 @@ from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Weight
+from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import SCALE_TYPE, StoredQuantization, WeightFormat
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
@@ -86,17 +87,22 @@ def from_message(message: pb.Graph) -> Graph:
     config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"]), "rope": RopeConfig(**rope)})
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"its architecture is {config.architecture!r}: known are {', '.join(ARCHITECTURES)}")
-    graph = Graph(config)
+    graph = Graph(config.checked())
     if message.HasField("quantization"):
         how = message.quantization
         if how.unquantized not in UNQUANTIZED:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     for t in message.tensors:
-        graph.tensor(t.name, tuple(Block(b.width, _split_of(b)) for b in t.blocks), t.logit_rows)
+        blocks = tuple(Block(b.width, _split_of(b, b.width)) for b in t.blocks)
+        if not blocks:
+            raise ValueError(f"buffer {t.name!r} has no columns")
+        graph.tensor(t.name, blocks, t.logit_rows)
     for w in message.weights:
-        parts = tuple(Part(p.tensor, p.rows, _split_of(p)) for p in w.parts)
-        column_split = _split_of(w, "column_split")
+        parts = tuple(Part(p.tensor, p.rows, _split_of(p, p.rows)) for p in w.parts)
+        if w.columns < 0 or bool(parts) == bool(w.values):
+            raise ValueError(f"weight {w.name!r} must have either parts or values, and a number of columns")
+        column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
             raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
@@ -120,13 +126,15 @@ def _format_of(message: pb.Format) -> WeightFormat:
     return form
 
 
-def _split_of(message, name: str = "split") -> Split | None:
-    if not message.HasField(name):
-        return None
+def _split_of(message, width: int, name: str = "split") -> Split | None:
+    """The split of a dimension of `width` features; None when every rank has all of them."""
     split = getattr(message, name)
-    if split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group:
-        raise ValueError(f"it holds a split of {split.units} units of {split.size} in groups of {split.group}")
-    return Split(split.units, split.size, split.group)
+    found = Split(split.units, split.size, split.group) if message.HasField(name) else None
+    if found is not None and (split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group
+                              or found.width != width):
+        raise ValueError(f"it holds a split of {split.units} units of {split.size} in groups of {split.group}, of a "
+                         f"dimension of {width}")
+    return found
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -144,10 +152,7 @@ def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
 
 def read_graph(path: Path) -> Graph:
     """Reads an .asgraph file, binary or text; AllSparkError when it is damaged or of another version."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read {path}: {error}") from error
+    data = read_file(path, MAX_GRAPH_BYTES)
     try:
         if data.startswith(TEXT_MARK):
             message = text_format.Parse(data.decode(), pb.Graph())
