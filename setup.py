@@ -4,6 +4,7 @@
     ALLSPARK_CLIENT_ONLY=1 pip install .   the thin client alone: no compiler, no MPI
     python setup.py build_proto            stubs only, into the source tree (for development)
     python setup.py build_ext --inplace    native library only, into the source tree (for development)
+    tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
 Kernels in native/kernels are compiled once per instruction set from one source; which of them runs is
 decided at import (native/isa.cpp). Nothing is compiled for the machine that happens to build.
@@ -60,6 +61,27 @@ OPTIONAL = {
 # For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
 EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# Sanitizers that $ALLSPARK_SANITIZE may name. GCC's own headers warn under them.
+SANITIZERS = ("address", "undefined", "thread")
+
+
+def sanitizers() -> list[str]:
+    """Flags for compiler and linker of what ALLSPARK_SANITIZE names, as in ALLSPARK_SANITIZE=address,undefined."""
+    named = [name.strip() for name in os.environ.get("ALLSPARK_SANITIZE", "").split(",") if name.strip()]
+    if set(named) - set(SANITIZERS) or {"address", "thread"} <= set(named):
+        raise SystemExit(f"ALLSPARK_SANITIZE={','.join(named)}: known are {', '.join(SANITIZERS)}, "
+                         "with commas between them; thread does not go with address")
+    if not named:
+        return []
+    return [f"-fsanitize={','.join(named)}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1", "-O1"]
+
+
+def chosen(isas: dict) -> dict:
+    """Those of an architecture's instruction sets that ALLSPARK_ISAS names; all by default."""
+    named = [name.strip() for name in os.environ.get("ALLSPARK_ISAS", "").split(",") if name.strip()]
+    if set(named) - set(isas):
+        raise SystemExit(f"ALLSPARK_ISAS={','.join(named)}: known are {', '.join(isas)}")
+    return {name: flags for name, flags in isas.items() if not named or name in named}
 
 
 def generate_stubs(target: Path) -> None:
@@ -114,11 +136,15 @@ class BuildExt(build_ext):
         if isas is None:
             raise SystemExit(f"no kernels for {platform.machine()}; known: {', '.join(ISAS)} "
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
+        sanitize = sanitizers()
+        if sanitize and self.inplace:
+            raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the source tree: "
+                             "tests/sanitize builds it elsewhere")
         temporary = Path(self.build_temp)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
         isas = {
             name: flags
-            for name, flags in isas.items()
+            for name, flags in chosen(isas).items()
             if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])
         }
         kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
@@ -130,12 +156,12 @@ class BuildExt(build_ext):
                     (
                         source,
                         temporary / name,
-                        [*COMMON, *EMULATED, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
+                        [*COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
                     )
                 )
         for source in ext.sources:
             jobs.append(
-                (ROOT / source, temporary / "base", [*COMMON, *EMULATED, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
+                (ROOT / source, temporary / "base", [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
             )
 
         includes = [
@@ -155,7 +181,7 @@ class BuildExt(build_ext):
             objects = list(pool.map(compile_one, jobs))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.spawn([*compiler, "-shared", "-pthread", *objects, "-o", str(target)])
+        self.spawn([*compiler, *sanitize, "-shared", "-pthread", *objects, "-o", str(target)])
 
 
 def requirements() -> dict:
@@ -176,6 +202,7 @@ def requirements() -> dict:
         "transformers>=5.20",
         "hypothesis>=6.90",
         "matplotlib>=3.7",
+        "pybind11>=2.12",  # tests/sanitize builds the native library
     ]
     return {"install_requires": client if CLIENT_ONLY else client + server,
             "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}

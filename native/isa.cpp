@@ -26,8 +26,8 @@ struct Isa {
   const Kernels& (*kernels)();
 };
 
-#if defined(AS_HAVE_AVX512)
-bool has_avx512() {
+#if defined(__x86_64__)
+[[maybe_unused]] bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
