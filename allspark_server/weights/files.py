@@ -11,11 +11,12 @@ from typing import Any, BinaryIO
 
 from allspark_client.errors import AllSparkError, AsStatus
 
-_MIB = 1 << 20
+MIB = 1 << 20
 # Several times what the largest published checkpoints have; what is parsed takes up to twenty times as much memory.
-MAX_CONFIG_BYTES = 4 * _MIB  # config.json, generation_config.json
-MAX_INDEX_BYTES = 32 * _MIB  # *.index.json
-MAX_GRAPH_BYTES = 8 * _MIB  # .asgraph
+MAX_CONFIG_BYTES = 4 * MIB  # config.json, generation_config.json
+MAX_INDEX_BYTES = 32 * MIB  # *.index.json
+MAX_GRAPH_BYTES = 8 * MIB  # .asgraph
+MAX_STATE_BYTES = 32 * MIB  # the engine's state file
 
 _KINDS = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"),
           (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"))
