@@ -100,8 +100,8 @@ def from_message(message: pb.Graph) -> Graph:
         graph.tensor(t.name, blocks, t.logit_rows)
     for w in message.weights:
         parts = tuple(Part(p.tensor, p.rows, _split_of(p, p.rows)) for p in w.parts)
-        if w.columns < 0 or bool(parts) == bool(w.values):
-            raise ValueError(f"weight {w.name!r} must have either parts or values, and a number of columns")
+        if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns):
+            raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
         column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
@@ -110,6 +110,10 @@ def from_message(message: pb.Graph) -> Graph:
     for op in message.ops:
         if op.type not in OP_TYPES:
             raise ValueError(f"it holds the unknown op {op.type!r}")
+        inputs, outputs, least, most = OP_TYPES[op.type]
+        if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
+            raise ValueError(f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} "
+                             f"weights: expected {inputs}, {outputs} and {least} to {most}")
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in graph.tensors]
         unknown += [n for n in op.weights if n not in graph.weights]
         if unknown:
