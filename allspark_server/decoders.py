@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import abc
 import codecs
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import tokenizers
 
 _BYTE_RUN_LIMIT = 64  # bytes of a run of byte-fallback tokens that are held back before complete characters go out
+
+
+@contextlib.contextmanager
+def named_errors(what: str) -> Iterator[None]:
+    """Errors of `tokenizers` as ValueErrors that begin with `what`. It raises bare Exceptions, and what a checkpoint's
+    file makes its Rust code panic about is no Exception at all."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what}: {error}") from error
 
 
 def through(steps: Sequence[Step], tokens: list[str]) -> list[str]:
@@ -265,4 +278,5 @@ class Window:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self.backend.decode(ids, skip_special_tokens=False)
+        with named_errors("the tokenizer's decoder failed"):
+            return self.backend.decode(ids, skip_special_tokens=False)

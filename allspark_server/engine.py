@@ -48,6 +48,7 @@ from allspark_client.version import __version__
 from .request import Request, Sink, build_request
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
+from .weights.files import MAX_STATE_BYTES, parse_json, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +135,9 @@ class Engine(AbstractEngine):
         if self._state_file is None or not os.path.exists(self._state_file):
             return []
         try:
-            with open(self._state_file, encoding="utf-8") as file:
-                entries = {entry["config"]["model_name"]: entry for entry in json.load(file)}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            recorded = parse_json(read_file(self._state_file, MAX_STATE_BYTES))
+            entries = {entry["config"]["model_name"]: entry for entry in recorded}
+        except (AllSparkError, ValueError, TypeError, KeyError) as error:
             logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
             return []
         self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some

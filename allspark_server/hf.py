@@ -15,11 +15,11 @@ from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder, AsM
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
-from allspark_server.models.config import read_json
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import TENSORS_HASH, OpenedModel, open_model, tensors_hash
+from allspark_server.weights.files import read_json
 from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import ITEM_BYTES

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,8 +18,13 @@ import jinja2.sandbox
 import tokenizers
 
 from . import decoders
+from .weights.files import MIB, parse_json, read_file
 
 logger = logging.getLogger(__name__)
+
+# Several times what the largest published checkpoints have.
+MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 * MIB, 16 * MIB, MIB
+MAX_TEMPLATES = 64
 
 
 class Tokenizer:
@@ -40,7 +47,9 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         self._source = source
         self._compiled: dict[str, jinja2.Template] = {}
-        decoder = json.loads(backend.to_str()).get("decoder")
+        with decoders.named_errors(f"{source} has a decoder that is unknown"):
+            # Its own form alone: writing all of a tokenizer goes through every id up to the highest, of which a file has any.
+            decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._decoder = decoder
         self._exact = decoders.chain(decoder) is not None
         if not self._exact:
@@ -52,21 +61,19 @@ class Tokenizer:
         """Load tokenizer.json of a Hugging Face directory; tokenizer_config.json, special_tokens_map.json and the chat
         template (chat_template.jinja, chat_template.json or inside of tokenizer_config.json) if they are there.
 
-        Raises FileNotFoundError without tokenizer.json, ValueError for a file that cannot be read as what it should be.
+        Raises FileNotFoundError without tokenizer.json, ValueError for a file that cannot be read as what it should be,
+        AllSparkError for one that is no regular file or too large.
         """
         path = Path(path)
         file = path / "tokenizer.json"
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise FileNotFoundError(
                 f"{file} does not exist; a tokenizer needs a tokenizer.json (a slow tokenizer's vocabulary files are "
                 f"not enough: save it once with transformers' fast tokenizer)"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises bare Exception
-            raise ValueError(
-                f"{file} is not a tokenizer that tokenizers {tokenizers.__version__} can read: {error}"
-            ) from error
+        data = read_file(file, MAX_TOKENIZER_BYTES)
+        with decoders.named_errors(f"{file} is not a tokenizer that tokenizers {tokenizers.__version__} can read"):
+            backend = tokenizers.Tokenizer.from_buffer(data)
         config = _read_object(path / "tokenizer_config.json")
         special = _special_tokens({**_read_object(path / "special_tokens_map.json"), **config})
         return cls(backend, special, _chat_templates(path, config), str(path))
@@ -100,13 +107,15 @@ class Tokenizer:
             raise ValueError(
                 f"text to encode is no valid Unicode: half of a surrogate pair at position {error.start}"
             ) from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with decoders.named_errors(f"the tokenizer of {self._source} failed"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; those that the tokenizer does not know are passed over. Invalid UTF-8 comes out as U+FFFD.
         Spaces are not cleaned up (transformers' clean_up_tokenization_spaces would change what a stream has given)."""
         if not self._exact:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with decoders.named_errors(f"the tokenizer of {self._source} failed"):
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         stream = StreamDetokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.finish()
 
@@ -178,10 +187,11 @@ class Tokenizer:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
+    if not os.path.lexists(file):
         return {}
+    data = read_file(file, MAX_TOKENIZER_CONFIG_BYTES)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(data)
     except ValueError as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -226,17 +236,30 @@ def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
             {
                 entry["name"]: entry["template"]
                 for entry in source
-                if isinstance(entry, dict) and "name" in entry and "template" in entry
+                if isinstance(entry, dict) and isinstance(entry.get("name"), str) and "template" in entry
             }
         )
     held = _read_object(path / "chat_template.json").get("chat_template")
     if isinstance(held, str):
         templates["default"] = held
-    if (path / "chat_template.jinja").is_file():
-        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
+    if os.path.lexists(path / "chat_template.jinja"):
+        templates["default"] = _read_template(path / "chat_template.jinja")
+    found = sorted(itertools.islice((path / "additional_chat_templates").glob("*.jinja"), MAX_TEMPLATES + 1))
+    for file in found:
+        templates[file.stem] = _read_template(file)
+    if len(templates) > MAX_TEMPLATES:
+        raise ValueError(f"{path} has more than {MAX_TEMPLATES} chat templates")
+    for name, template in templates.items():
+        if not isinstance(name, str) or not isinstance(template, str) or len(template) > MAX_TEMPLATE_BYTES:
+            raise ValueError(f"chat template {name!r} of {path} is no text of at most {MAX_TEMPLATE_BYTES} characters")
     return templates
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return read_file(file, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8: {error}") from error
 
 
 # ---- chat templates -----------------------------------------------------------------------------------------

@@ -418,7 +418,7 @@ def test_damaged_graphs(serialized):
 
 def test_params_missing_or_of_another_kind(serialized):
     (serialized / "m.asparam").unlink()
-    with pytest.raises(AllSparkError, match="weight file .*m.asparam does not exist"):
+    with pytest.raises(AllSparkError, match="m.asparam does not exist"):
         open_model(str(serialized / "m.asgraph"))
     with pytest.raises(AllSparkError, match="is not an .asparam file: its metadata has format 'pt'"):
         open_model(str(serialized / "m.asgraph"), str(checkpoint("llama-linear") / "model.safetensors"))

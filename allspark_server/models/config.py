@@ -6,14 +6,19 @@ the model files do not have (a sliding window in use, another activation, quanti
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_server.weights.files import read_json
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+# No network is near these; what is computed from them fits 32 bits, and building the op list takes a moment.
+MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE, MAX_POSITIONS = 10_000, 1 << 13, 1 << 24, 1 << 30
+MAX_EOS_IDS = 1000
+MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,31 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
 
+    def checked(self) -> ModelConfig:
+        """Itself; ValueError naming the field when no network can be so."""
+        def within(name: str, value: float, most: float) -> None:
+            if not 0 < value <= most:
+                raise ValueError(f"{name} is {value!r}: it must be positive and at most {most}")
+
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "vocab_size"):
+            within(name, getattr(self, name), MAX_SIZE)
+        within("head_dim", self.head_dim, MAX_HEAD_DIM)
+        within("num_layers", self.num_layers, MAX_LAYERS)
+        within("max_position_embeddings", self.max_position_embeddings, MAX_POSITIONS)
+        within("rms_norm_eps", self.rms_norm_eps, 1)
+        within("num_heads * head_dim", self.num_heads * self.head_dim, MAX_SIZE)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}: it must divide num_heads ({self.num_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}: the rotary embedding needs an even number")
+        if self.rope.type not in ROPE_TYPES:
+            raise ValueError(f"rope.type is {self.rope.type!r}: known types are {', '.join(ROPE_TYPES)}")
+        if self.rope.type != "default":
+            within("rope.original_max", self.rope.original_max, MAX_POSITIONS)
+        if len(self.eos_token_ids) > MAX_EOS_IDS or not all(0 <= i < 1 << 31 for i in self.eos_token_ids):
+            raise ValueError(f"eos_token_ids must be at most {MAX_EOS_IDS} ids of 0 to 2^31 - 1")
+        return self
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -93,6 +123,8 @@ class Fields:
         right = isinstance(value, kind) or (kind is float and isinstance(value, int))
         if not right or (isinstance(value, bool) and kind is not bool):
             raise self.error(name, f"is {value!r}: expected {kind.__name__}")
+        if kind in (int, float) and not abs(value) <= MAX_NUMBER:  # JSON has 1e400, NaN and integers of any length
+            raise self.error(name, f"is {value!r}: expected a number of at most {MAX_NUMBER:g}")
         return kind(value)
 
     def need(self, name: str, kind: type) -> Any:
@@ -101,29 +133,11 @@ class Fields:
             raise self.error(name, f"is missing: expected {kind.__name__}")
         return value
 
-    def need_positive(self, name: str, kind: type = int) -> Any:
+    def need_positive(self, name: str, kind: type = int, most: float = MAX_SIZE) -> Any:
         value = self.need(name, kind)
-        if not value > 0:
-            raise self.error(name, f"is {value!r}: it must be positive")
+        if not 0 < value <= most:
+            raise self.error(name, f"is {value!r}: it must be positive and at most {most}")
         return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a missing file, bad JSON or another type is an AllSparkError naming the file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read {path}: {error}") from error
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"{path} holds a {type(values).__name__}: expected an object")
-    return values
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -147,15 +161,20 @@ def read_config(directory: str | Path) -> ModelConfig:
         head_dim = hidden // heads
     if head_dim < 2 or head_dim % 2:
         raise fields.error("head_dim", f"is {head_dim}: the rotary embedding needs an even, positive number")
-    max_positions = fields.need_positive("max_position_embeddings")
-    return ModelConfig(
+    max_positions = fields.need_positive("max_position_embeddings", most=MAX_POSITIONS)
+    config = ModelConfig(
         architecture=name, hidden_size=hidden, intermediate_size=fields.need_positive("intermediate_size"),
-        num_layers=fields.need_positive("num_hidden_layers"), num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        num_layers=fields.need_positive("num_hidden_layers", most=MAX_LAYERS), num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=fields.need_positive("vocab_size"), rms_norm_eps=fields.need_positive("rms_norm_eps", float),
         max_position_embeddings=max_positions, tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
         attention_bias=architecture.has_bias_fields and fields.get("attention_bias", bool, False),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
         eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions))
+    try:
+        return config.checked()
+    except ValueError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{fields.path} describes no network: {error}") from None
 
 
 def _architecture(fields: Fields) -> tuple[str, Architecture]:
@@ -177,7 +196,7 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("hidden_act", f"is {activation!r}: only 'silu' is supported")
     if fields.get("quantization_config", dict):
         raise not_available(f"A quantized checkpoint ({fields.path} has a quantization_config)")
-    layers = fields.need_positive("num_hidden_layers")
+    layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
     types = fields.get("layer_types", list, [])
     sliding = sorted({str(kind) for kind in types} - {"full_attention"})
     if sliding:
@@ -212,6 +231,8 @@ def _rope(fields: Fields, max_positions: int) -> RopeConfig:
     if kind in ("llama3", "yarn"):
         original = fields.get("original_max_position_embeddings", int,
                               rope.get("original_max_position_embeddings", int, max_positions))
+        if original < 1:
+            raise rope.error("original_max_position_embeddings", f"is {original}: it must be positive")
     if kind == "yarn" and rope.get("factor", float) is None:
         factor = max_positions / original
     else:
@@ -230,7 +251,7 @@ def _rope(fields: Fields, max_positions: int) -> RopeConfig:
 def _eos_token_ids(fields: Fields, directory: Path) -> tuple[int, ...]:
     """generation_config.json's ids when it has some, otherwise config.json's: as transformers' generate does."""
     for path in (directory / "generation_config.json", fields.path):
-        values = read_json(path) if path.exists() else {}
+        values = read_json(path) if os.path.lexists(path) else {}
         found = values.get("eos_token_id")
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):

@@ -19,10 +19,12 @@ from allspark_server.models.rotary import Rotary
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
-OP_TYPES = (
-    "rotary_table", "embedding", "all_reduce", "rms_norm", "linear", "head_norm", "rope", "span_attention", "silu_mul",
-    "add", "select_rows", "sample",
-)
+# Of each op how many inputs, outputs and, at least and at most, weights it has.
+OP_TYPES = {
+    "rotary_table": (0, 0, 1, 1), "embedding": (0, 1, 1, 1), "all_reduce": (1, 1, 0, 0), "rms_norm": (1, 1, 1, 1),
+    "linear": (1, 1, 1, 2), "head_norm": (1, 1, 1, 1), "rope": (1, 1, 0, 0), "span_attention": (1, 1, 0, 0),
+    "silu_mul": (1, 1, 0, 0), "add": (2, 1, 0, 0), "select_rows": (1, 1, 0, 0), "sample": (1, 0, 0, 0),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

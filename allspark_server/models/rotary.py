@@ -31,7 +31,19 @@ class Rotary:
 
 
 def rotary_of(config: ModelConfig) -> Rotary:
-    """The rotary embedding of a model."""
+    """The rotary embedding of a model; ValueError when its fields do not describe one."""
+    try:
+        with np.errstate(all="ignore"):
+            rotary = _rotary_of(config)
+        sound = math.isfinite(rotary.attention_factor) and bool(np.isfinite(rotary.inv_freq).all())
+    except (ArithmeticError, ValueError):  # a division by zero, an overflow, a logarithm of nothing
+        sound = False
+    if not sound:
+        raise ValueError(f"the rotary embedding of head_dim {config.head_dim} and {config.rope} is not finite")
+    return rotary
+
+
+def _rotary_of(config: ModelConfig) -> Rotary:
     rope, dim = config.rope, config.head_dim
     if rope.type == "yarn":
         return Rotary(dim, rope.theta, _yarn(rope, dim), _yarn_attention_factor(rope))

@@ -42,6 +42,10 @@ def add_ops(graph: Graph, executor, weights: dict[str, int], rank: int, world: i
     """Declares the rank's activation buffers and ops; weights: the executor's id for each weight's name."""
     tensors = {name: executor.add_tensor(tensor.width_of(rank, world), tensor.logit_rows)
                for name, tensor in graph.tensors.items()}
-    for op in graph.ops:
-        executor.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
-                        [weights[n] for n in op.weights], local_attrs(graph, op, rank, world))
+    for number, op in enumerate(graph.ops):
+        try:
+            executor.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
+                            [weights[n] for n in op.weights], local_attrs(graph, op, rank, world))
+        except (LookupError, ArithmeticError, TypeError, ValueError) as error:  # an .asgraph may hold any ops
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"op {number} ({op.type}) of the model's graph cannot be: {error}") from error

@@ -16,6 +16,7 @@ from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
 from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Weight
+from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import SCALE_TYPE, StoredQuantization, WeightFormat
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
@@ -86,17 +87,22 @@ def from_message(message: pb.Graph) -> Graph:
     config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"]), "rope": RopeConfig(**rope)})
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"its architecture is {config.architecture!r}: known are {', '.join(ARCHITECTURES)}")
-    graph = Graph(config)
+    graph = Graph(config.checked())
     if message.HasField("quantization"):
         how = message.quantization
         if how.unquantized not in UNQUANTIZED:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     for t in message.tensors:
-        graph.tensor(t.name, tuple(Block(b.width, _split_of(b)) for b in t.blocks), t.logit_rows)
+        blocks = tuple(Block(b.width, _split_of(b, b.width)) for b in t.blocks)
+        if not blocks:
+            raise ValueError(f"buffer {t.name!r} has no columns")
+        graph.tensor(t.name, blocks, t.logit_rows)
     for w in message.weights:
-        parts = tuple(Part(p.tensor, p.rows, _split_of(p)) for p in w.parts)
-        column_split = _split_of(w, "column_split")
+        parts = tuple(Part(p.tensor, p.rows, _split_of(p, p.rows)) for p in w.parts)
+        if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns):
+            raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
+        column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
             raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
@@ -104,6 +110,10 @@ def from_message(message: pb.Graph) -> Graph:
     for op in message.ops:
         if op.type not in OP_TYPES:
             raise ValueError(f"it holds the unknown op {op.type!r}")
+        inputs, outputs, least, most = OP_TYPES[op.type]
+        if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
+            raise ValueError(f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} "
+                             f"weights: expected {inputs}, {outputs} and {least} to {most}")
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in graph.tensors]
         unknown += [n for n in op.weights if n not in graph.weights]
         if unknown:
@@ -120,13 +130,15 @@ def _format_of(message: pb.Format) -> WeightFormat:
     return form
 
 
-def _split_of(message, name: str = "split") -> Split | None:
-    if not message.HasField(name):
-        return None
+def _split_of(message, width: int, name: str = "split") -> Split | None:
+    """The split of a dimension of `width` features; None when every rank has all of them."""
     split = getattr(message, name)
-    if split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group:
-        raise ValueError(f"it holds a split of {split.units} units of {split.size} in groups of {split.group}")
-    return Split(split.units, split.size, split.group)
+    found = Split(split.units, split.size, split.group) if message.HasField(name) else None
+    if found is not None and (split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group
+                              or found.width != width):
+        raise ValueError(f"it holds a split of {split.units} units of {split.size} in groups of {split.group}, of a "
+                         f"dimension of {width}")
+    return found
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -144,10 +156,7 @@ def write_graph(graph: Graph, path: Path, *, text: bool = False) -> None:
 
 def read_graph(path: Path) -> Graph:
     """Reads an .asgraph file, binary or text; AllSparkError when it is damaged or of another version."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read {path}: {error}") from error
+    data = read_file(path, MAX_GRAPH_BYTES)
     try:
         if data.startswith(TEXT_MARK):
             message = text_format.Parse(data.decode(), pb.Graph())

@@ -19,8 +19,8 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
-from allspark_server.models.config import read_json
 from allspark_server.weights.asgraph import OFFSET, PARAM_FORMAT, SCALE, read_graph
+from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
 from allspark_server.weights.formats import SCALE_TYPE, WeightFormat
 from allspark_server.weights.safetensors import SafetensorsFile, StoredTensor
 
@@ -148,14 +148,19 @@ class TorchSource:
         self.bits = torch.int16
         self.tensors: dict[str, tuple[object, Path]] = {}
         for path in files:
-            if not path.exists():
-                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not exist")
-            try:
-                found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # torch raises many types; the file is foreign input
-                raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read weight file {path}: {error}") from error
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                try:  # torch maps only what it opens by name
+                    found = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+                except Exception as error:  # torch raises many types; the file is foreign input
+                    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                                        f"cannot read weight file {path}: {error}") from error
             if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {path} does not hold tensors by name")
+            for name, t in found.items():
+                # A view can repeat what is stored; copied out, that may be of any size.
+                if t.layout != torch.strided or t.device.type != "cpu" or t.numel() * t.element_size() > size:
+                    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"tensor {name!r} in {path} is not stored whole")
             # Parameters and transposed views are allowed; everything else is seen as it is stored.
             self.tensors.update((name, (t.detach().contiguous(), path)) for name, t in found.items())
 
@@ -194,10 +199,15 @@ def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
     Raises AllSparkError naming the file and what is wrong with it.
     """
     path = Path(model_path)
-    if path.is_dir():
+    if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
-        return OpenedModel(build_graph(_tied_as_stored(read_config(path), source)), source, _tokenizer(path))
-    if not path.exists():
+        try:
+            graph = build_graph(_tied_as_stored(read_config(path), source))
+        except ValueError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"{path / 'config.json'} describes no network: {error}") from None
+        return OpenedModel(graph, source, _tokenizer(path))
+    if not os.path.lexists(path):
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
                                                         "Face directory or an .asgraph file")
     graph = read_graph(path)
@@ -220,20 +230,20 @@ def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _tokenizer(directory: Path) -> str | None:
-    return str(directory) if (directory / "tokenizer.json").exists() else None
+    return str(directory) if os.path.exists(directory / "tokenizer.json") else None
 
 
 def open_weights(path: Path) -> Source:
     """The weights of a Hugging Face directory, or of one safetensors file."""
-    if path.is_file():
+    if not os.path.isdir(path):
         return _single(path)
-    if (path / SINGLE).exists():
+    if os.path.lexists(path / SINGLE):
         return _single(path / SINGLE)
-    if (path / INDEX).exists():
+    if os.path.lexists(path / INDEX):
         return _indexed(path)
-    if (path / TORCH_SINGLE).exists():
+    if os.path.lexists(path / TORCH_SINGLE):
         return TorchSource(path, [path / TORCH_SINGLE])
-    if (path / TORCH_INDEX).exists():
+    if os.path.lexists(path / TORCH_INDEX):
         return TorchSource(path, [path / name for name in sorted(set(_weight_map(path / TORCH_INDEX).values()))])
     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} holds no weights: looked for {SINGLE}, {INDEX}, "
                                                     f"{TORCH_SINGLE} and {TORCH_INDEX}")
@@ -245,7 +255,7 @@ def _single(path: Path) -> SafetensorsSource:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json(path).get("weight_map")
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field 'weight_map' of {path} is missing or empty")
     for tensor, name in weight_map.items():
@@ -258,7 +268,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _indexed(directory: Path) -> SafetensorsSource:
     weight_map = _weight_map(directory / INDEX)
     shards = sorted(set(weight_map.values()))
-    missing = [name for name in shards if not (directory / name).exists()]
+    missing = [name for name in shards if not os.path.exists(directory / name)]
     if missing:
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{directory} lacks {len(missing)} of the {len(shards)} weight "
                                                         f"files that {INDEX} names: {', '.join(missing[:5])}")

@@ -6,6 +6,7 @@ Layout: 8 bytes little-endian header length, a JSON header {name: {dtype, shape,
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import zlib
@@ -16,6 +17,7 @@ from typing import Iterable
 import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.weights.files import open_regular, parse_json
 
 # How each stored type is seen by NumPy, which has no bfloat16.
 NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -23,6 +25,7 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16":
               "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 SERIALIZED_TYPES = {**NUMPY_TYPES, "U8": np.dtype("u1")}  # quantized values, in a serialized model only
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +49,14 @@ class SafetensorsFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
-            with open(self.path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 8:
-                    raise _broken(self.path, f"it has {size} bytes, the header length alone takes 8")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"weight file {self.path} does not exist") from None
-        except OSError as error:
-            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot read weight file {self.path}: {error}") from error
+        with open_regular(self.path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise _broken(self.path, f"it has {size} bytes, the header length alone takes 8")
+            try:
+                self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise _broken(self.path, f"it cannot be mapped: {error}") from error
         self.header_bytes, self.metadata, self._entries = self._read_header(size)
 
     def _read_header(self, size: int) -> tuple[int, dict[str, str], dict[str, dict]]:
@@ -65,34 +66,40 @@ class SafetensorsFile:
         if 8 + length > size:
             raise _broken(self.path, f"truncated: the header takes {8 + length} bytes, the file has {size}")
         try:
-            header = json.loads(self._map[8:8 + length])
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            header = parse_json(self._map[8:8 + length])
+        except ValueError as error:
             raise _broken(self.path, f"its header is not valid JSON: {error}") from error
         if not isinstance(header, dict):
             raise _broken(self.path, f"its header is a JSON {type(header).__name__}, not an object")
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise _broken(self.path, "its __metadata__ is not an object of strings")
         end = 0
-        for name, entry in header.items():
-            end = max(end, self._check_entry(name, entry))
+        for (begin, after), name in sorted((self._check_entry(name, entry), name) for name, entry in header.items()):
+            if begin < end:
+                raise _broken(self.path, f"tensor {name!r} begins at {begin}, inside the one before, which ends at {end}")
+            end = after
         if 8 + length + end > size:
             raise _broken(self.path, f"truncated: its tensors need {8 + length + end} bytes, the file has {size}")
-        return 8 + length, metadata if isinstance(metadata, dict) else {}, header
+        return 8 + length, metadata, header
 
-    def _check_entry(self, name: str, entry: object) -> int:
-        """Checks one tensor's header entry; returns where its data ends."""
+    def _check_entry(self, name: str, entry: object) -> list[int]:
+        """Checks one tensor's header entry; returns where its data begins and ends."""
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
             raise _broken(self.path, f"the header entry of tensor {name!r} lacks dtype, shape or data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-        if not numbers or not all(isinstance(n, int) and n >= 0 for n in shape + offsets):
+        if not numbers or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape + offsets):
             raise _broken(self.path, f"tensor {name!r} has shape {shape!r} and data_offsets {offsets!r}")
-        if dtype not in ITEM_BYTES:
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
             raise _broken(self.path, f"tensor {name!r} has the unknown dtype {dtype!r}")
-        needed = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=object))
+        needed = ITEM_BYTES[dtype] * math.prod(shape)
         if offsets[1] - offsets[0] != needed:
             raise _broken(self.path, f"tensor {name!r} ({dtype}, shape {shape}) needs {needed} bytes, its data_offsets "
                                      f"{offsets} span {offsets[1] - offsets[0]}")
-        return offsets[1]
+        if not needed and math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # no product of its dimensions may overflow
+            raise _broken(self.path, f"tensor {name!r} has the impossible shape {shape}")
+        return offsets
 
     def names(self) -> Iterable[str]:
         return self._entries.keys()
@@ -124,7 +131,7 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[str, str, tuple[int, .
     header: dict[str, object] = {}
     offset = 0
     for name, dtype, shape in tensors:
-        size = ITEM_BYTES[dtype] * int(np.prod(shape, dtype=object))
+        size = ITEM_BYTES[dtype] * math.prod(shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     sums = {f"crc32:{name}": "0" * 8 for name in header} if checksums else {}

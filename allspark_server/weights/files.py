@@ -1,0 +1,79 @@
+"""The one way to a file that a client or a checkpoint names: only regular files open, and whole ones are read within a
+limit. Everything here raises AllSparkError naming the file, what is wrong with it, and what would be right."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from allspark_client.errors import AllSparkError, AsStatus
+
+MIB = 1 << 20
+# Several times what the largest published checkpoints have; what is parsed takes up to twenty times as much memory.
+MAX_CONFIG_BYTES = 4 * MIB  # config.json, generation_config.json
+MAX_INDEX_BYTES = 32 * MIB  # *.index.json
+MAX_GRAPH_BYTES = 8 * MIB  # .asgraph
+MAX_STATE_BYTES = 32 * MIB  # the engine's state file
+
+_KINDS = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"),
+          (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"))
+
+
+def _error(problem: str, status: AsStatus = AsStatus.ALLSPARK_IO_ERROR) -> AllSparkError:
+    return AllSparkError(status, problem)
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Opens a regular file to be read. Nothing else is opened even for a moment: a FIFO would wait for a writer, and a
+    device may act on it. Links are followed."""
+    try:
+        # What was looked at is what is opened: O_PATH holds the file without opening it.
+        held = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _error(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise _error(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        mode = os.fstat(held).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "special file")
+            raise _error(f"{path} is a {kind}: expected a regular file")
+        return open(os.open(f"/proc/self/fd/{held}", os.O_RDONLY | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        raise _error(f"cannot open {path}: {error.strerror}") from error
+    finally:
+        os.close(held)
+
+
+def read_file(path: str | os.PathLike, limit: int) -> bytes:
+    """The whole of a regular file of at most `limit` bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise _error(f"{path} has {size} bytes: at most {limit} are read of a file of this kind")
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise _error(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse_json(data: bytes | str) -> Any:
+    """JSON from a foreign file; ValueError, whatever is wrong with it."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        values = parse_json(read_file(path, limit))
+    except ValueError as error:
+        raise _error(f"{path} is not valid JSON: {error}", AsStatus.ALLSPARK_PARAM_ERROR) from error
+    if not isinstance(values, dict):
+        raise _error(f"{path} holds a {type(values).__name__}: expected an object", AsStatus.ALLSPARK_PARAM_ERROR)
+    return values
