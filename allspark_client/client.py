@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import itertools
 import logging
@@ -9,7 +10,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Iterable, TypeVar
+from typing import Any, Callable, Iterable, Iterator, TypeVar
 
 from . import convert
 from ._proto import allspark_pb2 as pb
@@ -32,8 +33,10 @@ _MOST_LOSSES = 3                # of servers, while they run one request, until 
 _FIRST_CONTACT_SECONDS = 5.0
 #: how old the load of a pool's members may be when a request chooses one, s
 _LOAD_AGE_SECONDS = 0.5
-#: refusals that another attempt may not meet again
-_PASSING = (AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, AsStatus.ALLSPARK_MEMORY_ERROR)
+#: how long a server may take to answer a question, s, and to profile a model, which measures the machine
+_ANSWER_SECONDS, _PROFILE_SECONDS = 30.0, 600.0
+#: how long stop_request waits for the server's word that a request has ended, s
+_STOP_SECONDS = 10.0
 
 
 class ClientEngine(AbstractEngine):
@@ -101,19 +104,45 @@ class ClientEngine(AbstractEngine):
         for name in ("model_path", "weights_path", "draft_model"):
             setattr(config, name, _path(getattr(config, name)))
         request = pb.InstallModelRequest(config=convert.model_config_to_pb(config))
-        return self._everywhere("InstallModel", request)
+        again = pb.InstallModelRequest(config=request.config, retried=True)
+        return self._everywhere("InstallModel", request, lambda member: member.call("InstallModel", again, pb.Done))
 
     def start_model(self, model_name: str) -> AsStatus:
         return self._everywhere("StartModel", pb.ModelRequest(model=_name(model_name)))
 
     def stop_model(self, model_name: str) -> AsStatus:
-        return self._everywhere("StopModel", pb.ModelRequest(model=_name(model_name)))
+        with self._interrupting(_name(model_name)):
+            return self._everywhere("StopModel", pb.ModelRequest(model=model_name))
 
     def release_model(self, model_name: str) -> AsStatus:
-        self._everywhere("ReleaseModel", pb.ModelRequest(model=_name(model_name)))
+        request = pb.ModelRequest(model=_name(model_name))
+
+        def again(member: Member) -> None:
+            try:
+                member.call("ReleaseModel", request, pb.Done)
+            except AllSparkError as error:
+                if error.status is not AsStatus.ALLSPARK_PARAM_ERROR:   # unknown: the call before released it
+                    raise
+
+        with self._interrupting(model_name):
+            self._everywhere("ReleaseModel", request, again)
         with self._lock:
             self._requests = {h: r for h, r in self._requests.items() if r.spec.model != model_name}
         return _SUCCESS
+
+    @contextlib.contextmanager
+    def _interrupting(self, model_name: str) -> Iterator[None]:
+        """Around a call that ends this client's requests of a model: it asks for their interruption."""
+        with self._lock:
+            ending = [r for r in self._requests.values() if r.spec.model == model_name and not r.stopped]
+        for request in ending:
+            request.stopped = True
+        try:
+            yield
+        except BaseException:
+            for request in ending:
+                request.stopped = False
+            raise
 
     def list_models(self) -> list[ModelState]:
         """On a pool: each member's, one after the other."""
@@ -148,7 +177,11 @@ class ClientEngine(AbstractEngine):
                 request.finish(GenerateRequestStatus.GenerateInterrupted)
             else:
                 session.stop(request)
-                request.queue.wait_final()  # ends at the latest when the connection does
+                if not request.queue.wait_final(_STOP_SECONDS):
+                    logger.warning("the server at %s did not end request %d within %g s", session.address,
+                                   request.handle, _STOP_SECONDS)
+                    session.release(request)
+                    request.finish(GenerateRequestStatus.GenerateInterrupted)
         return _SUCCESS
 
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
@@ -177,7 +210,7 @@ class ClientEngine(AbstractEngine):
         request = pb.ModelRequest(model=_name(model_name))
         if len(self._members) == 1:
             return convert.engine_stat_from_pb(self._call("GetStat", request, pb.EngineStat))
-        stats = self._from_each(lambda member: member.call("GetStat", request, pb.EngineStat))
+        stats = self._from_each(lambda member: member.call("GetStat", request, pb.EngineStat, _ANSWER_SECONDS))
         return AsEngineStat.merged(map(convert.engine_stat_from_pb, stats))
 
     def get_model_info(self, model_name: str) -> ModelInfo:
@@ -190,7 +223,8 @@ class ClientEngine(AbstractEngine):
         return AsFileInfo(answer.create_version_graph, answer.create_version_param, answer.current_version_engine)
 
     def get_op_profiling_info(self, model_name: str) -> str:
-        return self._call("GetOpProfiling", pb.ModelRequest(model=_name(model_name)), pb.OpProfiling).table
+        return self._call("GetOpProfiling", pb.ModelRequest(model=_name(model_name)), pb.OpProfiling,
+                          _PROFILE_SECONDS).table
 
     def get_rank_id(self) -> int:
         return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo).rank_id
@@ -264,22 +298,31 @@ class ClientEngine(AbstractEngine):
                                     f"{details}; gave up after {self._reconnect_timeout:g} s")
             self._closing.wait(_RETRY_SECONDS)
 
-    def _call(self, method: str, request: Any, response_type: Any) -> Any:
-        return self._retry(lambda member: member.call(method, request, response_type))
+    def _call(self, method: str, request: Any, response_type: Any, timeout: float = _ANSWER_SECONDS) -> Any:
+        return self._retry(lambda member: member.call(method, request, response_type, timeout))
 
-    def _everywhere(self, method: str, request: Any) -> AsStatus:
-        """A call that every member must obey; the first refusal is raised once all have answered."""
+    def _everywhere(self, method: str, request: Any, again: Callable[[Member], Any] | None = None) -> AsStatus:
+        """A call that every member must obey; the first refusal is raised once all have answered. It may take long (a
+        load does), so it ends with the connection only. `again` is called instead once a member's answer was lost: it
+        may have obeyed."""
         self._check_open()
+
+        def first(member: Member) -> None:
+            member.call(method, request, pb.Done)
+
+        def obey(member: Member) -> None:
+            attempts = itertools.chain([first], itertools.repeat(again or first))
+            self._retry(lambda m: next(attempts)(m), lambda: [member])
+
         if len(self._members) == 1:
-            self._call(method, request, pb.Done)
+            obey(self._members[0])
             return _SUCCESS
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="allspark-pool") as pool:
-            futures = [pool.submit(self._retry, lambda m: m.call(method, request, pb.Done), lambda m=member: [m])
-                       for member in self._members]
+            futures = [pool.submit(obey, member) for member in self._members]
         for member, future in zip(self._members, futures):
             error = future.exception()
             if isinstance(error, AllSparkError):
-                raise AllSparkError(error.status, f"{error.message} (pool member {member.address})")
+                raise AllSparkError(error.status, f"{error.message} (pool member {member.address})", error.retryable)
             if error is not None:
                 raise error
         return _SUCCESS
@@ -398,19 +441,21 @@ class ClientEngine(AbstractEngine):
                 except (Unavailable, AllSparkError) as error:
                     why = str(error)
                     continue
-                for request in list(requests):
+                suited = []
+                for request in requests:
                     model = models.get(request.spec.model)
                     if model is None or not model.running:
                         why = f"model {request.spec.model!r} does not run on {member.address}"
                     elif model.fingerprint != request.fingerprint:
                         why = f"{member.address} would not continue it identically (its fingerprint differs)"
                         different[request] += 1
-                    elif self._hand_over(request, session):
-                        requests.remove(request)
-            for request, count in different.items():
-                if count == len(members) and request in requests:
-                    requests.remove(request)
-                    _fail(request, f"the connection to {lost} was lost; {why}")
+                    else:
+                        suited.append(request)
+                settled = self._hand_over(suited, session)
+                requests = [request for request in requests if request not in settled]
+            for request in [r for r in requests if different[r] == len(members)]:
+                requests.remove(request)
+                _fail(request, f"the connection to {lost} was lost; {why}")
             failure = self._group.failure() if self._group is not None else None
             if requests and (failure is not None or time.monotonic() >= deadline):
                 why = failure or f"{why}; gave up after {self._reconnect_timeout:g} s"
@@ -421,29 +466,41 @@ class ClientEngine(AbstractEngine):
             _fail(request, f"the connection to {lost} was lost; {why}")
 
     @staticmethod
-    def _hand_over(request: Request, session: Session) -> bool:
-        """Re-send one request; False: try again later."""
-        if request.stopped:
-            request.finish(GenerateRequestStatus.GenerateInterrupted)
-            return True
-        try:
-            session.start(request)
-        except Unavailable as error:
-            logger.debug("resuming request %d: %s", request.handle, error)
-            return False
-        except AllSparkError as error:
-            if error.status in _PASSING:
+    def _hand_over(requests: list[Request], session: Session) -> set[Request]:
+        """Re-send requests; returns those that are done with: they run again, or have ended. All are sent before the
+        first answer is awaited, so that many take no longer than a few."""
+        settled, sent = set(), []
+        for request in requests:
+            if request.stopped:
+                request.finish(GenerateRequestStatus.GenerateInterrupted)
+                settled.add(request)
+                continue
+            try:
+                session.send(request)
+            except Unavailable as error:
                 logger.debug("resuming request %d: %s", request.handle, error)
-                return False
-            request.finish(GenerateRequestStatus.InternalError, error)
-        except (ValueError, TypeError) as error:
-            _fail(request, f"resuming on {session.address} was refused: {error}")
-        else:
-            logger.info("request %d goes on at %s after %d tokens", request.handle, session.address,
-                        len(request.received))
-            if request.stopped:     # stopped while it was on its way
-                session.stop(request)
-        return True
+                break
+            sent.append(request)
+        for request in sent:
+            try:
+                session.wait_answer(request)
+            except Unavailable as error:
+                logger.debug("resuming request %d: %s", request.handle, error)
+                continue
+            except AllSparkError as error:
+                if error.retryable:
+                    logger.debug("resuming request %d: %s", request.handle, error)
+                    continue
+                request.finish(GenerateRequestStatus.InternalError, error)
+            except (ValueError, TypeError) as error:
+                _fail(request, f"resuming on {session.address} was refused: {error}")
+            else:
+                logger.info("request %d goes on at %s after %d tokens", request.handle, session.address,
+                            len(request.received))
+                if request.stopped:     # stopped while it was on its way
+                    session.stop(request)
+            settled.add(request)
+        return settled
 
 
 def _fail(request: Request, message: str) -> None:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 _SERVICE = "/allspark.Allspark/"
 #: how long a connection attempt may take before it counts as failed, s
 ATTEMPT_SECONDS = 5.0
+#: how long a server may take to say whether it takes a request, s
+ANSWER_SECONDS = 60.0
 #: pause after a failed attempt in the background, s
 _RECONNECT_PAUSE_SECONDS = 0.5
 _OPTIONS = [
@@ -74,9 +76,10 @@ class Request:
     answered: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None                        #: the server's answer, or Unavailable
 
-    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
-        """End the request from this side."""
-        self.queue.finish(status, error)
+    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
+               reason: str | None = None) -> None:
+        """End the request from this side. An interruption without an error is one that the caller asked for."""
+        self.queue.finish(status, error, reason)
 
 
 class Session:
@@ -109,6 +112,11 @@ class Session:
 
     def start(self, request: Request) -> None:
         """Send a request and wait for the answer; raises what the engine raised, or Unavailable."""
+        self.send(request)
+        self.wait_answer(request)
+
+    def send(self, request: Request) -> None:
+        """Send a request, of which `wait_answer` tells more; raises Unavailable."""
         message = convert.request_to_pb(request.spec)
         message.generated.extend(request.received)
         request.answered.clear()
@@ -119,7 +127,15 @@ class Session:
             request.session, request.wire_id = self, next(self._ids)
             self._live[request.wire_id] = request
             self._outbox.put(pb.SessionRequest(start=pb.StartRequest(id=request.wire_id, request=message)))
-        request.answered.wait()
+
+    def wait_answer(self, request: Request) -> None:
+        """Wait for the answer to `send`; raises what the engine raised, or Unavailable."""
+        if not request.answered.wait(ANSWER_SECONDS):
+            with self._lock:
+                if not request.answered.is_set():
+                    self._live.pop(request.wire_id, None)
+                    self._outbox.put(pb.SessionRequest(release=request.wire_id))
+                    raise Unavailable(self.address, f"no answer to a request within {ANSWER_SECONDS:g} s")
         if request.refusal is not None:
             raise request.refusal
 
@@ -150,8 +166,9 @@ class Session:
                 if message.HasField("info"):
                     self.info = message.info
                     self._greeted.set()
-                for event in message.events:
-                    self._apply(event)
+                with self._lock:
+                    for event in message.events:
+                        self._apply(event)
         except grpc.RpcError as rpc_error:
             error = translate(rpc_error, self.address)
             if not isinstance(error, (Unavailable, AllSparkError)):     # a ValueError concerns the stream itself here
@@ -173,14 +190,12 @@ class Session:
         self._on_lost(self, started, error)
 
     def _apply(self, event: pb.RequestEvent) -> None:
-        with self._lock:
-            request = self._live.get(event.id)
+        request = self._live.get(event.id)
         if request is None:     # released meanwhile
             return
         outcome = event.WhichOneof("outcome")
         if outcome == "refused":
-            with self._lock:
-                self._live.pop(event.id, None)
+            del self._live[event.id]
             request.refusal = convert.error_from_pb(event.refused)
             request.answered.set()
             return
@@ -195,13 +210,20 @@ class Session:
             if event.HasField("stat"):
                 request.queue.update_stat(self._stat(request, event.stat))
             if status.final:
-                with self._lock:
-                    self._live.pop(event.id, None)
-                request.finish(status, convert.as_allspark_error(event.error) if event.HasField("error") else None)
+                del self._live[event.id]
+                error = convert.as_allspark_error(event.error) if event.HasField("error") else None
+                if status is GenerateRequestStatus.GenerateInterrupted and not request.stopped:
+                    error = error or AllSparkError(
+                        AsStatus.ALLSPARK_RUNTIME_ERROR,
+                        f"the server at {self.address} interrupted the request: model {request.spec.model!r} was stopped "
+                        "or released there, or the server is stopping")
+                request.finish(status, error, event.finish_reason or None)
             else:
                 request.queue.set_status(status)
         if outcome == "started":
             request.fingerprint = event.started.fingerprint
+            if event.started.prompt_ids:
+                request.spec.set_prompt(list(event.started.prompt_ids))
             request.answered.set()
 
     @staticmethod
@@ -248,7 +270,9 @@ class Member:
 
     def session(self, timeout: float = ATTEMPT_SECONDS) -> Session:
         """The live session, opened if there is none. Raises Unavailable, or AllSparkError if refused."""
-        with self._lock:
+        if not self._lock.acquire(timeout=timeout):     # another thread tries already, with a timeout of its own
+            raise Unavailable(self.address, f"no answer within {timeout:g} s")
+        try:
             if self._closed:
                 raise Unavailable(self.address, "the client is closed")
             if self._session is None or self._session.broken is not None:
@@ -260,6 +284,8 @@ class Member:
                 session.greet(timeout)
                 self._session = session
             return self._session
+        finally:
+            self._lock.release()
 
     def reconnect_soon(self) -> None:
         """Try to open a session in the background, so that nobody waits for a server that may be dead."""

@@ -33,7 +33,7 @@ def error_to_pb(error: BaseException) -> pb.Error:
         kind, status, text = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR), f"{type(error).__name__}: {error}"
     if len(text) > _MAX_ERROR_TEXT:
         text = text[:_MAX_ERROR_TEXT] + " …"
-    return pb.Error(kind=kind, status=status, message=text)
+    return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False))
 
 
 def error_from_pb(error: pb.Error) -> Exception:
@@ -48,7 +48,8 @@ def error_from_pb(error: pb.Error) -> Exception:
 def as_allspark_error(error: pb.Error) -> AllSparkError:
     """An Error that ended a running request."""
     known = error.status in set(AsStatus) and error.status != AsStatus.ALLSPARK_SUCCESS
-    return AllSparkError(AsStatus(error.status) if known else AsStatus.ALLSPARK_UNKNOWN_ERROR, error.message)
+    status = AsStatus(error.status) if known else AsStatus.ALLSPARK_UNKNOWN_ERROR
+    return AllSparkError(status, error.message, error.retryable)
 
 
 # --- configs -----------------------------------------------------------------------------------------------------

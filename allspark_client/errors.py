@@ -30,15 +30,19 @@ class AsStatus(IntEnum):
 
 
 class AllSparkError(RuntimeError):
-    """A refused or failed call or request. `str(error)` starts with the status' name."""
+    """A refused or failed call or request. `str(error)` starts with the status' name.
 
-    def __init__(self, status: AsStatus, message: str):
+    `retryable`: the same call may be accepted a little later (a queue is full); otherwise it never will be as things are.
+    """
+
+    def __init__(self, status: AsStatus, message: str, retryable: bool = False):
         self.status = AsStatus(status)
         self.message = message
+        self.retryable = retryable
         super().__init__(f"{self.status.name}: {message}")
 
     def __reduce__(self):
-        return AllSparkError, (self.status, self.message)
+        return AllSparkError, (self.status, self.message, self.retryable)
 
 
 def not_available(what: str) -> AllSparkError:

@@ -12,12 +12,19 @@ from .errors import AllSparkError
 from .types import GeneratedElements, GenerateRequestStatus
 from .types import RequestStatInfo as StatInfo
 
+_REASONS = {
+    GenerateRequestStatus.GenerateFinished: "stop",
+    GenerateRequestStatus.GenerateInterrupted: "interrupted",
+    GenerateRequestStatus.InternalError: "error",
+}
+
 
 class ResultQueue:
     """Tokens and status of one request.
 
     Whatever has arrived is handed out once, merged into one GeneratedElements (of one sample). After the end, the
-    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead.
+    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead. Iterating raises
+    also for one that was interrupted by others than its caller: what came is not the whole answer.
     """
 
     def __init__(self) -> None:
@@ -25,6 +32,7 @@ class ResultQueue:
         self._elements: deque[GeneratedElements] = deque()
         self._status = GenerateRequestStatus.Init
         self._error: AllSparkError | None = None
+        self._reason: str | None = None
         self._length = 0
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self.stat = StatInfo()
@@ -56,6 +64,12 @@ class ResultQueue:
         with self._changed:
             return self._status
 
+    def FinishReason(self) -> str | None:
+        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls. None while
+        it has not."""
+        with self._changed:
+            return self._reason
+
     def GeneratedLength(self) -> int:
         """Tokens generated so far, read or not, over all samples."""
         with self._changed:
@@ -74,6 +88,7 @@ class ResultQueue:
     def __iter__(self) -> Iterator[GeneratedElements]:
         while (elements := self.Get()) is not None:
             yield elements
+        self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         loop = asyncio.get_running_loop()
@@ -86,6 +101,7 @@ class ResultQueue:
                     self._waiters.append(waiter)
             if waiter is None:
                 if elements is None:
+                    self._raise_error()
                     return
                 yield elements
                 continue
@@ -97,14 +113,15 @@ class ResultQueue:
                         self._waiters.remove(waiter)
 
     def _take(self) -> GeneratedElements | None:
-        if not self._elements:
-            if self._error is not None:
-                raise AllSparkError(self._error.status, self._error.message)
-            return None
-        merged = self._elements.popleft()
-        while self._elements and self._elements[0].sample_index == merged.sample_index:
-            merged.extend(self._elements.popleft())
-        return merged
+        if self._elements:
+            return self._elements.popleft()
+        if self._status is GenerateRequestStatus.InternalError:
+            self._raise_error()
+        return None
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise AllSparkError(self._error.status, self._error.message)
 
     # --- the engine's side ---------------------------------------------------------------------------------------
 
@@ -113,8 +130,11 @@ class ResultQueue:
         with self._changed:
             if self._status.final:
                 return
-            self._elements.append(elements)
             self._length += len(elements.ids_from_generate)
+            if self._elements and self._elements[-1].sample_index == elements.sample_index:
+                self._elements[-1].extend(elements)
+            else:
+                self._elements.append(elements)
             self._wake()
 
     def set_status(self, status: GenerateRequestStatus) -> None:
@@ -128,12 +148,18 @@ class ResultQueue:
         with self._changed:
             self.stat.update(values)
 
-    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
-        """End the request; the first call counts, tokens put afterwards are dropped."""
+    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
+               reason: str | None = None) -> None:
+        """End the request; the first call counts, tokens put afterwards are dropped.
+
+        `error`: with InternalError, what went wrong; with GenerateInterrupted, who interrupted it, unless the caller did.
+        `reason`: what FinishReason() says, where the status does not tell.
+        """
         with self._changed:
             if self._status.final:
                 return
             self._status, self._error = GenerateRequestStatus(status), error
+            self._reason = reason or _REASONS[self._status]
             self._wake()
 
     def _wake(self) -> None:

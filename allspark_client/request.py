@@ -21,6 +21,11 @@ class RequestSpec:
     #: deliver newly decodable text with the tokens
     want_text: bool = False
 
+    def set_prompt(self, ids: list[int]) -> None:
+        """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on
+        another day, may become others."""
+        self.input_ids, self.text, self.messages = ids, None, None
+
     @property
     def prompt_len(self) -> int:
         """Prompt tokens; 0 while the prompt is not tokenized."""

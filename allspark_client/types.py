@@ -39,7 +39,7 @@ class AsCacheMode(IntEnum):
 
 
 class AsMHAPrefill(IntEnum):
-    """DashInfer's choice of prefill kernel; this project has one kernel, and accepts all names."""
+    """DashInfer's choice of prefill kernel; this project has one, the default."""
 
     AsPrefillDefault = 0
     AsPrefillFlashV2 = 10
@@ -92,8 +92,17 @@ class GeneratedElements:
     #: text that became decodable with these tokens, for requests started with text or messages
     text: str = ""
 
+    def _get_text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def _set_text(self, text: str) -> None:
+        self._pieces = [text]
+
     def extend(self, other: "GeneratedElements") -> None:
-        """Append `other`, which follows this one and is of the same sample."""
+        """Append `other`, which follows this one and is of the same sample. Takes time for `other` alone, however much
+        is here already: text is joined when it is read."""
         self.ids_from_generate.extend(other.ids_from_generate)
         self.log_probs_list.extend(other.log_probs_list)
         self.token_logprobs_list.extend(other.token_logprobs_list)
@@ -101,7 +110,11 @@ class GeneratedElements:
         self.prefix_cache_len = max(self.prefix_cache_len, other.prefix_cache_len)
         self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
         self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)
-        self.text += other.text
+        self._pieces += other._pieces
+
+
+# After @dataclass, which would take a property in the class for the field's default.
+GeneratedElements.text = property(GeneratedElements._get_text, GeneratedElements._set_text)     # type: ignore[assignment]
 
 
 @dataclass

@@ -104,6 +104,11 @@ class Engine(AbstractEngine):
         self._call(lambda: self._install(config))
         return _SUCCESS
 
+    def installed(self, config: AsModelConfig) -> bool:
+        """Whether there is a model of this very config."""
+        model = self._models.get(config.model_name)
+        return model is not None and model.config == config
+
     def start_model(self, model_name: str) -> AsStatus:
         self._call(lambda: self._start_model(model_name))
         return _SUCCESS

@@ -198,7 +198,8 @@ def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
 def build_request(
     handle: int, spec: RequestSpec, sink: Sink, info: ModelInfo, tokenizer: Optional[Tokenizer]
 ) -> Request:
-    """Checks everything that can be checked before a request is queued, and makes its sequences.
+    """Checks everything that can be checked before a request is queued, and makes its sequences. A prompt of text or of
+    a chat is replaced by its ids in `spec`.
 
     Raises ValueError or TypeError for a bad argument, AllSparkError for one that is refused.
     """
@@ -207,6 +208,7 @@ def build_request(
     prompt = list(prompt_ids(spec, tokenizer))
     if not prompt:
         raise ValueError("the prompt is empty; it needs at least one token")
+    spec.set_prompt(prompt)
     generated = list(spec.generated)
     check_ids("input_ids", prompt, info.vocab_size)
     check_ids("generated", generated, info.vocab_size)

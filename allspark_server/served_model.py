@@ -102,6 +102,7 @@ class ServedModel:
                     AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
                     f"the queue of model {self.name!r} is full: {waiting + self._incoming} requests wait, "
                     f"max_queue={self.config.max_queue}",
+                    retryable=True,
                 )
             self._incoming += samples
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "allspark.Allspark"
 #: A silent client is noticed after a ping interval and a ping timeout: 12 s, within the 15 s that are promised.
 PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
+#: how long a session may stay without its first message
+HELLO_SECONDS = 10.0
 _MAX_MESSAGE = 256 << 20
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
@@ -206,7 +208,12 @@ class Service:
         session.task = asyncio.current_task()
         reader = None
         try:
-            first = await context.read()
+            try:
+                first = await asyncio.wait_for(context.read(), HELLO_SECONDS)
+            except asyncio.TimeoutError:
+                await _abort(context, AllSparkError(
+                    AsStatus.ALLSPARK_REQUEST_DENIED,
+                    f"a session's first message must come within {HELLO_SECONDS:g} s"))
             if first is grpc.aio.EOF:
                 return
             if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:
@@ -311,7 +318,7 @@ class Service:
         model, lora = pb.ModelRequest, pb.LoraRequest
         calls: list[tuple[str, Any, ThreadPoolExecutor, Callable[[Any], Any]]] = [
             ("InstallModel", pb.InstallModelRequest, self._control,
-             lambda r: (engine.install_model(convert.model_config_from_pb(r.config)), done)[1]),
+             lambda r: (_install(engine, r), done)[1]),
             ("StartModel", model, self._control, lambda r: (engine.start_model(r.model), done)[1]),
             ("StopModel", model, self._control, lambda r: (engine.stop_model(r.model), done)[1]),
             ("ReleaseModel", model, self._control, lambda r: (engine.release_model(r.model), done)[1]),
@@ -337,6 +344,15 @@ class Service:
         return pb.ServerInfo(
             protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
             rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()))
+
+
+def _install(engine: "Engine", request: pb.InstallModelRequest) -> None:
+    config = convert.model_config_from_pb(request.config)
+    try:
+        engine.install_model(config)
+    except AllSparkError:
+        if not (request.retried and engine.installed(config)):
+            raise
 
 
 def _unary(name: str, pool: ThreadPoolExecutor, call: Callable[[Any], Any]) -> Callable[..., Any]:

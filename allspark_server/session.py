@@ -81,7 +81,10 @@ class Session:
         self._register(request_id)
         try:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
+            as_ids = spec.input_ids is not None
             handle = self._engine.submit(spec, _RequestSink(self, request_id))
+            if not as_ids:      # they are in the spec now
+                started.prompt_ids.extend(spec.input_ids)
         except Exception as error:  # whatever it is, it is this client's to see
             if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                 logger.exception("submitting a request failed")

@@ -23,11 +23,15 @@ class FakeCore:
     def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = ""):
         self.interval, self._fingerprint, self.padding = interval, fingerprint, padding
         self.models: dict[str, bool] = {}
+        self.configs: dict = {}
         self.live: dict[int, dict] = {}
         self.handles: set[int] = set()
         self.submitted: list = []
         self.steps = 0
-        self.install_seconds = 0.0
+        self.install_seconds = self.submit_seconds = 0.0
+        self.text_offset = 0  # what differs between two renderings of one text
+        self.refusal = None  # raised for every request
+        self.deaf = False  # to cancel
         self._next = itertools.count(100)
         self._listeners = []
         self._lock = threading.Lock()
@@ -44,7 +48,11 @@ class FakeCore:
                 AsStatus.ALLSPARK_PARAM_ERROR, f"a model named {config.model_name!r} is installed already"
             )
         self.models[config.model_name] = False
+        self.configs[config.model_name] = config
         return AsStatus.ALLSPARK_SUCCESS
+
+    def installed(self, config):
+        return self.configs.get(config.model_name) == config
 
     def _check(self, name):
         if name not in self.models:
@@ -77,14 +85,20 @@ class FakeCore:
     # requests
     def submit(self, spec, sink):
         self._check(spec.model)
+        time.sleep(self.submit_seconds)
+        if self.refusal is not None:
+            raise self.refusal
         check_available(spec.config)
         if not self.models[spec.model]:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} is not started")
-        prompt = spec.input_ids if spec.input_ids is not None else list((spec.text or str(spec.messages)).encode())
+        prompt = spec.input_ids
+        if prompt is None:
+            prompt = [i + self.text_offset for i in (spec.text or str(spec.messages)).encode()]
         if prompt[0] == 666:
             raise RuntimeError("a defect")
         if max(prompt) >= 1000 and prompt[0] != 999:
             raise ValueError(f"input_ids[0]={prompt[0]} is not in the vocabulary; allowed: 0 to 999")
+        spec.set_prompt(prompt)
         handle = next(self._next)
         with self._lock:
             self.submitted.append(spec)
@@ -95,6 +109,8 @@ class FakeCore:
     def cancel(self, handle):
         if handle not in self.handles:
             raise illegal_handle("any", handle)
+        if self.deaf:
+            return
         with self._lock:
             r = self.live.pop(handle, None)
         if r is not None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import queue as queue_module
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 
-from allspark_client import AllSparkError, AsModelConfig, ClientEngine, convert
+from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, convert
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
+from allspark_client import connection
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_server import service
 from fake_core import FakeCore
 from fake_service import expected, server_process, serving, tokens, wait_until
 
@@ -184,6 +189,101 @@ def break_connection(request):
     wait_until(lambda: request.session is not session or request.queue.GenerateStatus().final, 10)
 
 
+@pytest.mark.parametrize("inputs", [{"text": "hey"}, {"messages": [{"role": "user", "content": "x"}]}])
+def test_text_is_resumed_by_its_ids(inputs):
+    """The other server would make other ids of it: a template may ask for the time."""
+    slow = [FakeCore(interval=0.02) for _ in range(2)]
+    slow[1].text_offset = 1
+    with serving(core=slow[0]) as (_, first), serving(core=slow[1]) as (_, second):
+        with ClientEngine([first, second], reconnect_timeout=5) as engine:
+            _, handle, queue = engine.start_request("m", inputs, {"max_new_tokens": 30})
+            request = engine._requests[handle]
+            at = [member.address for member in engine._members].index(request.session.address)
+            prompt = slow[at].submitted[-1].input_ids
+            wait_until(lambda: queue.GeneratedLength() > 3, 5)
+            break_connection(request)
+            ids, text = [], ""
+            for elements in queue:
+                ids += elements.ids_from_generate
+                text += elements.text
+            assert ids == expected(prompt, 30) and text == "".join(f"<{i}>" for i in ids)
+            assert slow[1 - at].submitted[-1].input_ids == prompt
+
+
+@contextlib.contextmanager
+def distant(address, seconds):
+    """A TCP proxy to `address` that holds every byte back for so long; yields its own address."""
+    host, port = address.rsplit(":", 1)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def relay(source, target):
+        line = queue_module.SimpleQueue()
+        threading.Thread(target=write, args=(line, target), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                line.put((time.monotonic() + seconds, data))
+        line.put((0, b""))
+
+    def write(line, target):
+        with contextlib.suppress(OSError):
+            while (item := line.get())[1]:
+                time.sleep(max(0.0, item[0] - time.monotonic()))
+                target.sendall(item[1])
+            target.shutdown(socket.SHUT_RDWR)
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                far = socket.create_connection((host, int(port)))
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=relay, args=pair, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+def test_many_requests_are_resumed_in_one_round_trip():
+    with serving(core=FakeCore(interval=1000)) as (core, address), distant(address, 0.05) as far:
+        with ClientEngine(far, reconnect_timeout=30) as engine, ThreadPoolExecutor(40) as pool:
+            list(pool.map(lambda i: engine.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 9}), range(40)))
+            requests = list(engine._requests.values())
+            session = requests[0].session
+            start = time.monotonic()
+            session._call.cancel()
+            wait_until(lambda: all(r.session is not session and r.answered.is_set() for r in requests), 30)
+            assert time.monotonic() - start < 2  # 40 round trips of 0.1 s take 4
+            assert len(core.submitted) == 80
+
+
+def test_a_permanent_refusal_ends_a_request_at_once(served):
+    core, address = served
+    with ClientEngine(address, reconnect_timeout=20) as engine:
+        _, handle, queue = engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 10_000})
+        wait_until(lambda: queue.GeneratedLength() > 2, 5)
+        core.refusal = AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "the prompt is too long")
+        engine._requests[handle].session._call.cancel()
+        start = time.monotonic()
+        with pytest.raises(AllSparkError, match="ALLSPARK_EXCEED_LIMIT_ERROR: the prompt is too long"):
+            tokens(queue)
+        assert time.monotonic() - start < 5
+
+
+def test_a_passing_refusal_is_waited_out(served):
+    core, address = served
+    with ClientEngine(address, reconnect_timeout=20) as engine:
+        _, handle, queue = engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 40})
+        wait_until(lambda: queue.GeneratedLength() > 2, 5)
+        core.refusal = AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "the queue is full", retryable=True)
+        engine._requests[handle].session._call.cancel()
+        time.sleep(0.7)
+        core.refusal = None
+        assert tokens(queue) == expected([1], 40)
+
+
 def test_no_resumption_where_the_fingerprint_differs(tmp_path):
     with server_process(f"unix:{tmp_path}/a", "one") as (a, address_a):
         with contextlib.ExitStack() as stack:
@@ -227,6 +327,92 @@ def test_nobody_listens(tmp_path, monkeypatch):
     for bad in ("nonsense", "host:0x1", "host:99999", ""):
         with pytest.raises(ValueError, match="allowed: 'host:port' or 'unix:/path'"):
             ClientEngine(bad)
+
+
+# --- answers that are lost, or do not come ---
+
+
+def lose_answers(monkeypatch, method):
+    """The next answer to `method` is lost, whatever it is: the client cannot know whether the server has obeyed."""
+    call, lost = connection.Member.call, []
+
+    def lossy(self, name, *args):
+        try:
+            answer = call(self, name, *args)
+        except AllSparkError:
+            if name != method or lost:
+                raise
+        if name == method and not lost:
+            lost.append(True)
+            raise connection.Unavailable(self.address, "the answer was lost")
+        return answer
+
+    monkeypatch.setattr(connection.Member, "call", lossy)
+    return lost
+
+
+def test_a_lost_answer_to_install_and_release(served, monkeypatch):
+    core, address = served
+    with ClientEngine(address, reconnect_timeout=5) as engine:
+        lost = lose_answers(monkeypatch, "InstallModel")
+        assert engine.install_model(AsModelConfig("n", "/none", max_queue=3)) is AsStatus.ALLSPARK_SUCCESS and lost
+        with pytest.raises(AllSparkError, match="installed already"):  # asked for twice, not repeated
+            engine.install_model(AsModelConfig("n", "/none", max_queue=3))
+        lost.clear()
+        with pytest.raises(AllSparkError, match="installed already"):  # another model has that name
+            engine.install_model(AsModelConfig("n", "/other"))
+        lost = lose_answers(monkeypatch, "ReleaseModel")
+        assert engine.release_model("n") is AsStatus.ALLSPARK_SUCCESS and lost and "n" not in core.models
+        with pytest.raises(AllSparkError, match="no model named 'n'"):
+            engine.release_model("n")
+
+
+def test_a_server_that_never_answers_a_request(served, monkeypatch):
+    core, address = served
+    monkeypatch.setattr(connection, "ANSWER_SECONDS", 0.3)
+    with ClientEngine(address, resume=False) as engine:
+        core.submit_seconds = 2.0
+        start = time.monotonic()
+        with pytest.raises(AllSparkError, match=f"the server at {address} .*no answer to a request within 0.3 s"):
+            engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 10_000})
+        assert time.monotonic() - start < 1.5
+        wait_until(lambda: len(core.submitted) == 1 and not core.handles, 5)  # it is told to forget it
+
+
+def test_a_server_that_does_not_stop_a_request(served, monkeypatch):
+    core, address = served
+    monkeypatch.setattr(client_module, "_STOP_SECONDS", 0.3)
+    core.deaf = True
+    with ClientEngine(address) as engine:
+        _, handle, queue = engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 10_000})
+        wait_until(lambda: queue.GeneratedLength() > 2, 5)
+        assert engine.stop_request("m", handle) is AsStatus.ALLSPARK_SUCCESS
+        assert queue.GenerateStatus() is Status.GenerateInterrupted
+        got = tokens(queue)
+        assert got == expected([1], len(got)) and len(got) > 2
+
+
+def test_a_server_that_says_nothing_is_given_up():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(AllSparkError, match=f"the server at {address} cannot be reached"):
+            ClientEngine(address)
+        assert time.monotonic() - start < 8
+
+
+def test_a_client_that_says_nothing_is_disconnected(served, monkeypatch):
+    monkeypatch.setattr(service, "HELLO_SECONDS", 0.3)
+    with grpc.insecure_channel(served[1]) as channel:
+        call = channel.stream_stream(
+            "/allspark.Allspark/Session", pb.SessionRequest.SerializeToString, pb.SessionResponse.FromString
+        )
+        hold = threading.Event()
+        silent = call(iter(lambda: hold.wait(10) and None, None), timeout=8)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(silent)
+        hold.set()
+        assert "first message must come within 0.3 s" in caught.value.details()
 
 
 def test_pool_goes_on_with_the_members_there_are(served, tmp_path):

@@ -53,6 +53,75 @@ def test_queue_raises_the_error_after_the_tokens():
             get()
 
 
+def read_all(queue: a.ResultQueue) -> list[int]:
+    return [i for e in queue for i in e.ids_from_generate]
+
+
+async def read_all_async(queue: a.ResultQueue) -> list[int]:
+    return [i async for e in queue for i in e.ids_from_generate]
+
+
+def read_all_in_a_loop(queue: a.ResultQueue) -> list[int]:
+    return asyncio.run(read_all_async(queue))
+
+
+@pytest.mark.parametrize("read", [read_all, read_all_in_a_loop])
+def test_iteration_raises_on_an_interruption_by_others(read):
+    q = a.ResultQueue()
+    q.put(elements(1))
+    q.finish(Status.GenerateInterrupted, a.AllSparkError(a.AsStatus.ALLSPARK_RUNTIME_ERROR, "its model was stopped"))
+    with pytest.raises(a.AllSparkError, match="^ALLSPARK_RUNTIME_ERROR: its model was stopped"):
+        read(q)
+    assert q.Get() is None and q.GetNoWait() is None  # the getters go by the status, as DashInfer's scripts do
+    asked = a.ResultQueue()
+    asked.put(elements(1))
+    asked.finish(Status.GenerateInterrupted)
+    assert read(asked) == [1]
+
+
+def test_finish_reason():
+    q = a.ResultQueue()
+    assert q.FinishReason() is None
+    q.finish(Status.GenerateFinished, None, "length")
+    q.finish(Status.GenerateFinished, None, "stop")
+    assert q.FinishReason() == "length"
+    for status, reason in (
+        (Status.GenerateFinished, "stop"),
+        (Status.GenerateInterrupted, "interrupted"),
+        (Status.InternalError, "error"),
+    ):
+        q = a.ResultQueue()
+        q.finish(status)
+        assert q.FinishReason() == reason
+
+
+def test_a_reader_that_is_slow_costs_the_writer_nothing():
+    """What is handed over is merged at once, in time that does not grow with what is unread already."""
+    q, unread = a.ResultQueue(), 30_000
+
+    def put(count: int) -> float:
+        start = time.thread_time()
+        for i in range(count):
+            q.put(a.GeneratedElements([i], text="word "))
+        return time.thread_time() - start
+
+    first = put(1000)
+    put(unread)
+    assert put(1000) < 5 * first + 0.01
+    start = time.thread_time()
+    got = q.GetNoWait()  # the writer waits for the lock meanwhile
+    assert time.thread_time() - start < 0.005
+    assert len(got.ids_from_generate) == unread + 2000 and got.text == "word " * (unread + 2000)
+    growing = a.GeneratedElements([0], text="x" * 10_000_000)
+    start = time.thread_time()
+    for i in range(1000):
+        growing.extend(a.GeneratedElements([i], text="y"))
+    assert time.thread_time() - start < 0.1
+    assert growing.text == "x" * 10_000_000 + "y" * 1000 and growing == a.GeneratedElements(
+        [0, *range(1000)], text=growing.text
+    )
+
+
 def test_queue_timeout_is_kept():
     q = a.ResultQueue()
     start = time.monotonic()
