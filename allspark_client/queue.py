@@ -12,6 +12,12 @@ from .errors import AllSparkError
 from .types import GeneratedElements, GenerateRequestStatus
 from .types import RequestStatInfo as StatInfo
 
+_REASONS = {
+    GenerateRequestStatus.GenerateFinished: "stop",
+    GenerateRequestStatus.GenerateInterrupted: "interrupted",
+    GenerateRequestStatus.InternalError: "error",
+}
+
 
 class ResultQueue:
     """Tokens and status of one request.
@@ -25,6 +31,7 @@ class ResultQueue:
         self._elements: deque[GeneratedElements] = deque()
         self._status = GenerateRequestStatus.Init
         self._error: AllSparkError | None = None
+        self._reason: str | None = None
         self._length = 0
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self.stat = StatInfo()
@@ -55,6 +62,12 @@ class ResultQueue:
         """Where the request is; tokens may remain to be read when the status is already final."""
         with self._changed:
             return self._status
+
+    def FinishReason(self) -> str | None:
+        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls. None while
+        it has not."""
+        with self._changed:
+            return self._reason
 
     def GeneratedLength(self) -> int:
         """Tokens generated so far, read or not, over all samples."""
@@ -128,12 +141,18 @@ class ResultQueue:
         with self._changed:
             self.stat.update(values)
 
-    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None) -> None:
-        """End the request; the first call counts, tokens put afterwards are dropped."""
+    def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
+               reason: str | None = None) -> None:
+        """End the request; the first call counts, tokens put afterwards are dropped.
+
+        `error`: with InternalError, what went wrong; with GenerateInterrupted, who interrupted it, unless the caller did.
+        `reason`: what FinishReason() says, where the status does not tell.
+        """
         with self._changed:
             if self._status.final:
                 return
             self._status, self._error = GenerateRequestStatus(status), error
+            self._reason = reason or _REASONS[self._status]
             self._wake()
 
     def _wake(self) -> None:

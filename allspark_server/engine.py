@@ -64,17 +64,37 @@ class QueueSink:
     def __init__(self, results: ResultQueue):
         self._results = results
 
-    def on_elements(self, handle: int, elements: GeneratedElements, text: Optional[str]) -> None:
+    def on_token(
+        self,
+        handle: int,
+        sample: int,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        text: Optional[str],
+        cached: int,
+    ) -> None:
+        elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
+        if logprob is not None:
+            elements.token_logprobs_list = [logprob]
+            elements.log_probs_list = [top]
+        if text is not None:
+            elements.text = text
         self._results.put(elements)
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._results.set_status(status)
 
     def on_finish(
-        self, handle: int, status: GenerateRequestStatus, error: Optional[AllSparkError], stat: dict[str, float]
+        self,
+        handle: int,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError],
+        stat: dict[str, float],
+        reason: str,
     ) -> None:
         self._results.update_stat(stat)
-        self._results.finish(status, error)
+        self._results.finish(status, error, reason)
 
 
 class Engine(AbstractEngine):
@@ -144,10 +164,13 @@ class Engine(AbstractEngine):
             for model in list(self._models.values())
         ]
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine and every model of it can compute. May change with any call of the flush listeners."""
-        return self._failure is None and all(model.failure is None for model in list(self._models.values()))
+    def failures(self) -> dict[str, str]:
+        """Why models that should serve do not, by name; "" stands for the engine itself."""
+        found = {name: "it is recorded in the state file and could not be restored" for name in list(self._unrestored)}
+        found |= {model.name: model.failure for model in list(self._models.values()) if model.failure is not None}
+        if self._failure is not None:
+            found[""] = self._failure
+        return found
 
     def restore(self) -> list[str]:
         """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
