@@ -16,13 +16,14 @@ from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
 from .cache import PrefixCache, SpanPool
 from .request import Request
 from .runtime.group import Group
-from .scheduler import Limits, Scheduler, Step
+from .scheduler import FinishReason, Limits, Scheduler, Step
 
 if TYPE_CHECKING:
     from .text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_NO_TOP: list[tuple[int, float]] = []  # never filled
 _RATE_SECONDS = 10  # throughput is over at most so many past seconds
 
 
@@ -68,7 +69,7 @@ class StepBudget:
 
 
 class ServedModel:
-    """`running` says whether requests are taken; `failure` why they never will be again."""
+    """`running` says whether requests are taken; `failure` why they are not until the model is loaded again."""
 
     def __init__(self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str):
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
@@ -116,7 +117,7 @@ class ServedModel:
         if self.failure is not None:
             raise AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
-                f"model {self.name!r} has failed ({self.failure}); release it and install it again",
+                f"model {self.name!r} has failed ({self.failure}); start_model loads it again",
             )
         if not self.running:
             raise AllSparkError(
@@ -171,7 +172,7 @@ class ServedModel:
                 sequence.tokens, sequence.prompt_len
             )
             if complete:  # a resumed request whose last token the client had already
-                self._sequence_ended(request)
+                self._sequence_ended(request, complete)
             else:
                 self.scheduler.add(sequence)
 
@@ -214,10 +215,10 @@ class ServedModel:
         end = time.monotonic()
         rows = step.plan.rows
         self.budget.learn(rows, end - begin)
-        sampled = self._deliver(step, result)
+        sampled = self._deliver(step, result, end)
         self.throughput.add(end, rows, sampled)
 
-    def _deliver(self, step: Step, result) -> int:
+    def _deliver(self, step: Step, result, now: float) -> int:
         outcomes = self.scheduler.complete(step, result.tokens.tolist())
         logprobs = top_ids = top_logprobs = None
         for outcome in outcomes:
@@ -232,7 +233,7 @@ class ServedModel:
                 )
                 self.end(sample.request, GenerateRequestStatus.InternalError, failure)
                 continue
-            logprob, top = 0.0, []
+            logprob, top = None, _NO_TOP
             if sample.top_logprobs >= 0:
                 if logprobs is None:
                     logprobs = result.logprobs.tolist()
@@ -243,17 +244,17 @@ class ServedModel:
                     values = top_logprobs[outcome.index, : sample.top_logprobs].tolist()
                     top = [(i, value) for i, value in zip(ids, values) if i >= 0]
             try:
-                sample.request.deliver(sequence, outcome.token, logprob, top, outcome.finished is not None)
+                sample.request.deliver(sequence, outcome.token, logprob, top, outcome.finished is not None, now)
             except Exception as error:  # this request's output cannot be delivered; the others' can
                 logger.exception("request %d of model %r", sample.request.handle, self.name)
                 failure = AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"its output cannot be delivered: {error}")
                 self.end(sample.request, GenerateRequestStatus.InternalError, failure)
             if outcome.finished is not None:
-                self._sequence_ended(sample.request)
+                self._sequence_ended(sample.request, outcome.finished)
         return len(outcomes)
 
-    def _sequence_ended(self, request: Request) -> None:
+    def _sequence_ended(self, request: Request, reason: FinishReason) -> None:
         request.unfinished -= 1
         if request.unfinished == 0:
             self.live.discard(request)
-            request.finish(GenerateRequestStatus.GenerateFinished)
+            request.finish(GenerateRequestStatus.GenerateFinished, complete=reason)

@@ -86,14 +86,15 @@ def test_statuses_and_statistics_of_a_request(make_engine):
     class Recorder:
         done = threading.Event()
 
-        def on_elements(self, handle, elements, text):
-            seen.append((elements.ids_from_generate, text))
+        def on_token(self, handle, sample, token, logprob, top, text, cached):
+            seen.append(([token], text))
 
         def on_status(self, handle, status):
             seen.append(status)
 
-        def on_finish(self, handle, status, error, stat):
+        def on_finish(self, handle, status, error, stat, reason):
             seen.append(status)
+            self.reason = reason
             self.stat, self.error = stat, error
             self.done.set()
 
@@ -107,7 +108,7 @@ def test_statuses_and_statistics_of_a_request(make_engine):
     assert seen == [
         Status.ContextFinished, ([a], None), Status.Generating, ([b], None), ([c], None), Status.GenerateFinished,
     ]  # fmt: skip
-    assert sink.error is None
+    assert sink.error is None and sink.reason == "length"
     stat = sink.stat
     assert (stat["context_token_length"], stat["generated_token_length"]) == (3, 3)
     assert 5 <= stat["time_to_first_token"] <= stat["finish_time"] and stat["generate_tps"] < 200

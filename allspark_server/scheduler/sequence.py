@@ -16,9 +16,9 @@ class State(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence is complete."""
+    """Why a sequence is complete, as the API calls it."""
 
-    EOS = "eos"
+    EOS = "stop"
     STOP_WORD = "stop_word"
     LENGTH = "length"
 
