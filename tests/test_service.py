@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -16,6 +17,8 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.connection import Request, Session
+from allspark_client.request import RequestSpec
 from allspark_server.service import Service
 from fake_core import FakeCore
 from fake_service import MODEL, expected, serving, tokens, wait_until
@@ -116,6 +119,49 @@ def test_stop_keeps_what_was_generated(served, client):
     client.stop_model("m")
     client.sync_request("m", None)
     assert queue.GenerateStatus() is Status.GenerateInterrupted
+
+
+def test_iteration_raises_when_others_interrupt(served, client):
+    core, address = served
+    endless = {"max_new_tokens": 100_000}
+    _, _, queue = client.start_request("m", {"input_ids": [1]}, endless)
+    with ClientEngine(address) as other:
+        wait_until(lambda: queue.GeneratedLength() > 2, 5)
+        other.stop_model("m")
+        with pytest.raises(AllSparkError, match=f"the server at {address} interrupted the request: model 'm' was stop"):
+            tokens(queue)
+        assert queue.GenerateStatus() is Status.GenerateInterrupted and queue.FinishReason() == "interrupted"
+        other.start_model("m")
+    for end in (
+        lambda: client.stop_request("m", handle),
+        lambda: client.release_request("m", handle),
+        lambda: client.stop_model("m") or client.start_model("m"),
+        lambda: client.release_model("m"),
+        lambda: core.models.update(m=True) or client.close(),
+    ):
+        core.models["m"] = True
+        _, handle, queue = client.start_request("m", {"input_ids": [1]}, endless)
+        wait_until(lambda: queue.GeneratedLength() > 2, 5)
+        end()
+        wait_until(lambda: queue.GenerateStatus().final, 5)
+        assert tokens(queue) == expected([1], queue.GeneratedLength())
+        assert queue.FinishReason() == "interrupted"
+
+
+def test_finish_reason_crosses_the_wire():
+    request = Request(1, RequestSpec("m", input_ids=[1]))
+    event = pb.RequestEvent(id=1, started=pb.Started(fingerprint="f"), status=pb.GENERATE_FINISHED, finish_reason="length")
+    received = threading.Event()
+
+    def messages():
+        received.wait(5)
+        yield pb.SessionResponse(events=[event])
+
+    session = Session("here", messages(), SimpleQueue(), lambda *_: None)
+    session.send(request)
+    received.set()
+    session.wait_answer(request)
+    assert request.queue.FinishReason() == "length" and request.queue.GenerateStatus() is Status.GenerateFinished
 
 
 def test_one_message_a_step(served):
