@@ -65,7 +65,7 @@ class AsModelConfig(Checked):
     prefix_cache_ttl: int = int_field(300, 0, INT32_MAX)
     eviction_strategy: AsEvictionStrategy = enum_field(AsEvictionStrategy, AsEvictionStrategy.MaxLength)
     scheduling_strategy: AsSchedulingStrategy = enum_field(AsSchedulingStrategy, AsSchedulingStrategy.ContextPriority)
-    #: DashInfer's memory swap threshold; -1: off. Accepted for its scripts' sake
+    #: DashInfer's memory swap threshold; -1: off
     swap_threshold: int = int_field(-1, -1, INT64_MAX)
     #: write .asgraph as text
     text_graph: bool = bool_field(False)
@@ -188,7 +188,8 @@ class GenerateConfig(Checked):
     do_sample: bool = bool_field(True)
     #: None: random
     seed: int | None = int_field(None, 0, 2**64 - 1)
-    temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True)
+    temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True,
+                                     hint="for the likeliest token always, set do_sample=False or top_k=1")
     #: 0: off
     top_k: int = int_field(0, 0, INT32_MAX)
     top_p: float = float_field(1.0, 0.0, 1.0, above=True)
@@ -423,6 +424,18 @@ class ASGenerationConfigBuilder:
         return copy.deepcopy(self._config).validate()
 
 
+#: values of DashInfer's fields that this project has, and what it always does
+_ONLY = {
+    "matmul_precision": ("highest", "weight_dtype says what is computed in"),
+    "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
+    "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
+    "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
+    "swap_threshold": (-1, "no memory is swapped"),
+    "lora_max_rank": (64, "there is no LoRA"),
+    "lora_max_num": (5, "there is no LoRA"),
+}
+
+
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
@@ -434,6 +447,11 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available(f"speculation={config.speculation!r}")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
+        for name, (only, why) in _ONLY.items():
+            value = getattr(config, name)
+            if value != only:
+                given, allowed = (getattr(v, "name", v) for v in (value, only))
+                raise not_available(f"{name}={given} (allowed: {allowed}; {why})")
     else:
         if config.lora_name:
             raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
@@ -441,3 +459,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
+        for name in ("vocab", "vocab_type"):
+            if getattr(config, name) is not None:
+                raise not_available(f"{name} (guided output)")

@@ -24,6 +24,7 @@ from typing import Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
+from allspark_client.environment import check_environment
 from allspark_client.errors import (
     AllSparkError,
     AsStatus,
@@ -80,6 +81,7 @@ class Engine(AbstractEngine):
     def __init__(self, *, group: Optional[Group] = None, state_file: Optional[str] = None):
         """`group` None: this process alone, without MPI. `state_file`: where the installed models are recorded, so that
         an engine that takes this one's place can `restore` them."""
+        check_environment()
         self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
