@@ -206,10 +206,9 @@ class ServedModel:
         if step is None:
             return
         begin = time.monotonic()
-        if step.plan.new:
-            for sequence in step.sequences[-len(step.plan.new) :]:
-                request = sequence.owner.request
-                request.first_step = request.first_step or begin
+        for sequence in step.admitted:
+            request = sequence.owner.request
+            request.first_step = request.first_step or begin
         result = group.step(self.name, step.plan.encode())
         end = time.monotonic()
         rows = step.plan.rows

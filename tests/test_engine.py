@@ -377,3 +377,36 @@ def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     run(engine, [1, 2, 3], max_new_tokens=3)
+
+
+def test_limits_on_words(make_engine):
+    engine = make_engine()
+    for name, value, match in (
+        ("stop_words_ids", [[i % 1000] for i in range(1025)], "stop_words_ids has 1025 words; allowed: at most 1024"),
+        ("bad_words_ids", [[1]] * 1025, "bad_words_ids has 1025 words"),
+        ("stop_words_ids", [[2], [1] * 257], r"stop_words_ids\[1\] has 257 ids; allowed: at most 256"),
+        ("eos_token_id", list(range(1025)), "eos_token_id has 1025 ids"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.start_request("m", {"input_ids": [1]}, {name: value})
+    with pytest.raises(ValueError, match="max_step_tokens=31 is less than engine_max_batch=32"):
+        engine.install_model(config("n", max_step_tokens=31))
+
+
+def test_finish_reasons(make_engine):
+    words = expected_output([1], 10)
+    engine = make_engine(delay=0.001)
+
+    def reason(stop=False, **generate) -> str:
+        _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, **generate})
+        if stop:
+            engine.stop_request("m", handle)
+        engine.sync_request("m", handle)
+        return results.FinishReason()
+
+    assert reason(max_new_tokens=5) == "length"
+    assert reason(eos_token_id=words[4]) == "stop"
+    assert reason(stop_words_ids=[words[2:4]]) == "stop_word"
+    assert reason(stop=True) == "interrupted"
+    engine._group.fail_at = engine._group.steps
+    assert reason() == "error"
