@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
 FIRST_POLL, LONGEST_POLL = 0.001, 0.05  # seconds between two looks at how a load stands
+MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond it handles of the oldest are forgotten
 ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engine's thread still lives
 
 
@@ -113,6 +114,7 @@ class Engine(AbstractEngine):
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
+        self._forget_at = MAX_ENDED
         self._listeners: list[Callable[[], None]] = []
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
@@ -202,15 +204,32 @@ class Engine(AbstractEngine):
         model = self._model(spec.model)
         model.check_running()
         request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-        model.reserve(len(request.sequences))
+        model.reserve(request.samples)
+        try:
+            model.reserve_tokens(request)
+        except AllSparkError:
+            model.unreserve(request.samples)
+            raise
         try:
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
+                self._forget_old()
         except AllSparkError:
-            model.unreserve(len(request.sequences))
+            model.unreserve(request.samples)
+            model.unreserve_tokens(request)
             raise
         return request.handle
+
+    def _forget_old(self) -> None:
+        """Keeps the handles that nobody releases from piling up; the caller holds the lock. What such a request has
+        generated stays in its queue."""
+        if len(self._requests) < self._forget_at:
+            return
+        ended = [handle for handle, (_, request) in self._requests.items() if request.done.is_set()]
+        for handle in ended[: -MAX_ENDED // 2]:
+            del self._requests[handle]
+        self._forget_at = len(self._requests) + MAX_ENDED // 2
 
     def cancel(self, handle: int) -> None:
         """Asks for the request's end as GenerateInterrupted, and returns at once. Harmless after the end."""
@@ -458,6 +477,8 @@ class Engine(AbstractEngine):
         error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {message}")
         with self._lock:
             requests = [request for _, request in self._requests.values()]
+        for model in self._models.values():
+            model.failure = model.failure or message
         for request in requests:
             request.finish(GenerateRequestStatus.InternalError, error)
         self._flush()
