@@ -17,6 +17,8 @@ from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingS
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
+#: of each of stop_words_ids, bad_words_ids and eos_token_id: every step looks for them after every token
+MAX_WORDS, MAX_WORD_IDS = 1024, 256
 UNQUANTIZED = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
@@ -115,6 +117,11 @@ class AsModelConfig(Checked):
                 f"{self.weight_dtype!r}; set weight_dtype to one of "
                 f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}"
             )
+        if 0 < self.max_step_tokens < self.engine_max_batch:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} is less than engine_max_batch={self.engine_max_batch}: a step "
+                "computes a token of every running request; raise the one or lower the other"
+            )
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
@@ -138,6 +145,8 @@ class AsModelConfig(Checked):
 
 def _eos(name: str, value: Any) -> int | list[int]:
     if isinstance(value, (list, tuple)):
+        if len(value) > MAX_WORDS:
+            raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
         return [as_int(f"{name}[{i}]", v, 0, INT32_MAX) for i, v in enumerate(value)]
     return as_int(name, value, -1, INT32_MAX)
 
@@ -148,6 +157,8 @@ def _words(name: str, value: Any) -> list[list[int]]:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         raise wrong_type(name, value, "a list of lists of token ids")
+    if len(value) > MAX_WORDS:
+        raise ValueError(f"{name} has {len(value)} words; allowed: at most {MAX_WORDS}")
     words = []
     for i, word in enumerate(value):
         if hasattr(word, "tolist"):
@@ -156,6 +167,8 @@ def _words(name: str, value: Any) -> list[list[int]]:
             raise wrong_type(f"{name}[{i}]", word, "a list of token ids")
         if not word:
             raise ValueError(f"{name}[{i}] is empty; a word needs at least one token id")
+        if len(word) > MAX_WORD_IDS:
+            raise ValueError(f"{name}[{i}] has {len(word)} ids; allowed: at most {MAX_WORD_IDS}")
         words.append([as_int(f"{name}[{i}][{j}]", v, 0, INT32_MAX) for j, v in enumerate(word)])
     return words
 
@@ -220,7 +233,7 @@ class GenerateConfig(Checked):
     mm_info: Any = custom_field(lambda name, value: value)
     uuid: str = str_field("")
     user_request_id: str = str_field("")
-    #: higher goes first
+    #: higher goes first: one level is worth 30 s of waiting, and levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
     #: prefix-cache entries are shared only within one salt
     cache_salt: str = str_field("")

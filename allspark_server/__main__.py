@@ -96,7 +96,7 @@ class Rank:
         if self.expected == 1:
             from .runtime.group import LocalGroup
             logger.info("one rank on CPUs %s", a.cpus or "any")
-            self.lead(LocalGroup(self.cpus))
+            self.lead(LocalGroup(self.cpus, self.fail))
             return
         from . import _native
         from .runtime.group import Member, WindowGroup
@@ -134,9 +134,9 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
-        if self.heartbeat:
-            self.heartbeat.watch(group.member)
         engine = Engine(group=group, state_file=a.state_file)
+        if self.heartbeat:
+            self.heartbeat.watch(group.member, lambda: engine.busy_since)
         restored = engine.restore() if a.state_file else []
         # After a restart the state file has the last word: a client may have released a model of the command line.
         wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else a.model

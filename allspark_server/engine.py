@@ -1,7 +1,8 @@
 """The engine: models, requests, and the one thread that computes.
 
 Calls of any thread become commands in a queue; the engine's thread takes them between steps. It alone touches
-schedulers and the group, so none of that needs locks; with nothing to do it sleeps in the queue.
+schedulers and the group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long:
+models are loaded by threads of the group, and files written by the callers' threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
+FIRST_POLL, LONGEST_POLL = 0.001, 0.05  # seconds between two looks at how a load stands
+MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond it handles of the oldest are forgotten
+ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engine's thread still lives
 
 
 class QueueSink:
@@ -62,17 +66,37 @@ class QueueSink:
     def __init__(self, results: ResultQueue):
         self._results = results
 
-    def on_elements(self, handle: int, elements: GeneratedElements, text: Optional[str]) -> None:
+    def on_token(
+        self,
+        handle: int,
+        sample: int,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        text: Optional[str],
+        cached: int,
+    ) -> None:
+        elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
+        if logprob is not None:
+            elements.token_logprobs_list = [logprob]
+            elements.log_probs_list = [top]
+        if text is not None:
+            elements.text = text
         self._results.put(elements)
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._results.set_status(status)
 
     def on_finish(
-        self, handle: int, status: GenerateRequestStatus, error: Optional[AllSparkError], stat: dict[str, float]
+        self,
+        handle: int,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError],
+        stat: dict[str, float],
+        reason: str,
     ) -> None:
         self._results.update_stat(stat)
-        self._results.finish(status, error)
+        self._results.finish(status, error, reason)
 
 
 class Engine(AbstractEngine):
@@ -86,13 +110,20 @@ class Engine(AbstractEngine):
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
+        self._saving = threading.Lock()
+        self._installing = threading.Lock()  # one load at a time: each plans with the memory that is left then
+        self._loading: Optional[AsModelConfig] = None  # of the load under way; set on the engine's thread
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
+        self._forget_at = MAX_ENDED
         self._listeners: list[Callable[[], None]] = []
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
         self._closed = False
+        self._failure: Optional[str] = None  # of the engine's thread, which then has ended
+        #: when the engine's thread began what it is doing, on the monotonic clock; 0.0 while it waits for work
+        self.busy_since = 0.0
         self._thread = threading.Thread(target=self._run, name="allspark-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -102,7 +133,7 @@ class Engine(AbstractEngine):
     def install_model(self, config: AsModelConfig) -> AsStatus:
         config = copy.deepcopy(check_config(config))
         check_available(config)
-        self._call(lambda: self._install(config))
+        self._install(config)
         return _SUCCESS
 
     def installed(self, config: AsModelConfig) -> bool:
@@ -111,15 +142,24 @@ class Engine(AbstractEngine):
         return model is not None and model.config == config
 
     def start_model(self, model_name: str) -> AsStatus:
-        self._call(lambda: self._start_model(model_name))
+        model = self._model(model_name)
+        if model.failure is None:
+            self._call(lambda: self._start_model(model_name))
+            self._save()
+        else:  # its cache cannot be trusted any more: load it again
+            self._unrestored[model_name] = _entry(model.config, True)  # it stays in the file should that fail
+            self._call(lambda: self._remove_model(model_name))
+            self._install(model.config, start=True)
         return _SUCCESS
 
     def stop_model(self, model_name: str) -> AsStatus:
         self._call(lambda: self._stop_model(model_name))
+        self._save()
         return _SUCCESS
 
     def release_model(self, model_name: str) -> AsStatus:
         self._call(lambda: self._release_model(model_name))
+        self._save()
         return _SUCCESS
 
     def list_models(self) -> list[ModelState]:
@@ -132,6 +172,14 @@ class Engine(AbstractEngine):
             )
             for model in list(self._models.values())
         ]
+
+    def failures(self) -> dict[str, str]:
+        """Why models that should serve do not, by name; "" stands for the engine itself."""
+        found = {name: "it is recorded in the state file and could not be restored" for name in list(self._unrestored)}
+        found |= {model.name: model.failure for model in list(self._models.values()) if model.failure is not None}
+        if self._failure is not None:
+            found[""] = self._failure
+        return found
 
     def restore(self) -> list[str]:
         """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
@@ -151,7 +199,7 @@ class Engine(AbstractEngine):
             try:
                 config = AsModelConfig.from_dict(entry["config"])
                 check_available(check_config(config))
-                self._call(functools.partial(self._install, config, bool(entry.get("started"))))
+                self._install(config, bool(entry.get("started")))
             except (AllSparkError, ValueError, TypeError) as error:
                 logger.error("model %r, recorded in %s, cannot be restored: %s", name, self._state_file, error)
         return list(self._models)
@@ -163,15 +211,32 @@ class Engine(AbstractEngine):
         model = self._model(spec.model)
         model.check_running()
         request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-        model.reserve(len(request.sequences))
+        model.reserve(request.samples)
+        try:
+            model.reserve_tokens(request)
+        except AllSparkError:
+            model.unreserve(request.samples)
+            raise
         try:
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
+                self._forget_old()
         except AllSparkError:
-            model.unreserve(len(request.sequences))
+            model.unreserve(request.samples)
+            model.unreserve_tokens(request)
             raise
         return request.handle
+
+    def _forget_old(self) -> None:
+        """Keeps the handles that nobody releases from piling up; the caller holds the lock. What such a request has
+        generated stays in its queue."""
+        if len(self._requests) < self._forget_at:
+            return
+        ended = [handle for handle, (_, request) in self._requests.items() if request.done.is_set()]
+        for handle in ended[: -MAX_ENDED // 2]:
+            del self._requests[handle]
+        self._forget_at = len(self._requests) + MAX_ENDED // 2
 
     def cancel(self, handle: int) -> None:
         """Asks for the request's end as GenerateInterrupted, and returns at once. Harmless after the end."""
@@ -288,9 +353,10 @@ class Engine(AbstractEngine):
     def _model(self, name: str) -> ServedModel:
         if not isinstance(name, str):
             raise TypeError(f"model_name must be a str, not {type(name).__name__}")
-        if self._closed:
-            raise closed_engine()
+        self._check_open()
         model = self._models.get(name)
+        if model is None and (loading := self._loading) is not None and loading.model_name == name:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {name!r} is still being loaded")
         if model is None:
             raise unknown_model(name, list(self._models))
         return model
@@ -308,9 +374,14 @@ class Engine(AbstractEngine):
         """Puts a command into the queue; the caller holds the lock."""
         if os.getpid() != self._owner:
             raise forked_engine()
+        self._check_open()
+        self._commands.put(command)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {self._failure}")
         if self._closed:
             raise closed_engine()
-        self._commands.put(command)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         """Runs a function on the engine's thread and waits for what it returns or raises."""
@@ -326,15 +397,73 @@ class Engine(AbstractEngine):
 
         with self._lock:
             self._post(command)
+        while not wait([future], ALIVE_SECONDS).done:
+            if not self._thread.is_alive() and not future.done():
+                self._check_open()
+                raise closed_engine()
         return future.result()
+
+    def _install(self, config: AsModelConfig, start: bool = False) -> None:
+        """Loads a model while the others' steps go on."""
+        name = config.model_name
+        with self._installing:
+            self._call(lambda: self._start_load(config))
+            try:
+                pause = FIRST_POLL
+                while (info := self._call(lambda: self._poll_load(config))) is None:
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_POLL)
+                tokenizer = None
+                if info.tokenizer_dir:
+                    from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
+
+                    tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+                model = ServedModel(config, info, tokenizer, _fingerprint(info))
+                model.running = start
+                self._call(lambda: self._publish(config, model))
+            except BaseException:
+                try:
+                    self._call(lambda: self._give_up_load(config))
+                except AllSparkError as error:  # the engine was closed meanwhile
+                    logger.debug("giving up the load of model %r: %s", name, error)
+                raise
+        self._save()
+
+    def _save(self) -> None:
+        """Records the installed models; a reader sees the old file or the new one, never half of one."""
+        if self._state_file is None:
+            return
+        temporary = f"{self._state_file}.new"
+        with self._saving:
+            entries = [_entry(model.config, model.running) for model in list(self._models.values())]
+            entries += list(self._unrestored.values())
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    json.dump(entries, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self._state_file)
+            except OSError as error:
+                logger.error("the state file %s cannot be written: %s", self._state_file, error)
 
     # --- the engine's thread ---
 
     def _run(self) -> None:
+        try:
+            self._loop()
+            self._shut_down()
+        except BaseException as error:  # a defect; without this thread nothing computes, and nobody would say so
+            logger.critical("the engine's thread failed", exc_info=True)
+            self._perish(str(error) or type(error).__name__)
+
+    def _loop(self) -> None:
         while True:
             stepping = [model for model in self._models.values() if model.has_work]
             if not stepping or not self._commands.empty():
+                if self._commands.empty():
+                    self.busy_since = 0.0
                 command = self._commands.get()
+                self.busy_since = time.monotonic()
                 if command is None:
                     break
                 self._execute(command)
@@ -342,9 +471,25 @@ class Engine(AbstractEngine):
                     continue  # all that is known goes into the next step
                 stepping = [model for model in self._models.values() if model.has_work]
             for model in stepping:
+                self.busy_since = time.monotonic()
                 self._step(model)
             self._flush()
-        self._shut_down()
+
+    def _perish(self, message: str) -> None:
+        """The end of the engine's thread by an error."""
+        self.busy_since = 0.0
+        with self._lock:
+            self._closed, self._failure = True, message
+        self._group.fail(f"the engine's thread failed: {message}")  # a supervised process ends here
+        error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {message}")
+        with self._lock:
+            requests = [request for _, request in self._requests.values()]
+        for model in self._models.values():
+            model.failure = model.failure or message
+        for request in requests:
+            request.finish(GenerateRequestStatus.InternalError, error)
+        self._flush()
+        self._close_group()
 
     def _execute(self, command: Callable[[], Any]) -> None:
         try:
@@ -355,7 +500,7 @@ class Engine(AbstractEngine):
     def _step(self, model: ServedModel) -> None:
         try:
             model.step(self._group)
-        except Exception as error:  # a lost rank, or a defect: this model's cache is no longer what we think it is
+        except Exception as error:  # a defect: this model's cache is no longer what the scheduler thinks it is
             logger.exception("a step of model %r failed", model.name)
             model.failure = str(error) or type(error).__name__
             message = f"a step of model {model.name!r} failed: {model.failure}"
@@ -373,12 +518,15 @@ class Engine(AbstractEngine):
             model.running = False
             model.end_all(GenerateRequestStatus.GenerateInterrupted)
         self._flush()
+        self._close_group()
+
+    def _close_group(self) -> None:
         try:
             self._group.close()
         except RuntimeError as error:
             logger.warning("closing the group: %s", error)
 
-    def _install(self, config: AsModelConfig, start: bool = False) -> None:
+    def _start_load(self, config: AsModelConfig) -> None:
         name = config.model_name
         if name in self._models:
             raise AllSparkError(
@@ -391,59 +539,56 @@ class Engine(AbstractEngine):
                 name,
                 self._group.size,
             )
-        info = self._group.load(config)
-        try:
-            tokenizer = None
-            if info.tokenizer_dir:
-                from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
+        self._group.start_load(config)
+        self._loading = config
 
-                tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-            self._models[name] = ServedModel(config, info, tokenizer, _fingerprint(info))
-        except Exception:
-            self._group.unload(name)
-            raise
-        self._models[name].running = start
-        self._unrestored.pop(name, None)
-        self._save()
+    def _poll_load(self, config: AsModelConfig) -> Optional[ModelInfo]:
+        self._check_loading(config)
+        return self._group.poll_load()
+
+    def _check_loading(self, config: AsModelConfig) -> None:
+        if self._loading is not config:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {config.model_name!r} was released while it was loaded"
+            )
+
+    def _publish(self, config: AsModelConfig, model: ServedModel) -> None:
+        self._check_loading(config)
+        self._loading = None
+        self._models[model.name] = model
+        self._unrestored.pop(model.name, None)
+
+    def _give_up_load(self, config: AsModelConfig) -> None:
+        if self._loading is config:
+            self._loading = None
+            self._group.unload(config.model_name)
 
     def _start_model(self, name: str) -> None:
-        model = self._model(name)
-        if model.failure is not None:
-            model.check_running()
-        model.running = True
-        self._save()
+        self._model(name).running = True
 
     def _stop_model(self, name: str) -> None:
         model = self._model(name)
         model.running = False
         model.end_all(GenerateRequestStatus.GenerateInterrupted)
-        self._save()
 
     def _release_model(self, name: str) -> None:
-        model = self._model(name)
-        model.running = False
-        model.end_all(GenerateRequestStatus.GenerateInterrupted)
-        del self._models[name]
+        if self._loading is not None and self._loading.model_name == name:
+            self._give_up_load(self._loading)
+            return
+        model = self._remove_model(name)
         with self._lock:
             self._requests = {h: entry for h, entry in self._requests.items() if entry[0] is not model}
-        self._save()
-        self._group.unload(name)
 
-    def _save(self) -> None:
-        """Records the installed models; a reader sees the old file or the new one, never half of one."""
-        if self._state_file is None:
-            return
-        entries = [{"config": m.config.to_dict(), "started": m.running} for m in self._models.values()]
-        entries += self._unrestored.values()
-        temporary = f"{self._state_file}.new"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(entries, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._state_file)
-        except OSError as error:
-            logger.error("the state file %s cannot be written: %s", self._state_file, error)
+    def _remove_model(self, name: str) -> ServedModel:
+        self._stop_model(name)
+        model = self._models.pop(name)
+        self._group.unload(name)
+        return model
+
+
+def _entry(config: AsModelConfig, started: bool) -> dict[str, Any]:
+    """A model in the state file."""
+    return {"config": config.to_dict(), "started": started}
 
 
 def _fingerprint(info: ModelInfo) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Optional, Protocol
 from allspark_client.config import GenerateConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
-from allspark_client.types import GeneratedElements, GenerateRequestStatus, ModelInfo
+from allspark_client.types import GenerateRequestStatus, ModelInfo
 
 from .runtime.plan import SamplingParams
-from .scheduler import Sequence, StopRules
+from .scheduler import FinishReason, Sequence, StopRules
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer, Tokenizer
@@ -26,16 +26,32 @@ logger = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where a request's results go. Called on the engine's thread; must not block."""
 
-    def on_elements(self, handle: int, elements: GeneratedElements, text: Optional[str]) -> None:
-        """New tokens of one sample; `text` is what became decodable, None unless the spec wants text."""
+    def on_token(
+        self,
+        handle: int,
+        sample: int,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        text: Optional[str],
+        cached: int,
+    ) -> None:
+        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became decodable, None unless
+        the spec wants text. `cached`: prompt tokens that came from the prefix cache."""
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         """Progress short of the end: ContextFinished with the first token, Generating with the second."""
 
     def on_finish(
-        self, handle: int, status: GenerateRequestStatus, error: Optional[AllSparkError], stat: dict[str, float]
+        self,
+        handle: int,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError],
+        stat: dict[str, float],
+        reason: str,
     ) -> None:
-        """The last call for this request."""
+        """The last call for this request. `reason`: "stop" (end of sequence), "length" or "stop_word", of the sample
+        that ended last; "interrupted" or "error"."""
 
 
 @dataclass
@@ -53,11 +69,12 @@ class Request:
     """Lives on the engine's thread from the moment it is queued; `done` and `status` may be read by any."""
 
     handle: int
-    spec: RequestSpec
-    sink: Sink
+    sink: Optional[Sink]
     sequences: list[Sequence] = field(default_factory=list)
     status: GenerateRequestStatus = GenerateRequestStatus.Init
     done: threading.Event = field(default_factory=threading.Event)
+    samples: int = 0
+    tokens: int = 0  # of all samples, when it was made
     unfinished: int = 0
     generated: int = 0
     wall_arrival: float = field(default_factory=time.time)
@@ -67,11 +84,16 @@ class Request:
     last_token: float = 0.0
 
     def deliver(
-        self, sequence: Sequence, token: int, logprob: float, top: list[tuple[int, float]], ended: bool
+        self,
+        sequence: Sequence,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        ended: bool,
+        now: float,
     ) -> None:
-        """Hands one token to the sink, and the statuses that it brings."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings."""
         sample: Sample = sequence.owner
-        now = time.monotonic()
         self.last_token = now
         self.generated += 1
         if self.status is GenerateRequestStatus.Init:
@@ -79,38 +101,41 @@ class Request:
             self._set_status(GenerateRequestStatus.ContextFinished)
         elif self.status is GenerateRequestStatus.ContextFinished:
             self._set_status(GenerateRequestStatus.Generating)
-        cached = sequence.prefix_len or 0
-        elements = GeneratedElements(
-            [token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample.index
-        )
-        if sample.top_logprobs >= 0:
-            elements.token_logprobs_list = [logprob]
-            elements.log_probs_list = [top]
         text = None
         if sample.detokenizer is not None:
             text = sample.detokenizer.push([token])
             if ended:
                 text += sample.detokenizer.finish()
-            elements.text = text
-        self.sink.on_elements(self.handle, elements, text)
+        self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0)
 
-    def finish(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
-        """The end; later calls change nothing. From now on only the handle and the status are of interest."""
+    def finish(
+        self,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError] = None,
+        complete: Optional[FinishReason] = None,
+    ) -> None:
+        """The end; later calls change nothing. From now on only the handle and the status are of interest.
+
+        `complete`: why, with GenerateFinished."""
         if self.done.is_set():
             return
         self.status = status
+        if complete is not None:
+            reason = complete.value
+        else:
+            reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
         try:
-            self.sink.on_finish(self.handle, status, error, self.stat())
+            self.sink.on_finish(self.handle, status, error, self.stat(), reason)
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
         self.done.set()
-        self.sequences = []  # callers may keep handles for long: let go of the tokens
+        self.sequences, self.sink = [], None  # callers may keep handles for long: let go of the tokens
 
     def stat(self) -> dict[str, float]:
         """Values of RequestStatInfo."""
         now = time.monotonic()
-        prompt_len = self.sequences[0].prompt_len if self.sequences else self.spec.prompt_len
-        cached = (self.sequences[0].prefix_len or 0) if self.sequences else 0
+        prompt_len = self.sequences[0].prompt_len
+        cached = self.sequences[0].prefix_len or 0
         values = {
             "arrival_time": self.wall_arrival,
             "finish_time": 1e3 * (now - self.arrival),
@@ -232,7 +257,7 @@ def build_request(
     )
     if spec.want_text and tokenizer is None:
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
-    request = Request(handle, spec, sink)
+    request = Request(handle, sink)
     for index in range(config.n):
         sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
         detokenizer = None
@@ -255,7 +280,8 @@ def build_request(
                 owner=sample,
             )
         )
-    request.unfinished = config.n
+    request.unfinished = request.samples = config.n
+    request.tokens = config.n * len(prompt + generated)
     return request
 
 

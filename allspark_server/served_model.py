@@ -16,13 +16,16 @@ from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
 from .cache import PrefixCache, SpanPool
 from .request import Request
 from .runtime.group import Group
-from .scheduler import Limits, Scheduler, Step
+from .scheduler import FinishReason, Limits, Scheduler, Step
 
 if TYPE_CHECKING:
     from .text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_NO_TOP: list[tuple[int, float]] = []  # never filled
+# Waiting prompts may have so many times the tokens that the cache holds, and so many in any case: about 40 bytes each.
+_QUEUED_CACHES, _QUEUED_TOKENS = 16, 1 << 20
 _RATE_SECONDS = 10  # throughput is over at most so many past seconds
 
 
@@ -68,7 +71,7 @@ class StepBudget:
 
 
 class ServedModel:
-    """`running` says whether requests are taken; `failure` why they never will be again."""
+    """`running` says whether requests are taken; `failure` why they are not until the model is loaded again."""
 
     def __init__(self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str):
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
@@ -79,6 +82,8 @@ class ServedModel:
         self.throughput = Throughput()
         self._lock = threading.Lock()
         self._incoming = 0  # requests admitted by `reserve` that the scheduler does not have yet
+        self._incoming_tokens = 0  # and tokens, by `reserve_tokens`
+        self._max_queued_tokens = max(_QUEUED_CACHES * info.num_spans * info.span_size, _QUEUED_TOKENS)
         chunk = config.engine_max_prefill_length or info.max_step_tokens
         self._max_chunk = min(chunk, info.max_step_tokens)
         self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
@@ -111,12 +116,30 @@ class ServedModel:
         with self._lock:
             self._incoming -= samples
 
+    def reserve_tokens(self, request: Request) -> None:
+        """Takes room for the prompt of a request, or raises. Undone by `enqueue` or `unreserve_tokens`."""
+        tokens = request.tokens
+        with self._lock:
+            waiting = self.scheduler.waiting_tokens + self._incoming_tokens
+            if waiting and waiting + tokens > self._max_queued_tokens:
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more would "
+                    f"exceed its limit of {self._max_queued_tokens} tokens",
+                )
+            self._incoming_tokens += tokens
+
+    def unreserve_tokens(self, request: Request) -> None:
+        """Gives that room back."""
+        with self._lock:
+            self._incoming_tokens -= request.tokens
+
     def check_running(self) -> None:
         """Raises AllSparkError unless the model takes requests."""
         if self.failure is not None:
             raise AllSparkError(
                 AsStatus.ALLSPARK_RUNTIME_ERROR,
-                f"model {self.name!r} has failed ({self.failure}); release it and install it again",
+                f"model {self.name!r} has failed ({self.failure}); start_model loads it again",
             )
         if not self.running:
             raise AllSparkError(
@@ -159,7 +182,8 @@ class ServedModel:
 
     def enqueue(self, request: Request) -> None:
         """Hands a request for which `reserve` was called to the scheduler."""
-        self.unreserve(len(request.sequences))
+        self.unreserve(request.samples)
+        self.unreserve_tokens(request)
         if request.done.is_set():  # cancelled before it came here
             return
         if not self.running or self.failure is not None:
@@ -171,7 +195,7 @@ class ServedModel:
                 sequence.tokens, sequence.prompt_len
             )
             if complete:  # a resumed request whose last token the client had already
-                self._sequence_ended(request)
+                self._sequence_ended(request, complete)
             else:
                 self.scheduler.add(sequence)
 
@@ -206,18 +230,17 @@ class ServedModel:
         if step is None:
             return
         begin = time.monotonic()
-        if step.plan.new:
-            for sequence in step.sequences[-len(step.plan.new) :]:
-                request = sequence.owner.request
-                request.first_step = request.first_step or begin
+        for sequence in step.admitted:
+            request = sequence.owner.request
+            request.first_step = request.first_step or begin
         result = group.step(self.name, step.plan.encode())
         end = time.monotonic()
         rows = step.plan.rows
         self.budget.learn(rows, end - begin)
-        sampled = self._deliver(step, result)
+        sampled = self._deliver(step, result, end)
         self.throughput.add(end, rows, sampled)
 
-    def _deliver(self, step: Step, result) -> int:
+    def _deliver(self, step: Step, result, now: float) -> int:
         outcomes = self.scheduler.complete(step, result.tokens.tolist())
         logprobs = top_ids = top_logprobs = None
         for outcome in outcomes:
@@ -232,7 +255,7 @@ class ServedModel:
                 )
                 self.end(sample.request, GenerateRequestStatus.InternalError, failure)
                 continue
-            logprob, top = 0.0, []
+            logprob, top = None, _NO_TOP
             if sample.top_logprobs >= 0:
                 if logprobs is None:
                     logprobs = result.logprobs.tolist()
@@ -243,17 +266,17 @@ class ServedModel:
                     values = top_logprobs[outcome.index, : sample.top_logprobs].tolist()
                     top = [(i, value) for i, value in zip(ids, values) if i >= 0]
             try:
-                sample.request.deliver(sequence, outcome.token, logprob, top, outcome.finished is not None)
+                sample.request.deliver(sequence, outcome.token, logprob, top, outcome.finished is not None, now)
             except Exception as error:  # this request's output cannot be delivered; the others' can
                 logger.exception("request %d of model %r", sample.request.handle, self.name)
                 failure = AllSparkError(AsStatus.ALLSPARK_UNKNOWN_ERROR, f"its output cannot be delivered: {error}")
                 self.end(sample.request, GenerateRequestStatus.InternalError, failure)
             if outcome.finished is not None:
-                self._sequence_ended(sample.request)
+                self._sequence_ended(sample.request, outcome.finished)
         return len(outcomes)
 
-    def _sequence_ended(self, request: Request) -> None:
+    def _sequence_ended(self, request: Request, reason: FinishReason) -> None:
         request.unfinished -= 1
         if request.unfinished == 0:
             self.live.discard(request)
-            request.finish(GenerateRequestStatus.GenerateFinished)
+            request.finish(GenerateRequestStatus.GenerateFinished, complete=reason)

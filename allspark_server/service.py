@@ -25,7 +25,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
 
-from .session import MAX_PENDING, Session, generate_response, overflow_error
+from .session import MAX_PENDING, Backlog, Session, generate_response, overflow_error
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -87,6 +87,7 @@ class Service:
         self._dirty: set[Session] = set()
         self._dirty_lock = threading.Lock()
         self._sessions: set[Session] = set()
+        self._backlog = Backlog()
         self._health: health.aio.HealthServicer | None = None
         #: what the service listens on, with real port numbers
         self.addresses: list[str] = []
@@ -290,7 +291,7 @@ class Service:
             self._close(session)
 
     def _open(self) -> Session:
-        session = Session(self._engine, self._news, self._max_pending)
+        session = Session(self._engine, self._news, self._max_pending, self._backlog)
         self._sessions.add(session)
         return session
 

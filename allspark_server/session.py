@@ -4,6 +4,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable
 
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 #: A client that reads slowly is sent larger messages less often. One that lets this many tokens and top-logprob pairs
 #: pile up is disconnected: its requests together cannot produce that much between two reads of a program that is alive.
 MAX_PENDING = 4_000_000
+#: What all clients together may leave unread, about half a gigabyte; beyond it the one with most of it is disconnected.
+MAX_PENDING_OF_ALL = 2 * MAX_PENDING
+#: News that may wait for the event loop before the engine's thread merges them itself.
+_MAX_FILED = 1 << 14
 
 
 @dataclass
@@ -30,10 +35,31 @@ class _Pending:
     answered: bool = False      # Started was sent, or is in `event`: until then results are held back
     event: pb.RequestEvent | None = None
     elements: list[GeneratedElements] = field(default_factory=list)
+    texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in pieces
+    size: int = 0               # tokens and top-logprob pairs of `elements`
     status: GenerateRequestStatus | None = None
     error: AllSparkError | None = None
     stat: dict[str, float] | None = None
-    changed: bool = False
+    reason: str = ""
+
+    def add(self, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]], text: str | None,
+            cached: int) -> int:
+        """Takes a token; returns its size."""
+        if not self.elements or self.elements[-1].sample_index != sample:
+            self.elements.append(
+                GeneratedElements(prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample))
+            self.texts.append([])
+        elements = self.elements[-1]
+        elements.ids_from_generate.append(token)
+        size = 1
+        if logprob is not None:
+            elements.token_logprobs_list.append(logprob)
+            elements.log_probs_list.append(top)
+            size += len(top)
+        if text:
+            self.texts[-1].append(text)
+        self.size += size
+        return size
 
 
 class _RequestSink:
@@ -42,17 +68,40 @@ class _RequestSink:
     def __init__(self, session: "Session", request_id: int):
         self._session, self._id = session, request_id
 
-    def on_elements(self, handle: int, elements: GeneratedElements, text: str | None) -> None:
-        if text is not None:
-            elements.text = text
-        self._session.file(self._id, elements=elements)
+    def on_token(self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
+                 text: str | None, cached: int) -> None:
+        self._session.file((self._id, sample, token, logprob, top, text, cached))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._session.file(self._id, status=status)
+        self._session.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
 
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
-                  stat: dict[str, float]) -> None:
-        self._session.file(self._id, status=status, error=error, stat=stat)
+                  stat: dict[str, float], reason: str) -> None:
+        self._session.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0))
+
+
+#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached), or, of a status or an end,
+#: (id, _NO_SAMPLE, status, error, stat, reason, 0).
+_News = tuple[int, int, Any, Any, Any, Any, int]
+_NO_SAMPLE = -1
+
+
+class Backlog:
+    """What the clients of a service have left unread, all together. Any thread."""
+
+    def __init__(self, limit: int = MAX_PENDING_OF_ALL):
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._of: dict[Session, int] = {}
+        self._total = 0
+
+    def set(self, session: "Session", size: int) -> "Session | None":
+        """Notes how much a session holds now; returns the one that must go, if all together hold too much."""
+        with self._lock:
+            self._total += size - self._of.pop(session, 0)
+            if size:
+                self._of[session] = size
+            return max(self._of, key=self._of.__getitem__) if self._total > self._limit else None
 
 
 class Session:
@@ -62,15 +111,22 @@ class Session:
     loop after a step that left something to send.
     """
 
-    def __init__(self, engine: "Engine", news: Callable[["Session", bool], None], max_pending: int = MAX_PENDING):
-        """`news(session, now)` is told of everything filed; with `now`, no engine step will follow to flush it."""
+    def __init__(self, engine: "Engine", news: Callable[["Session", bool], None], max_pending: int = MAX_PENDING,
+                 backlog: Backlog | None = None):
+        """`news(session, now)` is told that something was filed, once until it is taken or merged; with `now`, no engine
+        step will follow to flush it. `backlog`: shared by all sessions of a service."""
         self._engine = engine
         self._news = news
         self._max_pending = max_pending
+        self._max_filed = min(_MAX_FILED, max_pending)
+        self._shared = backlog or Backlog()
+        self._filed: deque[_News] = deque()     # by the engine's thread, without a lock; merged below under the lock
+        self._noted = False                     # `news` was told of what is filed
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
+        self._changed: dict[int, None] = {}     # ids with something to send, in order
         self._handles: dict[int, int] = {}
-        self._backlog = 0
+        self._size = 0                          # of all pending
         self._closed = False
         self.overflow = False
         self.task: asyncio.Task | None = None   # the call that sends; cancelled on overflow, since it may be stuck
@@ -115,46 +171,70 @@ class Session:
             pending = self._pending.get(request_id)
             if pending is None:
                 return
-            pending.answered, pending.event, pending.changed = True, event, True
+            pending.answered, pending.event = True, event
+            self._changed[request_id] = None
         self._news(self, True)
 
-    def file(self, request_id: int, *, elements: GeneratedElements | None = None,
-             status: GenerateRequestStatus | None = None, error: AllSparkError | None = None,
-             stat: dict[str, float] | None = None) -> None:
+    def file(self, news: _News) -> None:
         """Note news of a request."""
-        with self._lock:
+        self._filed.append(news)
+        if len(self._filed) > self._max_filed:  # the event loop does not take them: keep them compact
+            with self._lock:
+                self._merge()
+        if not self._noted:
+            self._noted = True
+            self._news(self, False)
+
+    def _merge(self) -> None:
+        """File all news with their requests; the caller holds the lock."""
+        self._noted = False     # first: what is filed from now on may be left for the next time
+        filed = self._filed
+        while filed:
+            news = filed.popleft()
+            request_id = news[0]
             pending = self._pending.get(request_id)
-            if pending is None or self._closed:
-                return
-            if elements is not None:
-                self._backlog += len(elements.ids_from_generate) + sum(map(len, elements.log_probs_list))
-                self.overflow = self.overflow or self._backlog > self._max_pending
-                last = pending.elements[-1] if pending.elements else None
-                if last is not None and last.sample_index == elements.sample_index:
-                    last.extend(elements)
-                else:
-                    pending.elements.append(elements)
-            if status is not None:
-                pending.status = status
-            if stat is not None:
-                pending.error, pending.stat = error, stat
-            pending.changed = True
-        self._news(self, False)
+            if pending is None:
+                continue
+            if news[1] == _NO_SAMPLE:
+                pending.status = news[2]
+                if news[4] is not None:
+                    pending.error, pending.stat, pending.reason = news[3:6]
+            else:
+                self._size += pending.add(*news[1:])
+            if pending.answered:
+                self._changed[request_id] = None
+        self.overflow = self.overflow or self._size > self._max_pending
+        self._note_size()
+
+    def _note_size(self) -> None:
+        largest = self._shared.set(self, self._size)
+        if largest is not None:
+            largest.overflow = True
+            largest._news(largest, False)
 
     def take(self) -> list[pb.RequestEvent]:
         """What is to be sent now, one event a request."""
         taken: list[tuple[int, _Pending]] = []
+        ended: list[int] = []
         with self._lock:
-            for request_id, pending in list(self._pending.items()):
-                if not (pending.changed and pending.answered):
+            self._merge()
+            changed, self._changed = self._changed, {}
+            for request_id in changed:
+                pending = self._pending.get(request_id)
+                if pending is None:
                     continue
                 taken.append((request_id, pending))
+                self._size -= pending.size
                 refused = pending.event is not None and pending.event.HasField("refused")
                 if refused or (pending.status is not None and pending.status.final):
                     del self._pending[request_id]
+                    if request_id in self._handles:
+                        ended.append(self._handles.pop(request_id))
                 else:
                     self._pending[request_id] = _Pending(answered=True)
-            self._backlog = sum(len(e.ids_from_generate) for p in self._pending.values() for e in p.elements)
+            self._note_size()
+        for handle in ended:    # all is said of them: nobody needs to remember them until the client releases them
+            self._release(handle)
         return [_event(request_id, pending) for request_id, pending in taken]
 
     def stop(self, request_id: int) -> None:
@@ -171,7 +251,10 @@ class Session:
         """Free a request; nothing more is sent for it."""
         with self._lock:
             handle = self._handles.pop(request_id, None)
-            self._pending.pop(request_id, None)
+            pending = self._pending.pop(request_id, None)
+            if pending is not None:
+                self._size -= pending.size
+                self._note_size()
         if handle is not None:
             self._release(handle)
 
@@ -181,6 +264,8 @@ class Session:
             self._closed = True
             handles, self._handles = list(self._handles.values()), {}
             self._pending.clear()
+            self._size = 0
+            self._note_size()
         for handle in handles:
             self._release(handle)
 
@@ -199,6 +284,8 @@ class Session:
 
 def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
     event = pending.event if pending.event is not None else pb.RequestEvent(id=request_id)
+    for elements, pieces in zip(pending.elements, pending.texts):
+        elements.text = "".join(pieces)
     event.elements.extend(convert.elements_to_pb(e) for e in pending.elements)
     if pending.status is not None:
         event.status = int(pending.status)
@@ -206,6 +293,7 @@ def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
         event.error.CopyFrom(convert.error_to_pb(pending.error))
     if pending.stat is not None:
         event.stat.CopyFrom(convert.stat_to_pb(pending.stat))
+        event.finish_reason = pending.reason
     return event
 
 
@@ -224,4 +312,5 @@ def generate_response(event: pb.RequestEvent) -> pb.GenerateResponse:
         values["error"] = event.error
     if event.HasField("stat"):
         values["stat"] = event.stat
+        values["finish_reason"] = event.finish_reason
     return pb.GenerateResponse(**values)

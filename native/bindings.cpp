@@ -57,6 +57,14 @@ SourceRows source_rows(const py::array& a, const std::string& source) {
 
 template <typename T> py::array_t<T> to_array(const std::vector<T>& v) { return py::array_t<T>(v.size(), v.data()); }
 
+// Gives back a model's memory, which takes seconds when it is large, while other threads run Python.
+struct WithoutGil {
+  void operator()(Executor* executor) const {
+    py::gil_scoped_release release;
+    delete executor;
+  }
+};
+
 // What a step gave: arrays over the rows that sample.
 struct StepResult {
   py::array_t<int32_t> tokens, status, top_ids;
@@ -96,7 +104,7 @@ void bind_executor(py::module_& m) {
       .def_readonly("logits", &StepResult::logits, "float32 [n, local vocabulary] if wanted, else None");
   m.def("describe_status", [](int status) { return std::string(describe((SampleStatus)status)); });
 
-  py::class_<Executor>(m, "Executor", "A model's op list, weights and KV cache of one rank.")
+  py::class_<Executor, std::unique_ptr<Executor, WithoutGil>>(m, "Executor", "A model's op list, weights and KV cache of one rank.")
       .def(py::init<int, int, std::shared_ptr<Window>, std::vector<int>, int>(), py::arg("rank") = 0, py::arg("world") = 1,
            py::arg("window") = nullptr, py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1)
       .def("add_matrix",
@@ -161,6 +169,7 @@ void bind_executor(py::module_& m) {
       .def("allocate",
            [](Executor& e, int max_rows, int max_slots, int max_length, int layers, int kv_heads, int head_dim, int span_size, int num_spans,
               const std::string& dtype) {
+             py::gil_scoped_release release;
              e.allocate(max_rows, max_slots, max_length, layers, kv_heads, head_dim, span_size, num_spans, cache_dtype_of(dtype));
            },
            py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("layers"), py::arg("kv_heads"), py::arg("head_dim"),

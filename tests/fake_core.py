@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 
-from allspark_client import AllSparkError, AsEngineStat, AsFileInfo, AsStatus, GeneratedElements, ModelInfo, ModelState
+from allspark_client import AllSparkError, AsEngineStat, AsFileInfo, AsStatus, ModelInfo, ModelState
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client.config import check_available
 from allspark_client.errors import illegal_handle, not_available, unknown_model
@@ -69,7 +69,7 @@ class FakeCore:
             ended = list(self.live.items())
             self.live.clear()
         for handle, r in ended:
-            r["sink"].on_finish(handle, Status.GenerateInterrupted, None, {})
+            r["sink"].on_finish(handle, Status.GenerateInterrupted, None, {}, "interrupted")
         self._flush()
 
     def release_model(self, name):
@@ -114,7 +114,8 @@ class FakeCore:
         with self._lock:
             r = self.live.pop(handle, None)
         if r is not None:
-            r["sink"].on_finish(handle, Status.GenerateInterrupted, None, {"generated_token_length": r["at"]})
+            stat = {"generated_token_length": r["at"]}
+            r["sink"].on_finish(handle, Status.GenerateInterrupted, None, stat, "interrupted")
             self._flush()
 
     def release(self, handle):
@@ -141,11 +142,9 @@ class FakeCore:
                     sink.on_status(handle, Status.Generating)
                 for sample in range(config.n):
                     token = token_at(r["prompt"], sample, r["at"])
-                    e = GeneratedElements([token], sample_index=sample, prefix_cache_len=3)
-                    if config.logprobs:
-                        e.token_logprobs_list = [-0.5]
-                        e.log_probs_list = [[(token, -0.5), (1, -1.25)][: config.top_logprobs]]
-                    sink.on_elements(handle, e, f"<{token}>{self.padding}" if r["spec"].want_text else None)
+                    top = [(token, -0.5), (1, -1.25)][: config.top_logprobs]
+                    text = f"<{token}>{self.padding}" if r["spec"].want_text else None
+                    sink.on_token(handle, sample, token, -0.5 if config.logprobs else None, top, text, 3)
                 r["at"] += 1
                 if r["prompt"][0] == 999 and r["at"] == 3:  # a request that fails later
                     self.live.pop(handle, None)
@@ -154,6 +153,7 @@ class FakeCore:
                         Status.InternalError,
                         AllSparkError(AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "no more spans"),
                         {},
+                        "error",
                     )
                 elif r["at"] >= (config.max_new_tokens or 10):
                     with self._lock:
@@ -164,6 +164,7 @@ class FakeCore:
                         Status.GenerateFinished,
                         None,
                         {"generated_token_length": r["at"] - len(r["spec"].generated), "context_tps": 2.5},
+                        "length",
                     )
             self._flush()
 

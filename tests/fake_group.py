@@ -103,18 +103,25 @@ class FakeExecutor:
 
 class FakeGroup:
     """A group of one process whose models are FakeExecutors. `fail_at`: in which step, counted from 0, a rank is lost;
-    `delay`: seconds a step takes."""
+    `delay`: seconds a step takes; `loaded`: an event that a load waits for."""
 
     size = 1
 
-    def __init__(self, *, num_spans: int = 256, fail_at: int = -1, delay: float = 0):
-        self.num_spans, self.fail_at, self.delay = num_spans, fail_at, delay
+    def __init__(self, *, num_spans: int = 256, fail_at: int = -1, delay: float = 0, loaded=None):
+        self.num_spans, self.fail_at, self.delay, self.loaded = num_spans, fail_at, delay, loaded
+        self.failures: list[str] = []
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
         self.measured_at: list[int] = []    # steps before each slice of measuring ceilings
         self.closed = False
 
-    def load(self, config: AsModelConfig) -> ModelInfo:
+    def start_load(self, config: AsModelConfig) -> None:
+        self.config = config
+
+    def poll_load(self) -> Optional[ModelInfo]:
+        if self.loaded is not None and not self.loaded.is_set():
+            return None
+        config = self.config
         rows = config.max_step_tokens or 256
         size = config.cache_span_size
         self.executors[config.model_name] = FakeExecutor(self.num_spans, size, config.engine_max_batch, rows)
@@ -141,7 +148,10 @@ class FakeGroup:
         return self.executors[name].step(plan)
 
     def unload(self, name: str) -> None:
-        del self.executors[name]
+        self.executors.pop(name, None)
+
+    def fail(self, message: str) -> None:
+        self.failures.append(message)
 
     def measure_ceilings(self, name: str) -> bool:
         self.measured_at.append(self.steps)

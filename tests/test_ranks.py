@@ -423,9 +423,19 @@ def threads(monkeypatch):
         assert not t.is_alive()
 
 
+def load(group, name: str):
+    """As the engine loads a model."""
+    group.start_load(AsModelConfig(model_name=name, model_path="x"))
+    try:
+        return wait_for(group.poll_load)
+    except AllSparkError:
+        group.unload(name)
+        raise
+
+
 def test_ranks_agree_on_the_cache(threads):
     group, failures, _ = threads
-    info = group.load(AsModelConfig(model_name="m", model_path="x"))
+    info = load(group, "m")
     assert info.num_spans == 98                 # the least that any rank can hold
     assert group.step("m", b"plan" * 500_000) == (0, b"plan" * 500_000)
     group.unload("m")
@@ -439,14 +449,14 @@ def test_ranks_agree_on_the_cache(threads):
 def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
     group, failures, _ = threads
     with pytest.raises(AllSparkError, match=message):
-        group.load(AsModelConfig(model_name=name, model_path="x"))
-    assert group.load(AsModelConfig(model_name="m", model_path="x")).num_spans == 98
+        load(group, name)
+    assert load(group, "m").num_spans == 98
     assert not failures
 
 
 def test_a_step_that_fails_ends_the_group(threads):
     group, failures, errors = threads
-    group.load(AsModelConfig(model_name="step2", model_path="x"))
+    load(group, "step2")
     group.step("step2", b"")                    # rank 0 has nothing to wait for in this fake step
     with pytest.raises(RuntimeError):
         for _ in range(100):
@@ -463,8 +473,8 @@ def test_local_group(monkeypatch):
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     group = LocalGroup()
     with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
-        group.load(AsModelConfig(model_name="load0", model_path="x"))
-    assert group.load(AsModelConfig(model_name="m", model_path="x")).num_spans == 100
+        load(group, "load0")
+    assert load(group, "m").num_spans == 100
     group.close()
 
 

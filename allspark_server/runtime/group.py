@@ -3,13 +3,19 @@
 `LocalGroup` is this process alone. `WindowGroup` is rank 0 of several processes on one host: it publishes every call
 in the shared window, does its own part, and gathers the others' answers. What every rank does with a call is
 `Member`; the loop of ranks > 0 is in worker.py.
+
+Models are loaded and freed on a thread of each rank, in the order of the commands, while the ranks' main threads go on
+with the steps of other models.
 """
 from __future__ import annotations
 
 import json
 import logging
+import os
 import struct
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Callable, Protocol
@@ -25,17 +31,22 @@ logger = logging.getLogger(__name__)
 
 
 class Group(Protocol):
-    """Rank 0's view of a group. Every call comes from the engine's thread."""
+    """Rank 0's view of a group. Every call comes from the engine's thread, and none but `step` takes long."""
     size: int
 
-    def load(self, config: AsModelConfig) -> ModelInfo:
-        """Load a model on every rank. Raises what a rank raised (naming the rank); the group goes on without it."""
+    def start_load(self, config: AsModelConfig) -> None:
+        """Begin to load a model on every rank, beside the steps of others; one at a time."""
+
+    def poll_load(self) -> ModelInfo | None:
+        """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
+        unloads the model, and the group goes on without it."""
 
     def step(self, name: str, plan: bytes):
-        """Compute one step plan; returns rank 0's StepResult."""
+        """Compute one step plan; returns rank 0's StepResult. ValueError: every rank has refused the plan, and nothing
+        was computed."""
 
     def unload(self, name: str) -> None:
-        """Free a model on every rank."""
+        """Begin to free a model on every rank; its load, if that is under way, is given up."""
 
     def measure_ceilings(self, name: str) -> bool:
         """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
@@ -43,17 +54,21 @@ class Group(Protocol):
     def profile(self, name: str) -> Profile:
         """What the ops cost on rank 0; see runtime/profile.py."""
 
+    def fail(self, message: str) -> None:
+        """The group cannot go on: tells whoever keeps it running, which ends the process. Returns where nobody does."""
+
     def close(self) -> None:
         """Free every model and let the other ranks go. Idempotent."""
 
 
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
-    LOAD = 1        # JSON of the AsModelConfig; answered
-    ALLOCATE = 2    # JSON {"name", "num_spans"}; answered
-    STEP = 3        # uint16 length of the name, name, plan
-    UNLOAD = 4      # name
-    CLOSE = 5
+    LOAD = 1        # JSON of the AsModelConfig
+    ALLOCATE = 2    # JSON {"name", "num_spans"}
+    POLL = 3        # answered: how the last LOAD or ALLOCATE stands
+    STEP = 4        # uint16 length of the name, name, plan
+    UNLOAD = 5      # name
+    CLOSE = 6
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
@@ -68,8 +83,10 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: a number, or the error that prevented it."""
+    """What one rank reports of a load or an allocation: a number, that it is under way, or the error that prevented
+    it."""
     value: int = 0
+    pending: bool = False
     error: str = ""         # name of the exception's class that the engine's caller is to see
     status: int = 0
     message: str = ""
@@ -112,32 +129,46 @@ def raise_failures(answers: list[Answer]) -> None:
     raise first.exception("; ".join(f"rank {rank}: {a.message}" for rank, a in failed))
 
 
+class LoadCancelled(RuntimeError):
+    """Nobody wants the model any more that is being loaded."""
+
+
 class Member:
-    """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded."""
+    """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded, on
+    the loading thread."""
 
     def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None):
         self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
         self.runners: dict[str, ModelRunner] = {}
+        self.info: ModelInfo | None = None      # of the model that was loaded last
         self.progress: Callable[[str, float], None] = lambda name, part: None
         self.step_began = 0.0       # on the monotonic clock; 0.0 between steps. The heartbeat reads it
+        self._affinity = os.sched_getaffinity(0)
+        self._background: threading.Thread | None = None    # the last one
+        self._loading = ""
+        self._phase: Future[int] = Future()     # of the load under way
+        self._cancelled = threading.Event()
 
-    def load(self, config: AsModelConfig) -> int:
-        """First phase: weights. Returns how many spans this rank could hold."""
-        from .runner import ModelRunner     # imports the native module, which `allspark` itself does not need
-        runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
-        runner.progress = lambda done, total: self.progress(config.model_name, done / max(total, 1))
-        try:
-            spans = runner.load()
-        except BaseException:
-            runner.close()
-            raise
-        self.progress(config.model_name, 1.0)
-        self.runners[config.model_name] = runner
-        return spans
+    def start_load(self, config: AsModelConfig) -> None:
+        """First phase: weights. It results in how many spans this rank could hold."""
+        self._loading, self._cancelled = config.model_name, threading.Event()
+        cancelled = self._cancelled
+        self._phase = self._in_background(lambda: self._load(config, cancelled))
 
-    def allocate(self, name: str, num_spans: int) -> ModelInfo:
+    def start_allocate(self, name: str, num_spans: int) -> None:
         """Second phase: the KV cache, of the same size on every rank."""
-        return self.runners[name].allocate_cache(num_spans)
+        cancelled = self._cancelled
+        self._phase = self._in_background(lambda: self._allocate(name, num_spans, cancelled))
+
+    def answer(self) -> Answer:
+        """How the phase that was begun last stands."""
+        if not self._phase.done():
+            return Answer(pending=True)
+        error = self._phase.exception()
+        if error is None:
+            return Answer(value=self._phase.result())
+        logger.debug("rank %d", self.rank, exc_info=error)
+        return Answer.of_exception(error)
 
     def step(self, name: str, plan: bytes):
         self.step_began = time.monotonic()
@@ -148,35 +179,113 @@ class Member:
 
     def unload(self, name: str) -> None:
         """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""
+        if name == self._loading:
+            self._cancelled.set()
+        self._in_background(lambda: self._unload(name))
+
+    def close(self) -> None:
+        """Free everything, once the loading thread has let go of what it was doing."""
+        self._cancelled.set()
+        if self._background is not None:
+            self._background.join()
+        for name in list(self.runners):
+            self._unload(name)
+
+    def _in_background(self, work: Callable[[], int | None]) -> Future:
+        """Do work on a thread of its own, after all that was given here before."""
+        before, result = self._background, Future()
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                result.set_result(work())
+            except BaseException as error:      # whatever it is, rank 0 reports it; this rank goes on
+                result.set_exception(error)
+
+        # A daemon: at the interpreter's end, it is the engine's close that waits for it.
+        self._background = threading.Thread(target=run, name="allspark-loader", daemon=True)
+        self._background.start()
+        return result
+
+    def _load(self, config: AsModelConfig, cancelled: threading.Event) -> int:
+        from .runner import ModelRunner     # imports the native module, which `allspark` itself does not need
+        name = config.model_name
+
+        def progress(done: int, total: int) -> None:
+            if cancelled.is_set():
+                raise LoadCancelled(f"the load of model {name!r} was given up")
+            self.progress(name, done / max(total, 1))
+
+        os.sched_setaffinity(0, self._affinity)     # not the one CPU that steps have pinned the thread's parent to
+        progress(0, 1)
+        runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
+        runner.progress = progress
+        try:
+            spans = runner.load()
+        except BaseException:
+            runner.close()
+            raise
+        self.progress(name, 1.0)
+        self.runners[name] = runner
+        return spans
+
+    def _allocate(self, name: str, num_spans: int, cancelled: threading.Event) -> int:
+        if cancelled.is_set():
+            raise LoadCancelled(f"the load of model {name!r} was given up")
+        self.info = self.runners[name].allocate_cache(num_spans)
+        return num_spans
+
+    def _unload(self, name: str) -> None:
         runner = self.runners.pop(name, None)
         if runner is not None:
             runner.close()
 
-    def close(self) -> None:
-        for name in list(self.runners):
-            self.unload(name)
-
 
 class LocalGroup:
-    """The group of one process, with no MPI. cpus: CPUs to pin the compute threads to; None: not pinned."""
+    """The group of one process, with no MPI. cpus: CPUs to pin the compute threads to; None: not pinned.
+
+    on_failure(message): called when a step failed, and the cache is no longer what the scheduler thinks it is: the
+    caller ends the process, so that it is started again. Without it the engine goes on without the model.
+    """
     size = 1
 
-    def __init__(self, cpus: list[int] | None = None):
+    def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
         self.member = Member(cpus=cpus)
+        self._on_failure = on_failure
+        self._config: AsModelConfig | None = None
+        self._allocating = False
 
-    def load(self, config: AsModelConfig) -> ModelInfo:
-        try:
-            spans = self.member.load(config)
-            return self.member.allocate(config.model_name, spans)
-        except Exception as error:      # every kind becomes what the API documents
-            self.member.unload(config.model_name)
-            answer = Answer.of_exception(error)
-            raise answer.exception(answer.message) from error
+    def start_load(self, config: AsModelConfig) -> None:
+        self._config, self._allocating = config, False
+        self._tell(Command.LOAD, json.dumps(config.to_dict()).encode())
+        self.member.start_load(config)
+
+    def poll_load(self) -> ModelInfo | None:
+        own = self.member.answer()
+        answers = [own] if own.pending else self._ask(own)
+        if any(answer.pending for answer in answers):
+            return None
+        raise_failures(answers)
+        if self._allocating:
+            return self.member.info
+        name, spans = self._config.model_name, min(answer.value for answer in answers)
+        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans}).encode())
+        self.member.start_allocate(name, spans)
+        self._allocating = True
+        return None
 
     def step(self, name: str, plan: bytes):
-        return self.member.step(name, plan)
+        try:
+            return self.member.step(name, plan)
+        except ValueError:
+            raise
+        except Exception as error:
+            self.fail(f"rank 0: a step of model {name!r}: {error}")
+            raise
 
     def unload(self, name: str) -> None:
+        self._tell(Command.UNLOAD, name.encode())
         self.member.unload(name)
 
     def measure_ceilings(self, name: str) -> bool:
@@ -184,86 +293,63 @@ class LocalGroup:
 
     def profile(self, name: str) -> Profile:
         return self.member.runners[name].profile()
+
+    def fail(self, message: str) -> None:
+        if self._on_failure is not None:
+            self._on_failure(message)
 
     def close(self) -> None:
         self.member.close()
 
+    def _tell(self, command: Command, payload: bytes) -> None:
+        """Pass a command on to the other ranks."""
 
-class WindowGroup:
+    def _ask(self, own: Answer) -> list[Answer]:
+        """Every rank's answer, this one's first."""
+        return [own]
+
+
+class WindowGroup(LocalGroup):
     """Rank 0 of a group whose ranks share a native.Window on one host.
 
-    on_failure(message): called when a step failed on any rank. The ranks' caches no longer agree then, so the group
-    cannot go on; the caller ends the process.
+    on_failure(message): also called when any other rank failed. The group cannot go on then; the caller ends the
+    process.
     """
 
     def __init__(self, window, size: int, cpus: list[int] | None, on_failure: Callable[[str], None]):
+        super().__init__(cpus, on_failure)
         self.size = size
         self._window = window
         self.member = Member(0, size, window, cpus)
-        self._on_failure = on_failure
         self._closed = False
 
-    def load(self, config: AsModelConfig) -> ModelInfo:
-        name = config.model_name
-        self._publish(Command.LOAD, json.dumps(config.to_dict()).encode())
-        answers = self._gather(lambda: self.member.load(config))
-        try:
-            raise_failures(answers)
-            spans = min(a.value for a in answers)
-            self._publish(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans}).encode())
-            infos = []
-            raise_failures(self._gather(lambda: infos.append(self.member.allocate(name, spans)) or 0))
-        except Exception:
-            self.unload(name)           # on every rank, whether it had loaded or not
-            raise
-        return infos[0]
-
     def step(self, name: str, plan: bytes):
-        try:
-            self._window.publish(int(Command.STEP), pack_step(name, plan))
-            return self.member.step(name, plan)
-        except Exception as error:
-            self._fail(f"rank 0: {error}")
-            raise
+        self._tell(Command.STEP, pack_step(name, plan))
+        return super().step(name, plan)
 
-    def unload(self, name: str) -> None:
-        self._publish(Command.UNLOAD, name.encode())
-        self.member.unload(name)
-
-    def measure_ceilings(self, name: str) -> bool:
-        return self.member.runners[name].measure_ceilings()
-
-    def profile(self, name: str) -> Profile:
-        return self.member.runners[name].profile()
+    def fail(self, message: str) -> None:
+        message = self._window.aborted() or message
+        self._window.abort(message)
+        super().fail(message)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._publish(Command.CLOSE, b"")
-        self.member.close()
+        self._tell(Command.CLOSE, b"")
+        super().close()
 
-    def _publish(self, command: Command, payload: bytes) -> None:
+    def _tell(self, command: Command, payload: bytes) -> None:
         try:
             self._window.publish(int(command), payload)
         except RuntimeError as error:
-            self._fail(f"rank 0: {command.name.lower()}: {error}")
+            self.fail(f"rank 0: {command.name.lower()}: {error}")
             raise
 
-    def _gather(self, work: Callable[[], int]) -> list[Answer]:
-        """Do this rank's part and collect everybody's answers."""
-        try:
-            own = Answer(value=work())
-        except Exception as error:      # it must be answered, whatever it is: the others wait in gather
-            logger.debug("rank 0", exc_info=True)
-            own = Answer.of_exception(error)
+    def _ask(self, own: Answer) -> list[Answer]:
+        self._tell(Command.POLL, b"")
         try:
             return [Answer.decode(a) for a in self._window.gather(own.encode())]
         except RuntimeError as error:
-            self._fail(f"rank 0: {error}")
+            self.fail(f"rank 0: {error}")
             raise
-
-    def _fail(self, message: str) -> None:
-        message = self._window.aborted() or message
-        self._window.abort(message)
-        self._on_failure(message)

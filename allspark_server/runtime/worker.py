@@ -12,7 +12,7 @@ from typing import Callable
 
 from allspark_client.config import AsModelConfig
 
-from .group import Answer, Command, Member, unpack_step
+from .group import Command, Member, unpack_step
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +37,18 @@ def serve(member: Member) -> None:
             name, plan = unpack_step(payload)
             try:
                 member.step(name, plan)
+            except ValueError as error:     # rank 0 has refused the same plan in the same state, and reports it
+                logger.error("rank %d: step of %r: %s", member.rank, name, error)
             except Exception as error:
                 window.abort(f"rank {member.rank}: {error}")
                 raise RuntimeError(f"rank {member.rank}: step of {name!r}: {error}") from error
         elif kind == Command.LOAD:
-            config = AsModelConfig.from_dict(json.loads(payload))
-            _answer(member, lambda: member.load(config))
+            member.start_load(AsModelConfig.from_dict(json.loads(payload)))
         elif kind == Command.ALLOCATE:
             request = json.loads(payload)
-            _answer(member, lambda: member.allocate(request["name"], request["num_spans"]) and 0)
+            member.start_allocate(request["name"], request["num_spans"])
+        elif kind == Command.POLL:
+            window.gather(member.answer().encode())
         elif kind == Command.UNLOAD:
             member.unload(payload.decode())
         elif kind == Command.CLOSE:
@@ -53,15 +56,6 @@ def serve(member: Member) -> None:
             return
         else:
             raise RuntimeError(f"rank {member.rank}: unknown command {kind}")
-
-
-def _answer(member: Member, work: Callable[[], int]) -> None:
-    try:
-        answer = Answer(value=work())
-    except Exception as error:          # rank 0 reports it; this rank goes on
-        logger.debug("rank %d", member.rank, exc_info=True)
-        answer = Answer.of_exception(error)
-    member.window.gather(answer.encode())
 
 
 class Heartbeat:
@@ -78,6 +72,7 @@ class Heartbeat:
         self._socket.connect(path)
         self._socket.setblocking(False)
         self._member: Member | None = None
+        self._busy_since: Callable[[], float] = lambda: 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -90,9 +85,14 @@ class Heartbeat:
         self._stop.set()
         self._thread.join()
 
-    def watch(self, member: Member) -> None:
-        """From now on also tell of the member's loads and how long its step has been going on, count in its window,
-        and end the process if the window says that the group was aborted."""
+    def watch(self, member: Member, busy_since: Callable[[], float] | None = None) -> None:
+        """From now on also tell of the member's loads and how long its main thread has been at one thing, count in its
+        window, and end the process if the window says that the group was aborted.
+
+        busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
+        without it, only steps count.
+        """
+        self._busy_since = busy_since or (lambda: member.step_began)
         self._member = member
         member.progress = self.progress
 
@@ -110,7 +110,7 @@ class Heartbeat:
             self.send(loading=name, part=part)
 
     def send(self, **details) -> None:
-        began = self._member.step_began if self._member else 0.0
+        began = self._busy_since()
         if began:
             details["step_seconds"] = time.monotonic() - began
         if "error" in details:

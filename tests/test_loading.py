@@ -1,0 +1,124 @@
+"""Groups whose ranks load slowly or fail in a step: others' streams and cancels go on, and no failure is silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from allspark_launch.serving import background_group
+from grpc_health.v1 import health_pb2
+
+from allspark_client import AllSparkError, AsModelConfig, ClientEngine
+from allspark_client import GenerateRequestStatus as Status
+from waiting import wait_for
+
+MISBEHAVING = Path(__file__).parent / "misbehaving"
+FOREVER = {"top_k": 1, "eos_token_id": -1}
+BOUND = 1.5  # seconds; a load takes 4
+
+
+@pytest.fixture(params=["1", "2"])
+def group(request, monkeypatch, tmp_path):
+    """A group of one or two ranks that misbehave (misbehaving/sitecustomize.py)."""
+    monkeypatch.setenv("PYTHONPATH", str(MISBEHAVING), prepend=":")
+    monkeypatch.setenv("FAIL_STEP", str(tmp_path / "fail"))
+    with background_group(["--ranks", request.param], timeout=60) as started:
+        yield started
+
+
+@pytest.fixture
+def engine(group, tiny_model):
+    with ClientEngine(group.addresses[0]) as engine:
+        install(engine, "m", tiny_model)
+        yield engine
+
+
+def install(engine, name: str, path) -> None:
+    engine.install_model(AsModelConfig(name, str(path), engine_max_length=4096, num_threads=1))
+    engine.start_model(name)
+
+
+def test_streams_and_cancels_go_on_while_a_model_is_loaded(engine, tiny_model):
+    _, streaming, queue = engine.start_request("m", {"input_ids": [5, 6]}, FOREVER)
+    _, cancelled, other = engine.start_request("m", {"input_ids": [7]}, FOREVER)
+    queue.Get()
+    loading = threading.Thread(target=install, args=(engine, "slow", tiny_model))
+    loading.start()
+    time.sleep(0.5)  # it is under way
+    began = time.monotonic()
+    engine.stop_request("m", cancelled)
+    assert time.monotonic() - began < BOUND and other.GenerateStatus() is Status.GenerateInterrupted
+    gaps, last = [], time.monotonic()
+    while loading.is_alive() and queue.GenerateStatus() is Status.Generating:
+        queue.Get(BOUND * 1000)
+        gaps.append(time.monotonic() - last)
+        last = time.monotonic()
+    assert max(gaps) < BOUND and len(gaps) > 10
+    with pytest.raises(AllSparkError, match="'slow' is still being loaded|not running"):
+        engine.start_request("slow", {"input_ids": [1]}, FOREVER)
+    engine.stop_request("m", streaming)
+    loading.join(20)
+    prompt, config = {"input_ids": [8, 9]}, {"top_k": 1, "max_new_tokens": 5}
+    ids = [[i for e in engine.start_request(n, prompt, config)[2] for i in e.ids_from_generate] for n in ("m", "slow")]
+    assert len(ids[0]) == 5 and ids[0] == ids[1]
+
+
+def test_a_load_can_be_given_up(engine, tiny_model):
+    errors = []
+
+    def load() -> None:
+        try:
+            install(engine, "slow", tiny_model)
+        except AllSparkError as error:
+            errors.append(str(error))
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    engine.release_model("slow")
+    loading.join(20)
+    assert time.monotonic() - began < BOUND and "'slow' was released while it was loaded" in errors[0]
+    install(engine, "other", tiny_model)
+    assert {state.name for state in engine.list_models()} == {"m", "other"}
+
+
+def test_a_failed_step_ends_the_group_and_requests_continue_on_the_next(engine, tmp_path):
+    config = {"top_k": 1, "eos_token_id": -1, "max_new_tokens": 400}
+    undisturbed = [i for e in engine.start_request("m", {"input_ids": [5, 6]}, config)[2] for i in e.ids_from_generate]
+    _, _, queue = engine.start_request("m", {"input_ids": [5, 6]}, config)
+    found = queue.Get().ids_from_generate
+    (tmp_path / "fail").write_text("RuntimeError")
+    found += [i for e in queue for i in e.ids_from_generate]
+    assert not (tmp_path / "fail").exists()
+    assert queue.GenerateStatus() is Status.GenerateFinished and found == undisturbed
+
+
+def test_a_refused_plan_fails_the_model_alone_and_health_says_so(group, engine, tmp_path):
+    def health() -> int:
+        with grpc.insecure_channel(group.addresses[0]) as channel:
+            check = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                health_pb2.HealthCheckRequest.SerializeToString,
+                health_pb2.HealthCheckResponse.FromString,
+            )
+            return check(health_pb2.HealthCheckRequest(), timeout=5).status
+
+    assert health() == health_pb2.HealthCheckResponse.SERVING
+    if engine.get_rank_nums() == 2:
+        pytest.skip("the file fails a step of one rank alone, a plan is refused by all")
+    _, _, queue = engine.start_request("m", {"input_ids": [5, 6]}, FOREVER)
+    (tmp_path / "fail").write_text("ValueError")
+    with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: a step of model 'm' failed: a defect"):
+        list(queue)
+    wait_for(lambda: health() == health_pb2.HealthCheckResponse.NOT_SERVING, 5)
+    with pytest.raises(AllSparkError, match="has failed.*start_model"):
+        engine.start_request("m", {"input_ids": [5]}, FOREVER)
+    engine.start_model("m")
+    assert health() == health_pb2.HealthCheckResponse.SERVING
+    _, handle, queue = engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3, "eos_token_id": -1})
+    engine.sync_request("m", handle)
+    assert queue.GeneratedLength() == 3
