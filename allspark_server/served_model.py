@@ -126,6 +126,7 @@ class ServedModel:
                     AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
                     f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more would "
                     f"exceed its limit of {self._max_queued_tokens} tokens",
+                    retryable=True,
                 )
             self._incoming_tokens += tokens
 

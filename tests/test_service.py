@@ -8,7 +8,6 @@ import socket
 import subprocess
 import threading
 import time
-from queue import SimpleQueue
 
 import grpc
 import pytest
@@ -17,8 +16,6 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_client.connection import Request, Session
-from allspark_client.request import RequestSpec
 from allspark_server.service import Service
 from allspark_server.session import Backlog, Session, _Pending, _RequestSink
 from fake_core import FakeCore
@@ -149,20 +146,11 @@ def test_iteration_raises_when_others_interrupt(served, client):
         assert queue.FinishReason() == "interrupted"
 
 
-def test_finish_reason_crosses_the_wire():
-    request = Request(1, RequestSpec("m", input_ids=[1]))
-    event = pb.RequestEvent(id=1, started=pb.Started(fingerprint="f"), status=pb.GENERATE_FINISHED, finish_reason="length")
-    received = threading.Event()
-
-    def messages():
-        received.wait(5)
-        yield pb.SessionResponse(events=[event])
-
-    session = Session("here", messages(), SimpleQueue(), lambda *_: None)
-    session.send(request)
-    received.set()
-    session.wait_answer(request)
-    assert request.queue.FinishReason() == "length" and request.queue.GenerateStatus() is Status.GenerateFinished
+def test_finish_reason_reaches_the_caller(client):
+    for prompt, reason in (([1], "length"), ([999], "error")):
+        _, handle, queue = client.start_request("m", {"input_ids": prompt})
+        client.sync_request("m", handle)
+        assert queue.FinishReason() == reason
 
 
 def test_one_message_a_step(served):
