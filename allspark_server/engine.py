@@ -26,15 +26,8 @@ from typing import Any, Callable, Optional
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
 from allspark_client.environment import check_environment
-from allspark_client.errors import (
-    AllSparkError,
-    AsStatus,
-    closed_engine,
-    forked_engine,
-    illegal_handle,
-    not_available,
-    unknown_model,
-)
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import closed_engine, forked_engine, illegal_handle, not_available, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
