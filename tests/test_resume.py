@@ -103,7 +103,7 @@ def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
     with Engine() as server:
         server.install_model(AsModelConfig("m", directory))
         server.start_model("m")
-        service = Service(server, ["127.0.0.1:0"])
+        service = Service(server, [f"unix:{tmp_path}/s.sock"])
         try:
             with ClientEngine(service.start()[0]) as engine:
                 _, handle, queue = engine.start_request(
