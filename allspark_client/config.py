@@ -17,6 +17,8 @@ from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingS
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
+#: of each of stop_words_ids, bad_words_ids and eos_token_id: every step looks for them after every token
+MAX_WORDS, MAX_WORD_IDS = 1024, 256
 UNQUANTIZED = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
@@ -65,7 +67,7 @@ class AsModelConfig(Checked):
     prefix_cache_ttl: int = int_field(300, 0, INT32_MAX)
     eviction_strategy: AsEvictionStrategy = enum_field(AsEvictionStrategy, AsEvictionStrategy.MaxLength)
     scheduling_strategy: AsSchedulingStrategy = enum_field(AsSchedulingStrategy, AsSchedulingStrategy.ContextPriority)
-    #: DashInfer's memory swap threshold; -1: off. Accepted for its scripts' sake
+    #: DashInfer's memory swap threshold; -1: off
     swap_threshold: int = int_field(-1, -1, INT64_MAX)
     #: write .asgraph as text
     text_graph: bool = bool_field(False)
@@ -115,6 +117,11 @@ class AsModelConfig(Checked):
                 f"{self.weight_dtype!r}; set weight_dtype to one of "
                 f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}"
             )
+        if 0 < self.max_step_tokens < self.engine_max_batch:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens} is less than engine_max_batch={self.engine_max_batch}: a step "
+                "computes a token of every running request; raise the one or lower the other"
+            )
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
@@ -138,6 +145,8 @@ class AsModelConfig(Checked):
 
 def _eos(name: str, value: Any) -> int | list[int]:
     if isinstance(value, (list, tuple)):
+        if len(value) > MAX_WORDS:
+            raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
         return [as_int(f"{name}[{i}]", v, 0, INT32_MAX) for i, v in enumerate(value)]
     return as_int(name, value, -1, INT32_MAX)
 
@@ -148,6 +157,8 @@ def _words(name: str, value: Any) -> list[list[int]]:
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
         raise wrong_type(name, value, "a list of lists of token ids")
+    if len(value) > MAX_WORDS:
+        raise ValueError(f"{name} has {len(value)} words; allowed: at most {MAX_WORDS}")
     words = []
     for i, word in enumerate(value):
         if hasattr(word, "tolist"):
@@ -156,6 +167,8 @@ def _words(name: str, value: Any) -> list[list[int]]:
             raise wrong_type(f"{name}[{i}]", word, "a list of token ids")
         if not word:
             raise ValueError(f"{name}[{i}] is empty; a word needs at least one token id")
+        if len(word) > MAX_WORD_IDS:
+            raise ValueError(f"{name}[{i}] has {len(word)} ids; allowed: at most {MAX_WORD_IDS}")
         words.append([as_int(f"{name}[{i}][{j}]", v, 0, INT32_MAX) for j, v in enumerate(word)])
     return words
 
@@ -188,7 +201,8 @@ class GenerateConfig(Checked):
     do_sample: bool = bool_field(True)
     #: None: random
     seed: int | None = int_field(None, 0, 2**64 - 1)
-    temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True)
+    temperature: float = float_field(1.0, 0.0, FLOAT_MAX, above=True,
+                                     hint="for the likeliest token always, set do_sample=False or top_k=1")
     #: 0: off
     top_k: int = int_field(0, 0, INT32_MAX)
     top_p: float = float_field(1.0, 0.0, 1.0, above=True)
@@ -219,7 +233,7 @@ class GenerateConfig(Checked):
     mm_info: Any = custom_field(lambda name, value: value)
     uuid: str = str_field("")
     user_request_id: str = str_field("")
-    #: higher goes first
+    #: higher goes first: one level is worth 30 s of waiting, and levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
     #: prefix-cache entries are shared only within one salt
     cache_salt: str = str_field("")
@@ -423,6 +437,18 @@ class ASGenerationConfigBuilder:
         return copy.deepcopy(self._config).validate()
 
 
+#: values of DashInfer's fields that this project has, and what it always does
+_ONLY = {
+    "matmul_precision": ("highest", "weight_dtype says what is computed in"),
+    "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
+    "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
+    "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
+    "swap_threshold": (-1, "no memory is swapped"),
+    "lora_max_rank": (64, "there is no LoRA"),
+    "lora_max_num": (5, "there is no LoRA"),
+}
+
+
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
@@ -434,6 +460,11 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available(f"speculation={config.speculation!r}")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
+        for name, (only, why) in _ONLY.items():
+            value = getattr(config, name)
+            if value != only:
+                given, allowed = (getattr(v, "name", v) for v in (value, only))
+                raise not_available(f"{name}={given} (allowed: {allowed}; {why})")
     else:
         if config.lora_name:
             raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
@@ -441,3 +472,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
+        for name in ("vocab", "vocab_type"):
+            if getattr(config, name) is not None:
+                raise not_available(f"{name} (guided output)")

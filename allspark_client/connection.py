@@ -215,8 +215,8 @@ class Session:
                 if status is GenerateRequestStatus.GenerateInterrupted and not request.stopped:
                     error = error or AllSparkError(
                         AsStatus.ALLSPARK_RUNTIME_ERROR,
-                        f"the server at {self.address} interrupted the request: model {request.spec.model!r} was stopped "
-                        "or released there, or the server is stopping")
+                        f"the server at {self.address} interrupted the request: model {request.spec.model!r} was "
+                        "stopped or released there, or the server is stopping")
                 request.finish(status, error, event.finish_reason or None)
             else:
                 request.queue.set_status(status)

@@ -58,7 +58,9 @@ class AbstractEngine(ABC):
         self, model_name: str, inputs: dict[str, Any],
         generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
-        """Start a request; returns at once with (status, handle, queue), tokens arrive in the queue.
+        """Start a request; returns with (status, handle, queue) once it is taken, tokens arrive in the queue.
+
+        A client waits for its server's word meanwhile: in an event loop, use asyncio.to_thread(engine.start_request, …).
 
         inputs: {"input_ids": X}, X a DLPack capsule, anything with __dlpack__, a NumPy array or a list of ints, of
         shape [n] or [1, n]; or {"text": str}; or {"messages": [{"role": …, "content": …}, …]}. With the latter two the

@@ -32,7 +32,7 @@ class AsStatus(IntEnum):
 class AllSparkError(RuntimeError):
     """A refused or failed call or request. `str(error)` starts with the status' name.
 
-    `retryable`: the same call may be accepted a little later (a queue is full); otherwise it never will be as things are.
+    `retryable`: the same call may be accepted a little later (a queue is full); otherwise not, as things are.
     """
 
     def __init__(self, status: AsStatus, message: str, retryable: bool = False):

@@ -66,8 +66,9 @@ def int_field(default: int | None, low: int | None = None, high: int | None = No
     return _typed(lambda name, value: as_int(name, value, low, high), default, default is None)
 
 
-def float_field(default: float, low: float = -math.inf, high: float = math.inf, above: bool = False) -> Any:
-    """A finite number in [low, high], or in (low, high] with `above`."""
+def float_field(default: float, low: float = -math.inf, high: float = math.inf, above: bool = False,
+                hint: str = "") -> Any:
+    """A finite number in [low, high], or in (low, high] with `above`. `hint`: what is wanted by a value below."""
     def check(name: str, value: Any) -> float:
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
             raise wrong_type(name, value, "a number")
@@ -75,7 +76,8 @@ def float_field(default: float, low: float = -math.inf, high: float = math.inf, 
         if not math.isfinite(value) or value < low or value > high or (above and value == low):
             lower = f"above {low:g}" if above else f"at least {low:g}" if low != -math.inf else "finite"
             upper = f" and at most {high:g}" if high != math.inf else ""
-            raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}")
+            advice = f"; {hint}" if hint and value <= low else ""
+            raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}{advice}")
         return value
 
     return _typed(check, default, False)

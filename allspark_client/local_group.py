@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 
+from .environment import check_environment
 from .errors import AllSparkError, AsStatus
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class SelfStartedGroup:
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                 "no address was given, and the launcher is not installed here to start a server group: give an "
                 "address, set ALLSPARK_ADDRESS, or install the server (pip install without ALLSPARK_CLIENT_ONLY)")
+        check_environment()
         self._owner = os.getpid()
         self._directory = _short_directory()
         self._ready_file = os.path.join(self._directory, "ready.json")

@@ -23,8 +23,8 @@ class ResultQueue:
     """Tokens and status of one request.
 
     Whatever has arrived is handed out once, merged into one GeneratedElements (of one sample). After the end, the
-    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead. Iterating raises
-    also for one that was interrupted by others than its caller: what came is not the whole answer.
+    getters return None; for a request that failed (InternalError) they raise its AllSparkError instead. Iterating
+    raises also for one that was interrupted by others than its caller: what came is not the whole answer.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class ResultQueue:
             return self._status
 
     def FinishReason(self) -> str | None:
-        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls. None while
-        it has not."""
+        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls; None
+        while it has not."""
         with self._changed:
             return self._reason
 
@@ -152,7 +152,7 @@ class ResultQueue:
                reason: str | None = None) -> None:
         """End the request; the first call counts, tokens put afterwards are dropped.
 
-        `error`: with InternalError, what went wrong; with GenerateInterrupted, who interrupted it, unless the caller did.
+        `error`: with InternalError, what went wrong; with GenerateInterrupted, who did that, unless the caller did.
         `reason`: what FinishReason() says, where the status does not tell.
         """
         with self._changed:

@@ -114,7 +114,7 @@ class GeneratedElements:
 
 
 # After @dataclass, which would take a property in the class for the field's default.
-GeneratedElements.text = property(GeneratedElements._get_text, GeneratedElements._set_text)     # type: ignore[assignment]
+GeneratedElements.text = property(GeneratedElements._get_text, GeneratedElements._set_text)
 
 
 @dataclass

@@ -25,15 +25,9 @@ from typing import Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
-from allspark_client.errors import (
-    AllSparkError,
-    AsStatus,
-    closed_engine,
-    forked_engine,
-    illegal_handle,
-    not_available,
-    unknown_model,
-)
+from allspark_client.environment import check_environment
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import closed_engine, forked_engine, illegal_handle, not_available, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
@@ -56,6 +50,7 @@ logger = logging.getLogger(__name__)
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
 FIRST_POLL, LONGEST_POLL = 0.001, 0.05  # seconds between two looks at how a load stands
+MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond it handles of the oldest are forgotten
 ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engine's thread still lives
 
 
@@ -104,6 +99,7 @@ class Engine(AbstractEngine):
     def __init__(self, *, group: Optional[Group] = None, state_file: Optional[str] = None):
         """`group` None: this process alone, without MPI. `state_file`: where the installed models are recorded, so that
         an engine that takes this one's place can `restore` them."""
+        check_environment()
         self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
@@ -114,6 +110,7 @@ class Engine(AbstractEngine):
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
+        self._forget_at = MAX_ENDED
         self._listeners: list[Callable[[], None]] = []
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
@@ -208,15 +205,32 @@ class Engine(AbstractEngine):
         model = self._model(spec.model)
         model.check_running()
         request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-        model.reserve(len(request.sequences))
+        model.reserve(request.samples)
+        try:
+            model.reserve_tokens(request)
+        except AllSparkError:
+            model.unreserve(request.samples)
+            raise
         try:
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
+                self._forget_old()
         except AllSparkError:
-            model.unreserve(len(request.sequences))
+            model.unreserve(request.samples)
+            model.unreserve_tokens(request)
             raise
         return request.handle
+
+    def _forget_old(self) -> None:
+        """Keeps the handles that nobody releases from piling up; the caller holds the lock. What such a request has
+        generated stays in its queue."""
+        if len(self._requests) < self._forget_at:
+            return
+        ended = [handle for handle, (_, request) in self._requests.items() if request.done.is_set()]
+        for handle in ended[: -MAX_ENDED // 2]:
+            del self._requests[handle]
+        self._forget_at = len(self._requests) + MAX_ENDED // 2
 
     def cancel(self, handle: int) -> None:
         """Asks for the request's end as GenerateInterrupted, and returns at once. Harmless after the end."""
@@ -464,6 +478,8 @@ class Engine(AbstractEngine):
         error = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {message}")
         with self._lock:
             requests = [request for _, request in self._requests.values()]
+        for model in self._models.values():
+            model.failure = model.failure or message
         for request in requests:
             request.finish(GenerateRequestStatus.InternalError, error)
         self._flush()

@@ -244,7 +244,10 @@ class HuggingFaceModel:
         """A builder with the sampling settings of the checkpoint's generation_config.json, its end-of-sequence ids, and
         the engine's maximum length."""
         path = self.path / "generation_config.json"
-        builder = ASGenerationConfigBuilder(read_json(path) if path.exists() else None)
+        try:
+            builder = ASGenerationConfigBuilder(read_json(path) if path.exists() else None)
+        except (ValueError, TypeError) as error:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path}: {error}") from error
         values: dict[str, Any] = {"max_length": runtime_config.engine_max_length} if runtime_config else {}
         if self._config().eos_token_ids:
             values["eos_token_id"] = list(self._config().eos_token_ids)

@@ -69,11 +69,12 @@ class Request:
     """Lives on the engine's thread from the moment it is queued; `done` and `status` may be read by any."""
 
     handle: int
-    spec: RequestSpec
-    sink: Sink
+    sink: Optional[Sink]
     sequences: list[Sequence] = field(default_factory=list)
     status: GenerateRequestStatus = GenerateRequestStatus.Init
     done: threading.Event = field(default_factory=threading.Event)
+    samples: int = 0
+    tokens: int = 0  # of all samples, when it was made
     unfinished: int = 0
     generated: int = 0
     wall_arrival: float = field(default_factory=time.time)
@@ -128,13 +129,13 @@ class Request:
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
         self.done.set()
-        self.sequences = []  # callers may keep handles for long: let go of the tokens
+        self.sequences, self.sink = [], None  # callers may keep handles for long: let go of the tokens
 
     def stat(self) -> dict[str, float]:
         """Values of RequestStatInfo."""
         now = time.monotonic()
-        prompt_len = self.sequences[0].prompt_len if self.sequences else self.spec.prompt_len
-        cached = (self.sequences[0].prefix_len or 0) if self.sequences else 0
+        prompt_len = self.sequences[0].prompt_len
+        cached = self.sequences[0].prefix_len or 0
         values = {
             "arrival_time": self.wall_arrival,
             "finish_time": 1e3 * (now - self.arrival),
@@ -256,7 +257,7 @@ def build_request(
     )
     if spec.want_text and tokenizer is None:
         raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
-    request = Request(handle, spec, sink)
+    request = Request(handle, sink)
     for index in range(config.n):
         sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
         detokenizer = None
@@ -279,7 +280,8 @@ def build_request(
                 owner=sample,
             )
         )
-    request.unfinished = config.n
+    request.unfinished = request.samples = config.n
+    request.tokens = config.n * len(prompt + generated)
     return request
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_TOP: list[tuple[int, float]] = []  # never filled
+# Waiting prompts may have so many times the tokens that the cache holds, and so many in any case: about 40 bytes each.
+_QUEUED_CACHES, _QUEUED_TOKENS = 16, 1 << 20
 _RATE_SECONDS = 10  # throughput is over at most so many past seconds
 
 
@@ -80,6 +82,8 @@ class ServedModel:
         self.throughput = Throughput()
         self._lock = threading.Lock()
         self._incoming = 0  # requests admitted by `reserve` that the scheduler does not have yet
+        self._incoming_tokens = 0  # and tokens, by `reserve_tokens`
+        self._max_queued_tokens = max(_QUEUED_CACHES * info.num_spans * info.span_size, _QUEUED_TOKENS)
         chunk = config.engine_max_prefill_length or info.max_step_tokens
         self._max_chunk = min(chunk, info.max_step_tokens)
         self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
@@ -111,6 +115,25 @@ class ServedModel:
         """Gives places back."""
         with self._lock:
             self._incoming -= samples
+
+    def reserve_tokens(self, request: Request) -> None:
+        """Takes room for the prompt of a request, or raises. Undone by `enqueue` or `unreserve_tokens`."""
+        tokens = request.tokens
+        with self._lock:
+            waiting = self.scheduler.waiting_tokens + self._incoming_tokens
+            if waiting and waiting + tokens > self._max_queued_tokens:
+                raise AllSparkError(
+                    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more would "
+                    f"exceed its limit of {self._max_queued_tokens} tokens",
+                    retryable=True,
+                )
+            self._incoming_tokens += tokens
+
+    def unreserve_tokens(self, request: Request) -> None:
+        """Gives that room back."""
+        with self._lock:
+            self._incoming_tokens -= request.tokens
 
     def check_running(self) -> None:
         """Raises AllSparkError unless the model takes requests."""
@@ -160,7 +183,8 @@ class ServedModel:
 
     def enqueue(self, request: Request) -> None:
         """Hands a request for which `reserve` was called to the scheduler."""
-        self.unreserve(len(request.sequences))
+        self.unreserve(request.samples)
+        self.unreserve_tokens(request)
         if request.done.is_set():  # cancelled before it came here
             return
         if not self.running or self.failure is not None:
@@ -207,10 +231,9 @@ class ServedModel:
         if step is None:
             return
         begin = time.monotonic()
-        if step.plan.new:
-            for sequence in step.sequences[-len(step.plan.new) :]:
-                request = sequence.owner.request
-                request.first_step = request.first_step or begin
+        for sequence in step.admitted:
+            request = sequence.owner.request
+            request.first_step = request.first_step or begin
         result = group.step(self.name, step.plan.encode())
         end = time.monotonic()
         rows = step.plan.rows

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "allspark.Allspark"
 #: A silent client is noticed after a ping interval and a ping timeout: 12 s, within the 15 s that are promised.
 PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
-#: how long a session may stay without its first message
-HELLO_SECONDS = 10.0
 _MAX_MESSAGE = 256 << 20
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
@@ -209,12 +207,7 @@ class Service:
         session.task = asyncio.current_task()
         reader = None
         try:
-            try:
-                first = await asyncio.wait_for(context.read(), HELLO_SECONDS)
-            except asyncio.TimeoutError:
-                await _abort(context, AllSparkError(
-                    AsStatus.ALLSPARK_REQUEST_DENIED,
-                    f"a session's first message must come within {HELLO_SECONDS:g} s"))
+            first = await context.read()
             if first is grpc.aio.EOF:
                 return
             if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:

@@ -129,7 +129,9 @@ def shipped_model() -> Path:
 
 def plan_group(options: GroupOptions) -> GroupPlan:
     """Placement and command line. ValueError or MpiNotFound says what cannot be met."""
+    from allspark_client.environment import check_environment
     from allspark_server.runtime.binding import memory_policy_allowed
+    check_environment()
     ranks = options.ranks
     if not ranks and options.numa_nodes is None and os.environ.get("AS_NUMA_NUM"):
         text = os.environ["AS_NUMA_NUM"]

@@ -73,7 +73,7 @@ class FakeCore:
         self._flush()
 
     def release_model(self, name):
-        self._check(name)
+        self.stop_model(name)
         del self.models[name]
 
     def list_models(self):

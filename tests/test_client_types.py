@@ -11,6 +11,7 @@ import pytest
 import allspark_client as a
 from allspark_client import convert
 from allspark_client.config import check_available
+from allspark_client.environment import check_environment
 from allspark_client.request import RequestSpec
 
 # --- errors ---
@@ -25,11 +26,19 @@ def test_error_text_starts_with_the_status():
 
 
 @pytest.mark.parametrize(
-    "error", [a.AllSparkError(a.AsStatus.ALLSPARK_LORA_NOT_FOUND, "übel"), ValueError("top_k=-1"), TypeError("no int")]
+    "error",
+    [
+        a.AllSparkError(a.AsStatus.ALLSPARK_LORA_NOT_FOUND, "übel"),
+        a.AllSparkError(a.AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "full", retryable=True),
+        ValueError("top_k=-1"),
+        TypeError("no int"),
+    ],
 )
 def test_errors_cross_the_wire(error):
     back = convert.error_from_pb(convert.error_to_pb(error))
     assert type(back) is type(error) and str(back) == str(error)
+    assert getattr(back, "retryable", None) == getattr(error, "retryable", None)
+    assert getattr(pickle.loads(pickle.dumps(error)), "retryable", None) == getattr(error, "retryable", None)
 
 
 def test_other_errors_become_unknown_and_long_ones_are_cut():
@@ -60,7 +69,7 @@ def test_generate_config_defaults():
         ("top_k", -1, ValueError, "top_k=-1"),
         ("do_sample", 1, TypeError, "do_sample must be a bool"),
         ("do_sample", None, TypeError, "do_sample"),
-        ("temperature", 0, ValueError, "temperature=0"),
+        ("temperature", 0, ValueError, "temperature=0 .*set do_sample=False or top_k=1"),
         ("temperature", float("nan"), ValueError, "temperature=nan"),
         ("temperature", True, TypeError, "temperature must be a number"),
         ("temperature", "hot", TypeError, "'hot'"),
@@ -272,6 +281,18 @@ def test_model_builder():
     )
 
 
+#: values of DashInfer's fields that would have no effect
+INERT = (
+    {"matmul_precision": "medium"},
+    {"prefill_mode": a.AsMHAPrefill.AsPrefillXformer},
+    {"eviction_strategy": a.AsEvictionStrategy.Random},
+    {"scheduling_strategy": a.AsSchedulingStrategy.Balance},
+    {"swap_threshold": 0},
+    {"lora_max_rank": 8},
+    {"lora_max_num": 1},
+)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -282,11 +303,18 @@ def test_model_builder():
                 {"speculation": "prompt_lookup"},
                 {"lora_names": ["x"]},
                 {"host_cache_memory": 1 << 20},
+                *INERT,
             )
         ],
         *[
             a.GenerateConfig(**v)
-            for v in ({"lora_name": "x"}, {"response_format": {"type": "json_object"}}, {"mm_info": object()})
+            for v in (
+                {"lora_name": "x"},
+                {"response_format": {"type": "json_object"}},
+                {"mm_info": object()},
+                {"vocab": ["a"]},
+                {"vocab_type": "VOCAB_TYPE_BPE"},
+            )
         ],
     ],
 )
@@ -300,7 +328,40 @@ def test_what_is_built_passes():
         check_available(a.AsModelConfig("m", "p", weight_dtype=dtype, weight_group_size=64))
     for mode in (a.AsCacheMode.AsCacheQuantI8, a.AsCacheMode.AsCacheQuantU4):
         check_available(a.AsModelConfig("m", "p", cache_mode=mode))
-    check_available(a.GenerateConfig(logprobs=True, n=2, vocab=["a"]))
+    check_available(a.GenerateConfig(logprobs=True, n=2))
+    defaults = {name: a.AsModelConfig()[name] for values in INERT for name in values}  # of DashInfer, given by name
+    check_available(a.AsModelConfig("m", "p", **defaults))
+
+
+@pytest.mark.parametrize("values", INERT)
+def test_a_refusal_names_field_value_and_what_is_allowed(values):
+    ((name, value),) = values.items()
+    given, allowed = (getattr(v, "name", v) for v in (value, a.AsModelConfig()[name]))
+    with pytest.raises(a.AllSparkError, match=rf"{name}={given} \(allowed: {allowed}; "):
+        check_available(a.AsModelConfig("m", "p", **values))
+
+
+@pytest.mark.parametrize(
+    "name, neutral, asking, advice",
+    [
+        ("AS_NUMA_OFFSET", "0", "1", "--numa-nodes"),
+        ("CPU_CACHE_RATIO", "0.0", "0.5", "cache_memory"),
+        ("AS_PROFILE", "OFF", "ON", "get_op_profiling_info"),
+        ("ALLSPARK_TIME_LOG", "0", "1", "RequestStatInfo"),
+        ("ALLSPARK_DISABLE_WARMUP", "1", "0", "no warm-up"),
+    ],
+)
+def test_environment_without_effect_is_refused(monkeypatch, name, neutral, asking, advice):
+    monkeypatch.setenv(name, neutral)
+    check_environment()
+    monkeypatch.setenv(name, asking)
+    monkeypatch.delenv("ALLSPARK_ADDRESS", raising=False)
+    from allspark_launch.serving import GroupOptions, plan_group
+    from allspark_server import Engine
+
+    for start in (check_environment, a.ClientEngine, Engine, lambda: plan_group(GroupOptions())):
+        with pytest.raises(a.AllSparkError, match=f"^ALLSPARK_INVALID_CALL_ERROR: .*{name}={asking} .*{advice}"):
+            start()
 
 
 # --- token ids ---

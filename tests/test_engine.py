@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import socket
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
 from allspark_client.config import GenerateConfig
+from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server.engine import Engine
+from allspark_server import engine as engine_module
+from allspark_server import served_model as served_model_module
+from allspark_server.engine import Engine, QueueSink
+from allspark_server.runtime.worker import Heartbeat
 from allspark_server.served_model import StepBudget
 from fake_group import FakeGroup, expected_output
+from waiting import wait_for
 
 Status = GenerateRequestStatus
 
@@ -263,8 +272,6 @@ def test_eos_and_lengths(make_engine):
 def test_resumption_emits_only_what_is_new(make_engine):
     engine = make_engine()
     words = expected_output([1], 10)
-    from allspark_server.engine import QueueSink, ResultQueue
-
     for done in (0, 4, 10):
         results = ResultQueue()
         generate = GenerateConfig(max_new_tokens=10, eos_token_id=-1)
@@ -377,3 +384,170 @@ def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     run(engine, [1, 2, 3], max_new_tokens=3)
+
+
+def test_limits_on_words(make_engine):
+    engine = make_engine()
+    for name, value, match in (
+        ("stop_words_ids", [[i % 1000] for i in range(1025)], "stop_words_ids has 1025 words; allowed: at most 1024"),
+        ("bad_words_ids", [[1]] * 1025, "bad_words_ids has 1025 words"),
+        ("stop_words_ids", [[2], [1] * 257], r"stop_words_ids\[1\] has 257 ids; allowed: at most 256"),
+        ("eos_token_id", list(range(1025)), "eos_token_id has 1025 ids"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.start_request("m", {"input_ids": [1]}, {name: value})
+    with pytest.raises(ValueError, match="max_step_tokens=31 is less than engine_max_batch=32"):
+        engine.install_model(config("n", max_step_tokens=31))
+
+
+def test_finish_reasons(make_engine):
+    words = expected_output([1], 10)
+    engine = make_engine(delay=0.001)
+
+    def reason(stop=False, **generate) -> str:
+        _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1, **generate})
+        if stop:
+            engine.stop_request("m", handle)
+        engine.sync_request("m", handle)
+        return results.FinishReason()
+
+    assert reason(max_new_tokens=5) == "length"
+    assert reason(eos_token_id=words[4]) == "stop"
+    assert reason(stop_words_ids=[words[2:4]]) == "stop_word"
+    assert reason(stop=True) == "interrupted"
+    engine._group.fail_at = engine._group.steps
+    assert reason() == "error"
+
+
+def test_an_ended_request_keeps_nothing_but_its_handle(make_engine, monkeypatch):
+    engine = make_engine()
+    spec = RequestSpec("m", input_ids=list(range(900)), config=GenerateConfig(max_new_tokens=2, eos_token_id=-1))
+    results = ResultQueue()
+    handle = engine.submit(spec, QueueSink(results))
+    kept = weakref.ref(spec), weakref.ref(results)
+    engine.sync_request("m", handle)
+    del spec, results
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+    assert engine.stop_request("m", handle) is AsStatus.ALLSPARK_SUCCESS
+
+
+def test_handles_that_nobody_releases_do_not_pile_up(make_engine, monkeypatch):
+    monkeypatch.setattr(engine_module, "MAX_ENDED", 16)
+    engine = make_engine()
+    started = []
+    for i in range(100):
+        started.append(engine.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 2, "eos_token_id": -1})[1:])
+        engine.sync_request("m", started[-1][0])
+        assert len(engine._requests) <= 17
+    assert [collect(results) for _, results in started] == [expected_output([i], 2) for i in range(100)]
+    engine.release_request("m", started[-1][0])
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.release_request, "m", started[0][0])
+
+
+def test_waiting_prompts_are_limited_in_tokens(make_engine, monkeypatch):
+    monkeypatch.setattr(served_model_module, "_QUEUED_TOKENS", 1000)
+    engine = make_engine(config(engine_max_batch=1, cache_span_size=16), num_spans=60, delay=0.01)
+    monkeypatch.setattr(engine._models["m"], "_max_queued_tokens", 1000)
+    generate = {"eos_token_id": -1, "max_new_tokens": 20}
+    first = engine.start_request("m", {"input_ids": [1]}, generate)[2]
+    first.Get()
+    queues = [engine.start_request("m", {"input_ids": [i] * 400}, generate)[2] for i in (2, 3)]
+    one_more = ("m", {"input_ids": [4] * 400}, generate)
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *one_more, match="its limit of 1000 tokens")
+    assert [collect(queue) for queue in queues] == [expected_output([i] * 400, 20) for i in (2, 3)]
+    assert len(run(engine, [4] * 400, max_new_tokens=1)) == 1
+    model = engine._models["m"]
+    assert model._incoming == model._incoming_tokens == model.scheduler.waiting_tokens == 0
+
+
+def test_a_failed_model_is_loaded_again_by_start_model(make_engine, tmp_path):
+    engine = make_engine(state_file=str(tmp_path / "state"), fail_at=1)
+    _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    engine.sync_request("m", handle)
+    assert results.GenerateStatus() is Status.InternalError and engine.failures() == {"m": "rank 1 was lost"}
+    refused(AsStatus.ALLSPARK_RUNTIME_ERROR, engine.start_request, "m", {"input_ids": [1]}, match="start_model")
+    engine._group.fail_at = -1
+    engine.start_model("m")
+    assert engine.failures() == {} and run(engine, [1], max_new_tokens=3) == expected_output([1], 3)
+    assert json.loads((tmp_path / "state").read_text())[0]["started"] is True
+
+
+def test_the_end_of_the_engines_thread_is_told(make_engine):
+    engine = make_engine(delay=0.002)
+    _, handle, results = engine.start_request("m", {"input_ids": [1]}, {"eos_token_id": -1})
+    results.Get()
+    engine._execute = lambda command: 1 / 0
+    with engine._lock:
+        engine._post(lambda: None)
+    engine.sync_request("m", handle)
+    assert results.GenerateStatus() is Status.InternalError
+    engine._thread.join(5)
+    assert engine._group.failures == ["the engine's thread failed: division by zero"]  # a supervised process ends there
+    assert engine.failures()[""] == "division by zero" and engine._group.closed
+    assert not engine.list_models()[0].running
+    refused(AsStatus.ALLSPARK_RUNTIME_ERROR, engine.stop_model, "m", match="the engine has failed: division by zero")
+
+
+def test_a_caller_does_not_wait_for_a_thread_that_is_gone(make_engine):
+    engine = make_engine()
+    entered = threading.Event()
+
+    def die() -> None:
+        entered.set()
+        time.sleep(0.1)
+        raise SystemExit
+
+    with engine._lock:
+        engine._post(die)
+    entered.wait(5)
+    refused(AsStatus.ALLSPARK_RUNTIME_ERROR, engine.stop_model, "m", match="the engine has failed")
+
+
+def test_what_the_thread_is_at_is_known_to_the_heartbeat(make_engine, tmp_path):
+    engine = make_engine(delay=0.5)
+    wait_for(lambda: engine.busy_since == 0.0, 5)
+    beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    beats.bind(str(tmp_path / "socket"))
+    beats.settimeout(5)
+    heartbeat = Heartbeat(str(tmp_path / "socket"), 0)
+    heartbeat.watch(SimpleNamespace(), lambda: engine.busy_since)
+    heartbeat.send()
+    assert "step_seconds" not in json.loads(beats.recv(4096))
+    with engine._lock:
+        engine._post(lambda: time.sleep(0.5))  # whatever it is that does not end
+    time.sleep(0.2)
+    heartbeat.send()
+    assert 0.1 < json.loads(beats.recv(4096))["step_seconds"] < 0.5
+    beats.close()
+
+
+def test_a_load_holds_up_nobody_and_can_be_given_up(make_engine):
+    loaded = threading.Event()
+    loaded.set()
+    engine = make_engine(delay=0.001, loaded=loaded)
+    loaded.clear()
+    errors = []
+
+    def install(name) -> None:
+        try:
+            engine.install_model(config(name))
+        except AllSparkError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=install, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: engine._loading is not None, 5)
+    first = engine._loading.model_name
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_model, first, match="is still being loaded")
+    assert run(engine, [1], max_new_tokens=5) == expected_output([1], 5)
+    engine.release_model(first)
+    wait_for(lambda: errors, 5)
+    assert "was released while it was loaded" in errors[0]
+    wait_for(lambda: engine._loading is not None and engine._loading.model_name != first, 5)
+    engine.close()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert "the engine is closed" in errors[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client.local_group import SelfStartedGroup
+from allspark_server import Engine
+from allspark_server.service import Service
 from checkpoints import checkpoint
 
 CONFIG = {"max_length": 1800, "seed": 5, "logprobs": True, "top_logprobs": 3, "early_stopping": False}
@@ -88,3 +92,35 @@ def test_on_another_group_and_none_left(monkeypatch):
     finally:
         for group in groups:
             group.stop()
+
+
+def test_a_chat_whose_template_tells_the_time(tiny_model, tmp_path):
+    """Rendered again it would be another prompt: the tokens it has go on after the ids that they followed."""
+    directory = shutil.copytree(tiny_model, tmp_path / "m")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ strftime_now('%H:%M:%S.%f') }} {{ messages[0].content }}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    with Engine() as server:
+        server.install_model(AsModelConfig("m", directory))
+        server.start_model("m")
+        service = Service(server, [f"unix:{tmp_path}/s.sock"])
+        try:
+            with ClientEngine(service.start()[0]) as engine:
+                _, handle, queue = engine.start_request(
+                    "m", {"messages": [{"role": "user", "content": "hi"}]}, {**CONFIG, "max_length": 1000}
+                )
+                request = engine._requests[handle]
+                first = queue.Get()
+                ids, text = list(first.ids_from_generate), first.text
+                request.session._call.cancel()
+                for elements in queue:
+                    ids += elements.ids_from_generate
+                    text += elements.text
+                assert request.resumed
+                _, _, whole = server.start_request(
+                    "m", {"input_ids": request.spec.input_ids}, {**CONFIG, "max_length": 1000}
+                )
+                assert ids == [i for elements in whole for i in elements.ids_from_generate]
+                assert text == server._models["m"].tokenizer.decode(ids)
+        finally:
+            service.stop()

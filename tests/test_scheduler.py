@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 
 import pytest
 
 from allspark_server.cache import PrefixCache, SpanPool
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
+from allspark_server.scheduler.scheduler import PRIORITY_LEVELS, PRIORITY_SECONDS
 from fake_group import FakeExecutor, expected_output
 
 
@@ -228,6 +230,65 @@ def test_order_is_priority_then_arrival():
     assert [names[sequence] for sequence in rig.finished] == ["c", "a", "b", "d"]
 
 
+def test_priority_is_worth_a_bounded_time_of_waiting():
+    rig = Rig(max_batch=1)
+    low = rig.add(prompt_of(3), 2, priority=-(10**9))
+    rig.clock.now = PRIORITY_SECONDS * 2 * PRIORITY_LEVELS - 1
+    above = rig.add(prompt_of(3), 2, priority=10**9)
+    rig.clock.now += 2
+    late = rig.add(prompt_of(3), 2, priority=10**9)
+    rig.run()
+    assert list(rig.finished) == [above, low, late]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one():
+    rig = Rig(num_spans=1024, max_step_tokens=64)
+    long, other = rig.add(prompt_of(1000, seed=1), 1), rig.add(prompt_of(1000, seed=2), 1)
+    rig.step()
+    short = [rig.add(prompt_of(20, seed=i), 3) for i in (3, 4)]
+    plan = rig.step()
+    assert [item.count for item in plan.work] == [20, 12, 32] and long.computed == 96  # it keeps half of every step
+    rig.step()
+    assert [len(output(s)) for s in short] == [2, 1]
+    steps = 3 + rig.run()
+    assert list(rig.finished) == [*short, long, other] and steps < 2000 / 64 + 4  # equally long ones go in turn
+    for sequence in (long, other, *short):
+        assert output(sequence) == expected_output(sequence.tokens[: sequence.prompt_len], len(output(sequence)))
+
+
+def test_short_prompts_do_not_keep_a_long_one_from_its_slot():
+    rig = Rig(num_spans=1024, max_batch=2, max_step_tokens=16)
+    first, second = rig.add(prompt_of(160, seed=1), 1), rig.add(prompt_of(160, seed=2), 1)
+    steps = 0
+    while second not in rig.finished:
+        if rig.scheduler.waiting < 4:
+            rig.add(prompt_of(4, seed=steps), 2)
+        rig.step()
+        steps += 1
+        assert steps < 100
+    assert list(rig.finished).index(first) < list(rig.finished).index(second)
+
+
+def test_a_blocked_head_looks_at_the_cache_only_when_it_may_help():
+    rig = Rig(num_spans=32, span_size=4, max_batch=4)
+    shared = prompt_of(80)
+    rig.add(shared, 1)
+    rig.run()  # 20 spans are kept
+    running = rig.add(prompt_of(20, seed=2), 20)
+    rig.step()
+    matches, match = [], rig.prefix.match
+    rig.prefix.match = lambda keys: matches.append(len(keys)) or match(keys)
+    blocked = rig.add(shared + prompt_of(40, seed=3), 2)
+    while running not in rig.finished:
+        rig.step()
+        assert blocked.state is State.WAITING
+    assert len(matches) == 1
+    rig.run()
+    assert output(blocked) == expected_output(blocked.tokens[:120], 2) and output(running) == expected_output(
+        running.tokens[:20], 20
+    )
+
+
 def test_preemption_recomputes_and_loses_nothing():
     rig = Rig(num_spans=8, prefix=False)
     sequences = [rig.add(prompt_of(6, seed=i), 20) for i in range(3)]
@@ -296,6 +357,23 @@ def test_stop_rules():
     assert output(length) == words and rig.finished[length] is FinishReason.LENGTH
 
 
+def test_the_cost_of_stop_words_does_not_grow_with_their_number():
+    tokens = list(range(300))
+
+    def seconds(words) -> float:
+        rules = StopRules(10_000, stop_words=words)
+        began = time.perf_counter()
+        for _ in range(100):
+            assert rules.check(tokens, 0) is None
+        return time.perf_counter() - began
+
+    few = ((1, 2, 299), (5, 298, 299), (7, 8))
+    many = (*few, *((i, 298, 299) for i in range(1000, 101_000)))
+    assert min(seconds(many) for _ in range(5)) < 5 * min(seconds(few) for _ in range(5)) + 1e-4
+    assert StopRules(10_000, stop_words=(*many, (297, 298, 299))).check(tokens, 297) is FinishReason.STOP_WORD
+    assert StopRules(10_000, stop_words=(*many, (297, 298, 299))).check(tokens, 298) is None
+
+
 def test_resumption_continues_the_same_output():
     prompt = prompt_of(7)
     words = expected_output(prompt, 10)
@@ -323,7 +401,7 @@ def test_random_traffic():
     rng = random.Random(7)
     for round in range(30):
         rig = Rig(
-            num_spans=rng.choice([12, 20, 64]),
+            num_spans=rng.choice([14, 20, 64]),
             max_batch=rng.choice([1, 3, 6]),
             max_step_tokens=rng.choice([8, 20, 64]),
             max_chunk=rng.choice([1, 5, 64]),
@@ -335,12 +413,15 @@ def test_random_traffic():
             for _ in range(rng.randrange(3)):
                 base = prompt_of(rng.randrange(1, 24), seed=rng.randrange(3))
                 new = rng.randrange(1, 16)
+                if rng.random() < 0.2:  # beside which others are short
+                    base = prompt_of(rng.randrange(24, 40), seed=rng.randrange(3))
                 live.append((rig.add(base, new, priority=rng.randrange(2)), base, new))
             if live and rng.random() < 0.15:
                 rig.scheduler.cancel(live.pop(rng.randrange(len(live)))[0])
             rig.step()
             rig.clock.now += 0.2
         rig.run()
+        assert rig.scheduler.waiting == rig.scheduler.waiting_tokens == 0
         for sequence, base, new in live:
             assert output(sequence) == expected_output(base, new), round
         assert not rig.unfit

@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 
+from allspark_client import GenerateConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server import HuggingFaceModel
 from allspark_server.models.config import read_config
@@ -538,6 +539,23 @@ def test_fields_that_may_be_absent(copy):
     llama = copy("llama-biases")
     spoil_config(llama, num_key_value_heads=..., head_dim=...)
     assert read_config(llama) == read_config(checkpoint("llama-biases"))
+
+
+def test_sampling_settings_of_generation_config_come_with_the_builder(copy):
+    directory = copy()
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05,
+                "no_repeat_ngram_size": 4}
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**settings, "eos_token_id": [7, 8], "min_length": None, "transformers_version": "5"}))
+    model = HuggingFaceModel(directory, "m").read_model_config()
+    runtime = model.create_reference_runtime_config_builder("m").max_length(77).build()
+    config = model.create_reference_generation_config_builder(runtime).build()
+    assert {name: config[name] for name in settings} == settings
+    assert (config.eos_token_id, config.max_length) == ([7, 8], 77)
+    assert {**dict(GenerateConfig()), **settings, "eos_token_id": [7, 8], "max_length": 77} == dict(config)
+    path.write_text('{"temperature": 0.0}')
+    with pytest.raises(AllSparkError, match="PARAM_ERROR: .*generation_config.json: temperature=0 .*do_sample=False"):
+        model.create_reference_generation_config_builder(runtime)
 
 
 def test_end_of_sequence_ids_of_generation_config_come_first(copy):

@@ -43,6 +43,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._span_of)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._span_of
+
     def root(self, salt: str, prompt_len: int) -> bytes:
         """The key before the first span."""
         length = prompt_len if 0 < self._dynamic_rope_original < prompt_len else 0

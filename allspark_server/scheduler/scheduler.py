@@ -5,12 +5,19 @@ from __future__ import annotations
 import bisect
 import heapq
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Callable, Optional
 
 from ..cache import PrefixCache, SpanPool
 from ..runtime.plan import NewSlot, StepPlan, WorkItem
 from .sequence import FinishReason, Sequence, State
+
+
+# A level of priority is worth so many seconds of waiting, and there are so many levels up and down: whoever has waited
+# longer than the highest is worth goes before all that come later.
+PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
+# A prompt is short beside another if what is left of it is at most this part of what is left of the other.
+SHORT_PART = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class Step:
     """A planned step: what the executors get, and which sequence each work item is for, in the same order."""
 
     plan: StepPlan
-    sequences: list[Sequence]
+    sequences: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # of `sequences`, those that have just got their slots
 
 
 @dataclass
@@ -56,8 +64,9 @@ class Counters:
 class Scheduler:
     """Waiting and running sequences of one model.
 
-    Order is by priority, then by arrival, everywhere: who is admitted first, whose rows come first in a step, and, last
-    to first, who gives up its spans when the cache is full. So the first sequence always advances, and nobody starves.
+    Order is by arrival, made earlier or later by the priority, everywhere: who is admitted first, whose rows come first
+    in a step, and, last to first, who gives up its spans when the cache is full. So the first sequence always advances,
+    and nobody starves. Only short prompts do not wait until a long one is computed: they get up to half of its rows.
 
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
     way), and one more whenever its output has filled the last.
@@ -76,8 +85,15 @@ class Scheduler:
         self.counters = Counters()
         self._clock = clock
         self._arrivals = 0
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # a heap; ended sequences are dropped when met
+        self._entries = 0
+        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that are not waiting any more
+        # are dropped when met.
+        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
+        self._by_length: list[tuple[int, int, Sequence]] = []
         self._waiting_count = 0
+        self._waiting_tokens = 0
+        self._departures = 0  # of running sequences
+        self._blocked: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_blocked
         self._running: list[Sequence] = []  # by rank
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the executors are told with the next plan
@@ -87,6 +103,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences in the queue."""
         return self._waiting_count
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the sequences in the queue."""
+        return self._waiting_tokens
 
     @property
     def running(self) -> int:
@@ -104,7 +125,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue."""
-        sequence.rank = (-sequence.priority, self._arrivals)
+        level = max(-PRIORITY_LEVELS, min(sequence.priority, PRIORITY_LEVELS))
+        sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
         self._arrivals += 1
         if self.prefix_cache is not None:
             sequence.root = self.prefix_cache.root(sequence.salt, sequence.prompt_len)
@@ -113,11 +135,7 @@ class Scheduler:
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state; its spans and its slot are free at once."""
         if sequence.state is State.WAITING:
-            self._waiting_count -= 1
-            sequence.state = State.ENDED
-            if len(self._waiting) > 2 * self._waiting_count + 64:  # while nothing is admitted, nobody meets the ended
-                self._waiting = [entry for entry in self._waiting if entry[1].state is State.WAITING]
-                heapq.heapify(self._waiting)
+            self._leave_queue(sequence, State.ENDED)
         elif sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
 
@@ -129,7 +147,7 @@ class Scheduler:
         limits = self.limits
         budget = limits.max_step_tokens if max_rows is None else max_rows
         preemptions = self.counters.preemptions
-        step = Step(StepPlan(), [])
+        step = Step(StepPlan())
 
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
         for sequence in list(self._running):
@@ -139,15 +157,17 @@ class Scheduler:
                 if self._has_room(sequence):
                     self._schedule(step, sequence, 1)
                     budget -= 1
-        for sequence in self._running:
+        may_admit = self.counters.preemptions == preemptions
+        prompts = [s for s in self._running if len(s.tokens) - s.computed > 1]
+        if prompts and len(prompts[0].tokens) - prompts[0].computed > budget > 1:
+            budget -= self._share_with_short(step, prompts, budget // 2, may_admit)
+        for sequence in prompts:
             if budget == 0:
                 break
-            remaining = len(sequence.tokens) - sequence.computed
-            if remaining > 1:
-                count = min(remaining, limits.max_chunk, budget)
-                self._schedule(step, sequence, count)
-                budget -= count
-        if self._waiting_count and self.counters.preemptions == preemptions:
+            count = min(len(sequence.tokens) - sequence.computed, limits.max_chunk, budget)
+            self._schedule(step, sequence, count)
+            budget -= count
+        if self._waiting_count and may_admit:
             self._admit(step, budget)
         if not step.sequences:
             return None
@@ -182,7 +202,19 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         self._waiting_count += 1
-        heapq.heappush(self._waiting, (sequence.rank, sequence))
+        self._waiting_tokens += len(sequence.tokens)
+        self._entries += 1
+        heapq.heappush(self._waiting, (sequence.rank, self._entries, sequence))
+        heapq.heappush(self._by_length, (len(sequence.tokens), self._entries, sequence))
+
+    def _leave_queue(self, sequence: Sequence, state: State) -> None:
+        sequence.state = state
+        self._waiting_count -= 1
+        self._waiting_tokens -= len(sequence.tokens)
+        for heap in (self._waiting, self._by_length):
+            if len(heap) > 2 * self._waiting_count + 64:  # nobody may ever meet those that have left
+                heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]
+                heapq.heapify(heap)
 
     def _leave(self, sequence: Sequence, state: State) -> None:
         """Takes a running sequence's slot and spans away."""
@@ -192,6 +224,7 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.lose_cache()
         sequence.state = state
+        self._departures += 1
 
     def _schedule(self, step: Step, sequence: Sequence, count: int) -> None:
         tokens, spans, start = sequence.tokens, sequence.spans, sequence.computed
@@ -233,26 +266,70 @@ class Scheduler:
         """Moves waiting sequences, in order, into free slots, as long as their spans and the budget suffice."""
         held_back = []
         while self._waiting and self._free_slots and budget > 0:
-            sequence = heapq.heappop(self._waiting)[1]
+            entry = heapq.heappop(self._waiting)
+            sequence = entry[-1]
             if sequence.state is not State.WAITING:
                 continue
             if self._leader_is_computing(sequence):
-                held_back.append(sequence)
+                held_back.append(entry)
                 continue
-            if not self._take_spans(sequence):
-                held_back.append(sequence)
+            if self._still_blocked(sequence) or not self._take_spans(sequence):
+                held_back.append(entry)
                 break
-            sequence.slot = self._free_slots.pop()
-            sequence.state = State.RUNNING
-            sequence.sent_tokens = len(sequence.tokens)
-            self._waiting_count -= 1
-            bisect.insort(self._running, sequence, key=_rank_of)
-            step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling))
-            count = min(len(sequence.tokens) - sequence.computed, self.limits.max_chunk, budget)
-            self._schedule(step, sequence, count)
-            budget -= count
-        for sequence in held_back:
-            heapq.heappush(self._waiting, (sequence.rank, sequence))
+            budget -= self._start(step, sequence, budget)
+        for entry in held_back:
+            heapq.heappush(self._waiting, entry)
+
+    def _share_with_short(self, step: Step, prompts: list[Sequence], room: int, may_admit: bool) -> int:
+        """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and takes out of these those
+        that got some; waiting ones may be admitted for it. Returns how many rows they got."""
+        limit, left = (len(prompts[0].tokens) - prompts[0].computed) // SHORT_PART, room
+        for sequence in prompts[1:]:
+            rest = len(sequence.tokens) - sequence.computed
+            if rest <= limit and left > 0:
+                count = min(rest, self.limits.max_chunk, left)
+                self._schedule(step, sequence, count)
+                left -= count
+                prompts.remove(sequence)
+        # Nobody overtakes a sequence that waits for spans: it would wait for those of the newcomers too.
+        held_back = []
+        while may_admit and self._by_length and self._free_slots and left > 0:
+            if self._blocked is not None and self._still_blocked(self._blocked[0]):
+                break
+            length, _, sequence = entry = self._by_length[0]
+            if length > limit:
+                break
+            heapq.heappop(self._by_length)
+            if sequence.state is not State.WAITING:
+                continue
+            if self._leader_is_computing(sequence) or not self._take_spans(sequence):
+                held_back.append(entry)
+                continue
+            left -= self._start(step, sequence, left)
+        for entry in held_back:
+            heapq.heappush(self._by_length, entry)
+        return room - left
+
+    def _start(self, step: Step, sequence: Sequence, budget: int) -> int:
+        """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
+        self._leave_queue(sequence, State.RUNNING)
+        sequence.slot = self._free_slots.pop()
+        sequence.sent_tokens = len(sequence.tokens)
+        bisect.insort(self._running, sequence, key=_rank_of)
+        step.admitted.append(sequence)
+        step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling))
+        count = min(len(sequence.tokens) - sequence.computed, self.limits.max_chunk, budget)
+        self._schedule(step, sequence, count)
+        return count
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans available,
+        and the prefix that was found can only have grown if the key that came next is known now."""
+        if self._blocked is None or self._blocked[0] is not sequence:
+            return False
+        _, departures, key = self._blocked
+        changed = departures != self._departures or (key is not None and key in self.prefix_cache)
+        return sequence.state is State.WAITING and not changed
 
     def _leader_is_computing(self, sequence: Sequence) -> bool:
         """True while another sample of the same prompt computes spans that this one can then share."""
@@ -266,20 +343,23 @@ class Scheduler:
         """Shared spans from the prefix cache and new ones for the rest of the history; False if there are too few."""
         length = len(sequence.tokens)
         shared: list[int] = []
+        self._blocked = next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
             full = (length - 1) // self.limits.span_size
             self.prefix_cache.extend(sequence.keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(sequence.keys[:full])
+            next_key = sequence.keys[len(shared)] if len(shared) < full else None
             self.pool.acquire(shared)
         needed = self.spans_for(length) - len(shared)
         # One span to spare for each running sequence, lest the newcomer be preempted at once.
         if needed + len(self._running) > self.pool.available:
             self.pool.release(shared, self._clock())
             if not self._running:  # the whole cache is not enough
-                sequence.state = State.ENDED
-                self._waiting_count -= 1
+                self._leave_queue(sequence, State.ENDED)
                 self._unfit.append(sequence)
+            else:
+                self._blocked = (sequence, self._departures, next_key)
             return False
         sequence.spans = shared + self.pool.allocate(needed)
         sequence.entered = len(shared)
@@ -298,5 +378,5 @@ class Scheduler:
         sequence.entered = full
 
 
-def _rank_of(sequence: Sequence) -> tuple[int, int]:
+def _rank_of(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank

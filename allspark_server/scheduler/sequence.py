@@ -34,16 +34,29 @@ class StopRules:
     max_length: int
     eos: frozenset[int] = frozenset()
     stop_words: tuple[tuple[int, ...], ...] = ()
+    _trie: dict = field(init=False, repr=False, compare=False)  # of the words read backwards; None marks a word's end
+
+    def __post_init__(self) -> None:
+        trie: dict = {}
+        for word in self.stop_words:
+            node = trie
+            for token in reversed(word):
+                node = node.setdefault(token, {})
+            node[None] = word
+        object.__setattr__(self, "_trie", trie)
 
     def check(self, tokens: list[int], prompt_len: int) -> Optional[FinishReason]:
         """Why `tokens`, the last of which is generated, are complete; None if they are not."""
         last = tokens[-1]
         if last in self.eos:
             return FinishReason.EOS
-        for word in self.stop_words:
-            size = len(word)
-            if word[-1] == last and len(tokens) - prompt_len >= size and tuple(tokens[-size:]) == word:
+        node = self._trie.get(last)
+        at = len(tokens) - 2
+        while node is not None:  # as far back as some word reads, whatever the number of words
+            if None in node:
                 return FinishReason.STOP_WORD
+            node = node.get(tokens[at]) if at >= prompt_len else None
+            at -= 1
         if len(tokens) >= self.max_length:
             return FinishReason.LENGTH
         return None
@@ -61,13 +74,13 @@ class Sequence:
     prompt_len: int
     sampling: bytes
     stop: StopRules
-    priority: int = 0  # higher goes first
+    priority: int = 0  # higher goes first, for a while
     salt: str = ""
     leader: Optional["Sequence"] = None  # the first sample of the same prompt; the others wait for its spans
     owner: Any = None  # the scheduler does not look at it
 
     state: State = State.WAITING
-    rank: tuple[int, int] = (0, 0)  # (-priority, arrival): lower goes first, is preempted last
+    rank: tuple[float, int] = (0.0, 0)  # (arrival time less what its priority is worth, arrival): lower goes first
     slot: int = -1
     computed: int = 0
     spans: list[int] = field(default_factory=list)

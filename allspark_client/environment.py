@@ -1,0 +1,25 @@
+"""Environment variables of DashInfer that have no effect here: a value that asks for something is refused by name."""
+from __future__ import annotations
+
+import os
+
+from .errors import not_available
+
+_OFF = ("", "0", "0.0", "off", "false", "no")
+#: variable: values that mean what happens anyway, and what does the rest here
+_WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
+    "AS_NUMA_OFFSET": (_OFF, "ranks start at the first NUMA node; choose others with allspark serve --numa-nodes"),
+    "CPU_CACHE_RATIO": (_OFF, "set cache_memory in AsModelConfig"),
+    "AS_PROFILE": (_OFF, "get_op_profiling_info needs no switch"),
+    "ALLSPARK_TIME_LOG": (_OFF, "see get_op_profiling_info, and RequestStatInfo of a result queue"),
+    "ALLSPARK_DISABLE_WARMUP": (("", "1"), "there is no warm-up: leave it unset, or set it to 1"),
+}
+
+
+def check_environment() -> None:
+    """Raise ALLSPARK_INVALID_CALL_ERROR for a variable that is set to what this project does not do. Called before
+    anything is started on this machine."""
+    for name, (neutral, instead) in _WITHOUT_EFFECT.items():
+        value = os.environ.get(name, "")
+        if value.strip().lower() not in neutral:
+            raise not_available(f"the environment's {name}={value} ({instead})")
