@@ -53,8 +53,8 @@ class Throughput:
 
 
 class StepBudget:
-    """What a step may cost, chosen to keep its time under a target: less after a step that was too slow, more again while
-    steps that used the whole budget are fast. What a request outputs does not depend on it.
+    """What a step may cost, chosen to keep its time under a target: less after a step that was too slow, more again
+    while steps that used the whole budget are fast. What a request outputs does not depend on it.
 
     The unit is a row at the beginning of its context; `price` is what each position before it adds, as learned from the
     times of steps.
@@ -144,8 +144,8 @@ class ServedModel:
             if waiting and waiting + tokens > self._max_queued_tokens:
                 raise AllSparkError(
                     AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more would "
-                    f"exceed its limit of {self._max_queued_tokens} tokens",
+                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more "
+                    f"would exceed its limit of {self._max_queued_tokens} tokens",
                 )
             self._incoming_tokens += tokens
 

@@ -19,8 +19,9 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import engine as engine_module
 from allspark_server import served_model as served_model_module
-from allspark_server.engine import Engine, QueueSink
 from allspark_server.cache import SpanPool
+from allspark_server.engine import Engine
+from allspark_server.request import QueueSink
 from allspark_server.runtime.worker import Heartbeat
 from allspark_server.scheduler import Limits, Scheduler, Sequence, StopRules
 from allspark_server.served_model import StepBudget

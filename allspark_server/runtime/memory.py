@@ -107,8 +107,8 @@ def available_memory(world: int = 1, root: str = "/") -> int:
 
 
 def untouched_memory(reserved: int, root: str = "/") -> int:
-    """Of `reserved` bytes that this process has allocated, how many it has not touched, at least: to the kernel they are
-    free still."""
+    """Of `reserved` bytes that this process has allocated, how many it has not touched, at least: to the kernel they
+    are free still."""
     resident = _fields(_read(Path(root, "proc/self/status")).replace(":\t", ": ")).get("RssAnon", reserved)
     return max(0, reserved - resident)
 

@@ -86,8 +86,8 @@ class Scheduler:
         self._clock = clock
         self._arrivals = 0
         self._entries = 0
-        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that are not waiting any more
-        # are dropped when met.
+        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that do not wait any more are
+        # dropped when met.
         self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
         self._by_length: list[tuple[int, int, Sequence]] = []
         self._waiting_count = 0
@@ -142,8 +142,8 @@ class Scheduler:
     def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
         """The next step, or None if nothing can be computed. Call `take_unfit` after it.
 
-        `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position before
-        it. Running sequences always get their next row, and prompts those that the batch leaves.
+        `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position
+        before it. Running sequences always get their next row, and prompts those that the batch leaves.
         """
         limits = self.limits
         budget = limits.max_step_tokens
@@ -330,8 +330,8 @@ class Scheduler:
         return count
 
     def _still_blocked(self, sequence: Sequence) -> bool:
-        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans available,
-        and the prefix that was found can only have grown if the key that came next is known now."""
+        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
+        available, and the prefix that was found can only have grown if the key that came next is known now."""
         if self._blocked is None or self._blocked[0] is not sequence:
             return False
         _, departures, key = self._blocked
