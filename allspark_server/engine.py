@@ -33,14 +33,13 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import (
     AsEngineStat,
     AsFileInfo,
-    GeneratedElements,
     GenerateRequestStatus,
     ModelInfo,
     ModelState,
 )
 from allspark_client.version import __version__
 
-from .request import Request, Sink, build_request
+from .request import QueueSink, Request, Sink, build_request
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
@@ -52,45 +51,6 @@ BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (r
 FIRST_POLL, LONGEST_POLL = 0.001, 0.05  # seconds between two looks at how a load stands
 MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond it handles of the oldest are forgotten
 ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engine's thread still lives
-
-
-class QueueSink:
-    """Feeds a ResultQueue."""
-
-    def __init__(self, results: ResultQueue):
-        self._results = results
-
-    def on_token(
-        self,
-        handle: int,
-        sample: int,
-        token: int,
-        logprob: Optional[float],
-        top: list[tuple[int, float]],
-        text: Optional[str],
-        cached: int,
-    ) -> None:
-        elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
-        if logprob is not None:
-            elements.token_logprobs_list = [logprob]
-            elements.log_probs_list = [top]
-        if text is not None:
-            elements.text = text
-        self._results.put(elements)
-
-    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._results.set_status(status)
-
-    def on_finish(
-        self,
-        handle: int,
-        status: GenerateRequestStatus,
-        error: Optional[AllSparkError],
-        stat: dict[str, float],
-        reason: str,
-    ) -> None:
-        self._results.update_stat(stat)
-        self._results.finish(status, error, reason)
 
 
 class Engine(AbstractEngine):
@@ -566,6 +526,8 @@ class Engine(AbstractEngine):
         model.end_all(GenerateRequestStatus.GenerateInterrupted)
 
     def _release_model(self, name: str) -> None:
+        if name not in self._models and self._unrestored.pop(name, None) is not None:
+            return
         if self._loading is not None and self._loading.model_name == name:
             self._give_up_load(self._loading)
             return

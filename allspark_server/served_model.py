@@ -53,21 +53,42 @@ class Throughput:
 
 
 class StepBudget:
-    """Rows a step may hold, chosen to keep the time of a step under a target: fewer after a step that was too slow,
-    more again while steps that used the whole budget are fast. What a request outputs does not depend on it."""
+    """What a step may cost, chosen to keep its time under a target: less after a step that was too slow, more again
+    while steps that used the whole budget are fast. What a request outputs does not depend on it.
+
+    The unit is a row at the beginning of its context; `price` is what each position before it adds, as learned from the
+    times of steps.
+    """
+
+    _MEMORY = 0.95  # of what was learned, how much stays with each step
 
     def __init__(self, max_rows: int, min_rows: int, target_ms: float):
-        self.rows = self._max = max_rows
+        self.rows, self.price = max_rows, 0.0
         self._min, self._target = min(min_rows, max_rows), target_ms / 1e3
+        self._sums = [0.0] * 5  # of rows², rows · context, context², rows · seconds, context · seconds
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """Takes notice of a step of so many rows that took so long."""
-        if self._target <= 0:
+    @property
+    def adaptive(self) -> bool:
+        """Whether there is a target."""
+        return self._target > 0
+
+    def learn(self, rows: int, context: int, seconds: float) -> None:
+        """Takes notice of a step of so many rows, with so many positions before them in all, that took so long."""
+        if not self.adaptive:
             return
-        if seconds > self._target and rows > self._min:
-            self.rows = max(self._min, min(self.rows, int(rows * max(0.5, self._target / seconds))))
-        elif seconds < 0.8 * self._target and rows >= self.rows:
-            self.rows = min(self._max, self.rows + max(1, self.rows // 8))
+        terms = (rows * rows, rows * context, context * context, rows * seconds, context * seconds)
+        self._sums = [self._MEMORY * old + new for old, new in zip(self._sums, terms)]
+        rr, rc, cc, rs, cs = self._sums
+        determinant = rr * cc - rc * rc  # least squares of seconds = a · rows + b · context
+        if determinant > 1e-6 * rr * cc:
+            row, position = (cc * rs - rc * cs) / determinant, (rr * cs - rc * rs) / determinant
+            if row > 0:
+                self.price = max(0.0, position / row)
+        cost = rows + self.price * context
+        if seconds > self._target and cost > self._min:
+            self.rows = max(self._min, min(self.rows, int(cost * max(0.5, self._target / seconds))))
+        elif seconds < 0.8 * self._target and cost >= 0.9 * self.rows:
+            self.rows += max(1, self.rows // 8)
 
 
 class ServedModel:
@@ -124,8 +145,8 @@ class ServedModel:
             if waiting and waiting + tokens > self._max_queued_tokens:
                 raise AllSparkError(
                     AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more would "
-                    f"exceed its limit of {self._max_queued_tokens} tokens",
+                    f"the queue of model {self.name!r} is full: prompts of {waiting} tokens wait, and {tokens} more "
+                    f"would exceed its limit of {self._max_queued_tokens} tokens",
                     retryable=True,
                 )
             self._incoming_tokens += tokens
@@ -219,7 +240,8 @@ class ServedModel:
     def step(self, group: Group) -> None:
         """Plans and computes one step and delivers its tokens. Raises what the group raises."""
         scheduler = self.scheduler
-        step = scheduler.plan(self.budget.rows)
+        budget = self.budget
+        step = scheduler.plan(budget.rows, budget.price) if budget.adaptive else scheduler.plan()
         for sequence in scheduler.take_unfit():
             request = sequence.owner.request
             error = AllSparkError(
@@ -237,7 +259,9 @@ class ServedModel:
         result = group.step(self.name, step.plan.encode())
         end = time.monotonic()
         rows = step.plan.rows
-        self.budget.learn(rows, end - begin)
+        if budget.adaptive:
+            context = sum(item.count * (2 * item.start + item.count - 1) // 2 for item in step.plan.work)
+            budget.learn(rows, context, end - begin)
         sampled = self._deliver(step, result, end)
         self.throughput.add(end, rows, sampled)
 

@@ -113,8 +113,8 @@ class Session:
 
     def __init__(self, engine: "Engine", news: Callable[["Session", bool], None], max_pending: int = MAX_PENDING,
                  backlog: Backlog | None = None):
-        """`news(session, now)` is told that something was filed, once until it is taken or merged; with `now`, no engine
-        step will follow to flush it. `backlog`: shared by all sessions of a service."""
+        """`news(session, now)` is told that something was filed, once until it is taken or merged; with `now`, no
+        engine step will follow to flush it. `backlog`: shared by all sessions of a service."""
         self._engine = engine
         self._news = news
         self._max_pending = max_pending

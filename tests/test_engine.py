@@ -19,8 +19,11 @@ from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import engine as engine_module
 from allspark_server import served_model as served_model_module
-from allspark_server.engine import Engine, QueueSink
+from allspark_server.cache import SpanPool
+from allspark_server.engine import Engine
+from allspark_server.request import QueueSink
 from allspark_server.runtime.worker import Heartbeat
+from allspark_server.scheduler import Limits, Scheduler, Sequence, StopRules
 from allspark_server.served_model import StepBudget
 from fake_group import FakeGroup, expected_output
 from waiting import wait_for
@@ -365,11 +368,36 @@ def test_steps_run_while_ceilings_are_measured(make_engine):
 def test_step_budget_holds_a_latency():
     budget = StepBudget(1024, 8, 20.0)
     for _ in range(50):
-        budget.learn(budget.rows, budget.rows * 1e-4)
+        budget.learn(budget.rows, 0, budget.rows * 1e-4)
     assert 140 <= budget.rows <= 200
     off = StepBudget(1024, 8, 0.0)
-    off.learn(1024, 100.0)
+    off.learn(1024, 0, 100.0)
     assert off.rows == 1024
+
+
+def test_rows_far_into_a_context_cost_more():
+    """A prompt is computed in chunks; a position before a row costs a thousandth of the row."""
+    limits = Limits(4, 1024, 1024, 32)
+    times = []
+    budget = StepBudget(1024, 4, 20.0)
+    scheduler = Scheduler(limits, SpanPool(2048))
+    scheduler.add(Sequence(list(range(30_000)), 30_000, b"", StopRules(30_001)))
+    while scheduler.has_work:
+        step = scheduler.plan(budget.rows, budget.price)
+        (item,) = step.plan.work
+        context = item.count * (2 * item.start + item.count - 1) // 2
+        times.append(1e-4 * (item.count + context / 1000))
+        budget.learn(item.count, context, times[-1])
+        scheduler.complete(step, [1] * item.sample)
+    assert 0.0008 < budget.price < 0.0012
+    assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
+    for _ in range(20):  # short prompts only
+        budget.learn(budget.rows, budget.rows**2 // 2, 1e-4 * (budget.rows + budget.rows**2 / 2000))
+    scheduler.add(Sequence([2] * 30_000, 30_000, b"", StopRules(30_001)))
+    scheduler.plan(1)
+    scheduler._running[0].computed = 20_000  # found in a prefix cache, say
+    (item,) = scheduler.plan(budget.rows, budget.price).plan.work
+    assert 0.005 < 1e-4 * (item.count + item.count * 20) < 0.024
 
 
 def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):

@@ -59,6 +59,20 @@ def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
     assert caught.value.status == AsStatus.ALLSPARK_MEMORY_ERROR
 
 
+def test_what_other_models_have_not_touched_yet_is_theirs(monkeypatch, tmp_path):
+    first, second = make(), make()
+    first.allocate_cache(first.load())  # its cache is not touched before steps are computed
+    graph = first._model.graph
+    fixed, span = first._weight_bytes(graph) + first._activation_bytes(graph), first._span_bytes(graph)
+    with_available(monkeypatch, fixed + 200 * span + first.reserved_bytes())
+    monkeypatch.setattr(runner, "untouched_memory", lambda reserved: reserved)
+    second.reserved = first.reserved_bytes()
+    assert second.load() == 120
+    write(tmp_path, {"proc/self/status": "Name:\tx\nRssAnon:\t    100 kB\nRssFile:\t 50 kB\n"})
+    assert memory.untouched_memory(300 << 10, tmp_path) == 200 << 10
+    assert memory.untouched_memory(50 << 10, tmp_path) == 0
+
+
 def test_cache_memory_is_taken_as_given(monkeypatch, caplog):
     one = make(cache_memory=10 * MIB)
     assert one.load() == 10 * MIB // one._span_bytes(one._model.graph)

@@ -386,6 +386,9 @@ class FakeRunner:
         self._maybe_fail("step")
         return self.rank, plan
 
+    def reserved_bytes(self) -> int:
+        return 1
+
     def close(self) -> None:
         self.closed = True
 

@@ -221,6 +221,7 @@ class Member:
         progress(0, 1)
         runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
         runner.progress = progress
+        runner.reserved = sum(other.reserved_bytes() for other in self.runners.values())
         try:
             spans = runner.load()
         except BaseException:

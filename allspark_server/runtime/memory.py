@@ -106,6 +106,13 @@ def available_memory(world: int = 1, root: str = "/") -> int:
     return min(_host_available(nodes, root) // sharers, cgroup_available(root) // world, _address_space_available())
 
 
+def untouched_memory(reserved: int, root: str = "/") -> int:
+    """Of `reserved` bytes that this process has allocated, how many it has not touched, at least: to the kernel they
+    are free still."""
+    resident = _fields(_read(Path(root, "proc/self/status")).replace(":\t", ": ")).get("RssAnon", reserved)
+    return max(0, reserved - resident)
+
+
 def physical_cores(cpus: list[int] | None = None) -> int:
     """How many physical cores `cpus` (default: those this process may use) belong to."""
     cores = set()

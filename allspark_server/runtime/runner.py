@@ -14,7 +14,8 @@ from allspark_server.models import Graph
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
-from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
+from allspark_server.runtime.memory import (available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores,
+                                            untouched_memory)
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
@@ -72,6 +73,8 @@ class ModelRunner:
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
         self.progress: Progress | None = None
+        #: bytes that other models of this process hold, their caches mostly untouched yet
+        self.reserved = 0
         self._executor = None
         self._model: OpenedModel | None = None
         self._profiler: Profiler | None = None
@@ -89,7 +92,7 @@ class ModelRunner:
         self._choose_types(graph, unquantized_type(graph, source))
         self._warn_about_length(graph)
         self._warn_about_unused(graph, source)
-        available = available_memory(self.world)
+        available = available_memory(self.world) - untouched_memory(self.reserved)
         weight_bytes = self._weight_bytes(graph)
         spans = self._spans(available, weight_bytes + self._activation_bytes(graph))
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
@@ -140,6 +143,10 @@ class ModelRunner:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
         return Profile(summarize(self._profiler.read(model.graph, self.formats)), self._meter.finish())
+
+    def reserved_bytes(self) -> int:
+        """What weights and cache take, touched or not."""
+        return self._executor.weight_bytes() + self._executor.cache_bytes()
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""

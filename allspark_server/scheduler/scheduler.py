@@ -86,8 +86,8 @@ class Scheduler:
         self._clock = clock
         self._arrivals = 0
         self._entries = 0
-        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that are not waiting any more
-        # are dropped when met.
+        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that do not wait any more are
+        # dropped when met.
         self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
         self._by_length: list[tuple[int, int, Sequence]] = []
         self._waiting_count = 0
@@ -139,13 +139,15 @@ class Scheduler:
         elif sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
 
-    def plan(self, max_rows: Optional[int] = None) -> Optional[Step]:
+    def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
         """The next step, or None if nothing can be computed. Call `take_unfit` after it.
 
-        `max_rows`: a budget below the limits' `max_step_tokens`.
+        `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position
+        before it. Running sequences always get their next row, and prompts those that the batch leaves.
         """
         limits = self.limits
-        budget = limits.max_step_tokens if max_rows is None else max_rows
+        budget = limits.max_step_tokens
+        cost = 0.0
         preemptions = self.counters.preemptions
         step = Step(StepPlan())
 
@@ -157,8 +159,13 @@ class Scheduler:
                 if self._has_room(sequence):
                     self._schedule(step, sequence, 1)
                     budget -= 1
+                    cost += 1 + price * sequence.computed
         may_admit = self.counters.preemptions == preemptions
         prompts = [s for s in self._running if len(s.tokens) - s.computed > 1]
+        if max_cost is not None:
+            first = prompts[0].computed if prompts else 0
+            rows = int((max_cost - cost) / (1 + price * first))
+            budget = min(budget, max(rows, limits.max_batch - len(step.sequences), 0))
         if prompts and len(prompts[0].tokens) - prompts[0].computed > budget > 1:
             budget -= self._share_with_short(step, prompts, budget // 2, may_admit)
         for sequence in prompts:
@@ -323,8 +330,8 @@ class Scheduler:
         return count
 
     def _still_blocked(self, sequence: Sequence) -> bool:
-        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans available,
-        and the prefix that was found can only have grown if the key that came next is known now."""
+        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
+        available, and the prefix that was found can only have grown if the key that came next is known now."""
         if self._blocked is None or self._blocked[0] is not sequence:
             return False
         _, departures, key = self._blocked

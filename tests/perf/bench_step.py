@@ -1,8 +1,8 @@
 """What a step costs the engine's thread in Python, without any computing: bench_step.py [RUNNING …].
 
-For each number of running requests, all of one client's session (as the service files them): the medians over 200 steps
-of planning, encoding, completing and delivering, in ms; then what Session.take costs the event loop with the requests of
-a step changed and 10,000 more waiting.
+For each number of running requests, all of one client's session (as the service files them): the medians over 200
+steps of planning, encoding, completing and delivering, in ms; then what Session.take costs the event loop with the
+requests of a step changed and 10,000 more waiting.
 """
 
 from __future__ import annotations
