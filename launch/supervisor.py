@@ -312,8 +312,7 @@ class Supervisor:
                     logger.debug("process %d ended by itself", pid)
             if process.poll() is not None and not left:
                 for file in self._shared_memory.iterdir() if self._shared_memory else ():
-                    if file.name != "lock":
-                        file.unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
                 return
             time.sleep(0.02)
         raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from allspark_launch import folders
 from allspark_launch import mpi as launch_mpi
 from allspark_launch.cli import main
 from allspark_launch.placement import place
@@ -335,11 +337,54 @@ def test_systemd_is_told(tmp_path):
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):
-    (tmp_path / "allspark-group-old").mkdir()
-    (tmp_path / "allspark-group-old" / "lock").touch()
+    (tmp_path / f"{folders.PREFIX}old").mkdir()
     with private_folder(str(tmp_path)) as first:
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
         with private_folder(str(tmp_path)) as second:
-            assert first.exists() and second.exists() and not (tmp_path / "allspark-group-old").exists()
+            assert first.exists() and second.exists() and not (tmp_path / f"{folders.PREFIX}old").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_others_prepared_harms_no_file(tmp_path):
+    """Anybody may make a "stale" folder in /tmp: what it links to must be neither truncated nor removed."""
+    parent, victim = tmp_path / "tmp", tmp_path / "victim"
+    parent.mkdir()
+    parent.chmod(0o1777)
+    victim.mkdir()
+    (victim / "lock").write_text("precious")
+    for prefix in ("allspark-group-", folders.PREFIX):
+        planted = parent / f"{prefix}planted"
+        planted.mkdir()
+        (planted / "lock").symlink_to(victim / "lock")
+        (parent / f"{prefix}link").symlink_to(victim)
+        if os.geteuid() == 0:
+            os.chown(planted, 65534, 65534)
+    with private_folder(str(parent)):
+        pass
+    assert (victim / "lock").read_text() == "precious"
+    assert (parent / f"{folders.PREFIX}link").is_symlink()
+    assert (parent / f"{folders.PREFIX}planted").exists() == (os.geteuid() == 0)     # others' folders are left alone
+
+
+def test_folders_that_others_could_exchange_are_not_removed(tmp_path):
+    tmp_path.chmod(0o777)
+    (tmp_path / f"{folders.PREFIX}old").mkdir()
+    assert not folders.trusted(str(tmp_path))
+    folders.remove_stale(str(tmp_path))
+    assert (tmp_path / f"{folders.PREFIX}old").exists()
+
+
+def test_groups_that_start_together_keep_their_folders(tmp_path):
+    """Many processes make and remove folders; each must find its own whole until it is done with it."""
+    code = ("import sys\nfrom allspark_launch.serving import private_folder\n"
+            "for i in range(60):\n"
+            "    with private_folder(sys.argv[1]) as folder:\n"
+            "        for file in 'abcd':\n"
+            "            (folder / file).write_text(file)\n"
+            "        assert ''.join((folder / file).read_text() for file in 'abcd') == 'abcd'\n")
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+               for _ in range(8)]
+    assert [p.communicate(timeout=60)[1] for p in running] == [""] * 8
     assert not list(tmp_path.iterdir())
 
 
