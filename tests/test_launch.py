@@ -3,6 +3,7 @@ ranks that only send heartbeats."""
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -352,7 +353,7 @@ def test_a_folder_that_others_prepared_harms_no_file(tmp_path):
     parent.chmod(0o1777)
     victim.mkdir()
     (victim / "lock").write_text("precious")
-    for prefix in ("allspark-group-", folders.PREFIX):
+    for prefix in {"allspark-group-", folders.PREFIX}:
         planted = parent / f"{prefix}planted"
         planted.mkdir()
         (planted / "lock").symlink_to(victim / "lock")
@@ -411,7 +412,8 @@ if mode == "stuck":
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
 open(f"{sys.argv[0]}.{os.getpid()}.sent", "w").close()
 while True:
-    time.sleep(60)
+    print("x" * 1000 if mode == "flood" else "", flush=mode == "flood")
+    time.sleep(0.001 if mode == "flood" else 60)
 """
 # As mpirun: starts the ranks, ends all when one ends.
 FAKE_MPIRUN = """
@@ -445,11 +447,25 @@ except GroupFailed as error:
 """
 
 
+# `allspark serve`, but for the ranks.
+SERVE = """
+import logging, sys
+from pathlib import Path
+from allspark_launch import serving
+from allspark_launch.placement import Placement
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
+serving.plan_group = lambda options: serving.GroupPlan(Placement([None, None]), None, words, {})
+serving.supervise(serving.GroupOptions(), ready_file=str(folder / "ready"))
+"""
+
+
 class Fake:
     """A supervisor process over two fake ranks."""
 
-    def __init__(self, folder: Path, mode: str = "good", parent: int = 0):
-        for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN), ("driver.py", DRIVER)):
+    def __init__(self, folder: Path, mode: str = "good", parent: int = 0, driver: str = DRIVER):
+        for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN), ("driver.py", driver)):
             (folder / name).write_text(textwrap.dedent(text))
         self.folder = folder
         self.process = subprocess.Popen([sys.executable, str(folder / "driver.py"), str(folder), mode, str(parent)],
@@ -580,6 +596,39 @@ def test_an_error_of_the_start_is_not_repeated(fake):
     output, log = f.finish()
     assert f.process.returncode == 1 and time.monotonic() - started < 10
     assert "the port is in use" in output and "starting it again" not in log
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_supervisor(fake):
+    """Ranks print far more than pipes hold; both supervisor's ends are pipes that are never read."""
+    f = fake("flood", driver=SERVE)
+    f.wait_ready()
+    time.sleep(2)
+    before = set(f.ranks())
+    assert before and f.process.poll() is None
+    os.kill(max(before), signal.SIGKILL)
+    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    f.process.terminate()
+    f.process.wait(20)
+    wait_for(f.nothing_left)
+    assert f.process.returncode == 0
+
+
+def test_output_that_is_not_read_in_time_is_dropped_and_counted():
+    from allspark_launch.output import MOST_PENDING, Outlet
+    read_end, write_end = os.pipe()
+    outlet = Outlet(write_end)
+    outlet.write(b"first\n")
+    assert os.read(read_end, 100) == b"first\n"
+    for _ in range(3 * MOST_PENDING // 1000):
+        outlet.write(b"x" * 999 + b"\n")
+    assert not outlet.finish()                              # in a second: nobody has read
+    received, dropped = b"", 0
+    while received.count(b"x" * 999) * 1000 + dropped < 3 * MOST_PENDING // 1000 * 1000:
+        received += os.read(read_end, 1 << 20)
+        dropped = sum(map(int, re.findall(rb"\[(\d+) bytes of output were dropped", received)))
+    assert dropped > MOST_PENDING
+    os.close(read_end)
+    os.close(write_end)
 
 
 def test_supervisor_ends_with_its_parent(fake):
