@@ -70,6 +70,15 @@ def model_config(text: str):
     return AsModelConfig(model_name=path.stem if path.suffix == ".asgraph" else path.name, model_path=str(path))
 
 
+def is_misconfiguration(error: Exception) -> bool:
+    """Whether a start would fail like this again, whatever else happens on the machine: not so where memory or an
+    address is taken."""
+    from allspark_client.errors import AllSparkError, AsStatus
+    if isinstance(error, AllSparkError):
+        return error.status in (AsStatus.ALLSPARK_PARAM_ERROR, AsStatus.ALLSPARK_INVALID_CALL_ERROR)
+    return isinstance(error, (ValueError, TypeError, FileNotFoundError, PermissionError))
+
+
 class Rank:
     """This process: its arguments, its place in the group, its line to the supervisor."""
 
@@ -137,14 +146,7 @@ class Rank:
         if self.heartbeat:
             self.heartbeat.watch(group.member)
         engine = Engine(group=group, state_file=a.state_file)
-        restored = engine.restore() if a.state_file else []
-        # After a restart the state file has the last word: a client may have released a model of the command line.
-        wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else a.model
-        for config in map(model_config, wanted):
-            if config.model_name not in restored:
-                logger.info("loading %s from %s", config.model_name, config.model_path)
-                engine.install_model(config)
-                engine.start_model(config.model_name)
+        engine.restore([model_config(m) for m in a.model], again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0)
         gc.collect()
         gc.freeze()     # what is loaded stays: collections between steps need not go through it
         token = Path(a.token_file).read_text().strip() if a.token_file else None
@@ -170,12 +172,12 @@ class Rank:
             raise ValueError("--tls-cert and --tls-key are needed together")
         return TlsConfig(ca=a.tls_ca, cert=a.tls_cert, key=a.tls_key)
 
-    def fail(self, message: str, fatal: bool = False) -> None:
+    def fail(self, message: str, fatal: bool = False, misconfigured: bool = False) -> None:
         """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait
         for the other ranks."""
         logger.error("%s", message)
         if self.heartbeat:
-            self.heartbeat.state("failed", error=message, fatal=fatal)
+            self.heartbeat.state("failed", error=message, fatal=fatal, misconfigured=misconfigured)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,7 +195,7 @@ def main() -> None:
         logger.debug("rank %d failed", rank.number, exc_info=True)
         # Errors of a start (a bad checkpoint, a port in use, a mixed MPI) would only repeat.
         name = "" if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__}: "
-        rank.fail(f"rank {rank.number}: {name}{error}", fatal=True)
+        rank.fail(f"rank {rank.number}: {name}{error}", fatal=True, misconfigured=is_misconfiguration(error))
 
 
 if __name__ == "__main__":

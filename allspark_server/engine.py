@@ -20,7 +20,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
@@ -84,6 +84,7 @@ class Engine(AbstractEngine):
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
+        self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
@@ -126,28 +127,51 @@ class Engine(AbstractEngine):
             for model in list(self._models.values())
         ]
 
-    def restore(self) -> list[str]:
-        """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
+    def restore(self, configured: Sequence[AsModelConfig] = (), again: bool = False) -> list[str]:
+        """Installs and starts the models of the configuration, and those that clients had installed, which
+        `state_file` records.
 
-        One that cannot be installed now is logged and skipped, and stays in the file.
+        At a start, models of the configuration are as it says: changed, added and removed ones. Until the next start
+        they are the clients' to stop and release: so with `again`, when a group that was lost is replaced, the state
+        file alone counts. One of the configuration that cannot be loaded at a start is raised; any other is logged,
+        stays in the file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
-        if self._state_file is None or not os.path.exists(self._state_file):
-            return []
-        try:
-            with open(self._state_file, encoding="utf-8") as file:
-                entries = {entry["config"]["model_name"]: entry for entry in json.load(file)}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
-            return []
+        recorded = self._recorded()
+        if again and recorded is not None:
+            entries = recorded
+        else:
+            entries = {c.model_name: {"config": c.to_dict(), "started": True, "configured": True} for c in configured}
+            if len(entries) < len(configured):
+                raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
+            entries |= {name: entry for name, entry in (recorded or {}).items()
+                        if not entry.get("configured") and name not in entries}
         self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some
+        self._save()
         for name, entry in entries.items():
             try:
                 config = AsModelConfig.from_dict(entry["config"])
                 check_available(check_config(config))
-                self._call(functools.partial(self._install, config, bool(entry.get("started"))))
+                logger.info("loading %s from %s", name, config.model_path)
+                ours = bool(entry.get("configured"))
+                self._call(functools.partial(self._install, config, bool(entry.get("started")), ours))
             except (AllSparkError, ValueError, TypeError) as error:
-                logger.error("model %r, recorded in %s, cannot be restored: %s", name, self._state_file, error)
+                if entry.get("configured") and not again:
+                    raise _of_configuration(name, error) from error
+                logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
+                             "or released", name, error)
+                self.unrestored[name] = str(error)
         return list(self._models)
+
+    def _recorded(self) -> Optional[dict[str, dict]]:
+        """The state file's entries by model name; None if there is no file that can be read."""
+        if self._state_file is None or not os.path.exists(self._state_file):
+            return None
+        try:
+            with open(self._state_file, encoding="utf-8") as file:
+                return {entry["config"]["model_name"]: entry for entry in json.load(file)}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
+            return None
 
     # --- requests ---
 
@@ -371,7 +395,7 @@ class Engine(AbstractEngine):
         except RuntimeError as error:
             logger.warning("closing the group: %s", error)
 
-    def _install(self, config: AsModelConfig, start: bool = False) -> None:
+    def _install(self, config: AsModelConfig, start: bool = False, configured: bool = False) -> None:
         name = config.model_name
         if name in self._models:
             raise AllSparkError(
@@ -396,7 +420,8 @@ class Engine(AbstractEngine):
             self._group.unload(name)
             raise
         self._models[name].running = start
-        self._unrestored.pop(name, None)
+        self._models[name].configured = configured
+        self._forget_unrestored(name)
         self._save()
 
     def _start_model(self, name: str) -> None:
@@ -412,7 +437,14 @@ class Engine(AbstractEngine):
         model.end_all(GenerateRequestStatus.GenerateInterrupted)
         self._save()
 
+    def _forget_unrestored(self, name: str) -> bool:
+        self.unrestored.pop(name, None)
+        return self._unrestored.pop(name, None) is not None
+
     def _release_model(self, name: str) -> None:
+        if name not in self._models and self._forget_unrestored(name):
+            self._save()
+            return
         model = self._model(name)
         model.running = False
         model.end_all(GenerateRequestStatus.GenerateInterrupted)
@@ -426,7 +458,8 @@ class Engine(AbstractEngine):
         """Records the installed models; a reader sees the old file or the new one, never half of one."""
         if self._state_file is None:
             return
-        entries = [{"config": m.config.to_dict(), "started": m.running} for m in self._models.values()]
+        entries = [{"config": m.config.to_dict(), "started": m.running, "configured": m.configured}
+                   for m in self._models.values()]
         entries += self._unrestored.values()
         temporary = f"{self._state_file}.new"
         try:
@@ -437,6 +470,16 @@ class Engine(AbstractEngine):
             os.replace(temporary, self._state_file)
         except OSError as error:
             logger.error("the state file %s cannot be written: %s", self._state_file, error)
+
+
+def _of_configuration(name: str, error: Exception) -> Exception:
+    """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
+    text = f"model {name!r} of the configuration cannot be loaded: {error}"
+    if isinstance(error, AllSparkError) and error.status in (
+        AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR
+    ):
+        return RuntimeError(text)
+    return ValueError(text)
 
 
 def _fingerprint(info: ModelInfo) -> str:

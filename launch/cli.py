@@ -21,6 +21,7 @@ from .topology import Topology, format_list, parse_list, read_topology
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
+EXIT_CONFIG = 78            # of serve (sysexits' EX_CONFIG): starting it again would end alike; systemd's unit knows it
 #: --weight-dtype of convert: customized_quant_config's weight_format and compute_method
 QUANTIZED = {"int8": ("int8", "weight_only"), "int4": ("uint4", "weight_only"), "w8a8": ("int8", "activate_quant"),
              "w4a8": ("uint4", "activate_quant")}
@@ -37,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         return options.handler(options) or 0
     except (ValueError, TypeError, OSError, MpiNotFound, GroupFailed, AllSparkError, RuntimeError) as error:
         print(f"allspark {options.command}: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        repeats = (error.misconfigured if isinstance(error, GroupFailed) else
+                   isinstance(error, (ValueError, TypeError, MpiNotFound, FileNotFoundError, PermissionError)))
+        return EXIT_CONFIG if options.command == "serve" and repeats else EXIT_ERROR
     except KeyboardInterrupt:
         return 130
 

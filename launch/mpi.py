@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -14,6 +16,8 @@ from allspark_server.runtime.mpi import library_of
 
 from .placement import Placement, RankPlacement
 from .topology import format_list
+
+logger = logging.getLogger(__name__)
 
 # Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own on this machine.
 _FOREIGN = re.compile(r"^(OMPI_|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
@@ -123,9 +127,26 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}
 
 
+def _loopback() -> str:
+    """The library that confines mpirun's listening sockets to the loopback interface (native/launcher/loopback.cpp);
+    "" if it was not built, or lies where LD_PRELOAD cannot name it."""
+    spec = importlib.util.find_spec(f"{__package__}._loopback")
+    path = spec.origin if spec is not None else None
+    if not path or re.search(r"[\s:]", path):
+        logger.warning("mpirun will listen on every address of this machine (%s): have a firewall close its ports",
+                       f"{path!r} has a blank or a colon" if path else "allspark_launch._loopback is not built")
+        return ""
+    return path
+
+
 def mpi_environment(mpi: Installation) -> dict[str, str]:
-    """What the environment of mpirun must say so that ranks load the library of this very installation."""
-    return {"MPI4PY_LIBMPI": str(mpi.library)}
+    """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
+    itself listens on the loopback interface only."""
+    environment = {"MPI4PY_LIBMPI": str(mpi.library)}
+    loopback = _loopback()
+    if loopback:
+        environment["LD_PRELOAD"] = ":".join(filter(None, [loopback, os.environ.get("LD_PRELOAD")]))
+    return environment
 
 
 def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
@@ -170,7 +191,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
-        words += ["-np", "1"]
+        words += ["-np", "1", "-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # mpirun's own is not for ranks
         if use_numactl:
             words += numactl_words(rank, bind_memory)
         words += [python, "-m", "allspark_server", "--ranks", str(len(placement.ranks)),

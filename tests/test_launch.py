@@ -206,10 +206,10 @@ def test_command_line_by_node(tmp_path):
     placement = place(read_topology(machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]]})))
     words = launch_mpi.group_command(MPI5, placement, "python", ["--address", "unix:/a b"], use_numactl=True)
     first, second = contexts(words)
-    assert first == ["-np", "1", "numactl", "--cpunodebind=0", "--membind=0", "python", "-m", "allspark_server",
-                     "--ranks", "2", "--cpus", "0,1", "--address", "unix:/a b"]
-    assert second == ["-np", "1", "numactl", "--cpunodebind=1", "--membind=1", "python", "-m", "allspark_server",
-                      "--ranks", "2", "--cpus", "2,3"]
+    assert first == ["-np", "1", "-x", "LD_PRELOAD=", "numactl", "--cpunodebind=0", "--membind=0", "python", "-m",
+                     "allspark_server", "--ranks", "2", "--cpus", "0,1", "--address", "unix:/a b"]
+    assert second == ["-np", "1", "-x", "LD_PRELOAD=", "numactl", "--cpunodebind=1", "--membind=1", "python", "-m",
+                      "allspark_server", "--ranks", "2", "--cpus", "2,3"]
     assert "self,sm" in words and words[words.index("--bind-to") + 1] == "none" and "--oversubscribe" in words
     assert ("--allow-run-as-root" in words) == (os.geteuid() == 0)
     line = launch_mpi.shell_line({"MPI4PY_LIBMPI": "/x"}, words)
@@ -221,7 +221,7 @@ def test_command_line_of_ranks_that_share_a_node(tmp_path):
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=True, bind_memory=False)
     assert "self,vader" in words and "mpi_yield_when_idle" in words
     for rank, context in enumerate(contexts(words)):
-        assert context[2:4] == ["numactl", f"--physcpubind={rank % 2}"]
+        assert context[4:6] == ["numactl", f"--physcpubind={rank % 2}"]
         assert "--no-spin" in context and not any("membind" in w for w in context)
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=False)
     assert contexts(words)[1][-5:] == ["--bind-cpus", "1", "--bind-memory", "0", "--no-spin"]
@@ -259,7 +259,7 @@ def test_dry_run_prints_only_the_line(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     words = shlex.split(lines[0])
-    assert words[0].startswith("MPI4PY_LIBMPI=") and words[1].endswith("mpirun")
+    assert words[0].startswith("MPI4PY_LIBMPI=") and next(w for w in words if "=" not in w).endswith("mpirun")
     assert words.count("allspark_server") == 2 and words.count("--address") == 1
 
 
@@ -410,6 +410,8 @@ for number in (signal.SIGTERM, signal.SIGUSR1):
 if mode == "stuck":
     heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
+if mode == "answers" and rank == 0:
+    heartbeat.send(served=True)
 open(f"{sys.argv[0]}.{os.getpid()}.sent", "w").close()
 while True:
     print("x" * 1000 if mode == "flood" else "", flush=mode == "flood")
@@ -435,7 +437,7 @@ logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
 limits = Limits(heartbeat_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1, first_backoff=0.1,
-                max_fast_failures=3)
+                max_failures=3)
 s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
 for n in (signal.SIGTERM, signal.SIGINT):
     signal.signal(n, lambda *_: s.request_stop("signal"))
@@ -586,8 +588,43 @@ def test_supervisor_gives_up_with_the_last_lines(fake):
     f = fake("crash")
     output, _ = f.finish()
     assert f.process.returncode == 1
-    assert "failed 3 times in a row" in output and "has a bad day" in output
+    assert "ended 3 times in a row before it had served" in output and "has a bad day" in output
     assert "has a bad day" in json.loads((f.folder / "ready").read_text())["error"]
+
+
+@pytest.mark.parametrize("mode", ["answers", "good"])
+def test_only_lives_that_served_nothing_are_counted(fake, mode):
+    """Of groups that are killed soon after each start, one that had answered meanwhile is started again and again."""
+    f = fake(mode)
+    for _ in range(5):
+        f.wait_ready()
+        before = set(f.ranks())
+        os.kill(min(before), signal.SIGKILL)
+        wait_for(lambda: not before & set(f.ranks()))
+        wait_for(lambda: f.process.poll() is not None or len(f.ranks()) == 2)
+        if f.process.poll() is not None:
+            break
+    if mode == "answers":
+        f.wait_ready()
+        f.process.terminate()
+    output, log = f.finish()
+    assert f.process.returncode == (0 if mode == "answers" else 1)
+    assert ("ended 3 times in a row before it had served" in output) == (mode == "good")
+    assert log.count("starting it again in 0.1 s") == (5 if mode == "answers" else 1)       # and no growing pause
+
+
+def test_orphans_of_process_1_are_reaped():
+    """A child subreaper inherits orphans just as process 1 does."""
+    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.supervisor import reap_orphans\n"
+            "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+            "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 &'])\ntime.sleep(0.5)\n"
+            "states = lambda: [s for s in map(state, os.listdir('/proc')) if s]\n"
+            "def state(pid):\n"
+            "    try: fields = open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()\n"
+            "    except OSError: return ''\n"
+            "    return fields[0] if fields[1] == str(os.getpid()) else ''\n"
+            "assert states() == ['Z', 'Z'], states()\nreap_orphans()\nassert states() == [], states()\n")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
 def test_an_error_of_the_start_is_not_repeated(fake):
@@ -642,7 +679,7 @@ def test_supervisor_ends_with_its_parent(fake):
 
 
 def test_supervisor_in_process_reports_a_missing_mpirun(tmp_path):
-    supervisor = Supervisor(["/nowhere/mpirun"], {}, 1, tmp_path, limits=Limits(max_fast_failures=1))
+    supervisor = Supervisor(["/nowhere/mpirun"], {}, 1, tmp_path, limits=Limits(max_failures=1))
     with pytest.raises((GroupFailed, OSError), match="/nowhere/mpirun"):
         supervisor.run()
     assert processes_of_session(2 ** 22 + 1) == []

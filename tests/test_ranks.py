@@ -1,4 +1,5 @@
 """Real groups: mpirun, pinned ranks, the shared window, the service; on tiny checkpoints, against transformers."""
+import contextlib
 import json
 import mmap
 import os
@@ -256,6 +257,29 @@ def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path
             assert str(MPIS[source].library.resolve()) in maps
             assert maps.count("libmpi.so") == maps.count(str(MPIS[source].library.resolve()))      # and no other
         checkpoints.check_greedy(greedy(engine, "m", checkpoints.prompt_of(7), 24), reference(CONFIGURATION, 7, 24))
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Addresses, as the kernel writes them, of the TCP sockets on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(fd))
+    rows = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+@pytest.mark.parametrize("source", MPIS)
+def test_nothing_listens_beyond_the_loopback_interface(source, monkeypatch):
+    monkeypatch.setenv("ALLSPARK_MPIRUN", str(MPIS[source].mpirun))
+    with background_group(["--ranks", "2"], timeout=60) as started:
+        ranks = list(ranks_of(started.supervisor_pid).values())
+        own = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}      # 127.0.0.1, ::1
+        assert set(listening([started.supervisor_pid, *children(started.supervisor_pid), *ranks])) <= own
+        assert listening(ranks) == []                       # their door is a Unix socket
+        for pid in ranks:
+            assert "_loopback" not in Path(f"/proc/{pid}/maps").read_text()
 
 
 def by_hand(mpirun, *words: str, **environment: str) -> subprocess.Popen:

@@ -120,6 +120,8 @@ class Member:
         self.runners: dict[str, ModelRunner] = {}
         self.progress: Callable[[str, float], None] = lambda name, part: None
         self.step_began = 0.0       # on the monotonic clock; 0.0 between steps. The heartbeat reads it
+        self.served = False         # a step was computed; on_served() is called after the first
+        self.on_served: Callable[[], None] = lambda: None
 
     def load(self, config: AsModelConfig) -> int:
         """First phase: weights. Returns how many spans this rank could hold."""
@@ -142,9 +144,13 @@ class Member:
     def step(self, name: str, plan: bytes):
         self.step_began = time.monotonic()
         try:
-            return self.runners[name].step(plan)
+            result = self.runners[name].step(plan)
         finally:
             self.step_began = 0.0
+        if not self.served:
+            self.served = True
+            self.on_served()
+        return result
 
     def unload(self, name: str) -> None:
         """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""

@@ -91,10 +91,11 @@ class Heartbeat:
         self._thread.join()
 
     def watch(self, member: Member) -> None:
-        """From now on also tell of the member's loads and how long its step has been going on, count in its window,
-        and end the process if the window says that the group was aborted."""
+        """From now on also tell of the member's loads, how long its step has been going on and that it has computed
+        one, count in its window, and end the process if the window says that the group was aborted."""
         self._member = member
         member.progress = self.progress
+        member.on_served = lambda: self.send(served=True)
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
