@@ -1,10 +1,12 @@
 """The launcher without a model: topology of fabricated machines, placement, command lines, and the supervisor with
 ranks that only send heartbeats."""
+import configparser
 import functools
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import stat
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 from allspark_launch import folders
 from allspark_launch import mpi as launch_mpi
-from allspark_launch.cli import main
+from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.placement import place
 from allspark_launch.pool import Pool, units
 from allspark_launch.serving import GroupOptions, plan_group, private_folder, tell_systemd
@@ -281,7 +283,7 @@ def test_serve_config_file(tmp_path, capsys):
     bad = {'{"rank": 2}': "unknown key 'rank'", '{"ranks": "2"}': "ranks is '2'", "[": "group.json"}
     for text, message in bad.items():
         config.write_text(text)
-        assert main(["serve", "--config", str(config), "--dry-run"]) == 1
+        assert main(["serve", "--config", str(config), "--dry-run"]) == EXIT_CONFIG
         assert message in capsys.readouterr().err
 
 
@@ -293,7 +295,7 @@ def test_serve_config_file(tmp_path, capsys):
     (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "/nowhere is not a directory"),
 ])
 def test_mistakes_are_told(arguments, message, capsys):
-    assert main(arguments) == 1
+    assert main(arguments) == (EXIT_CONFIG if arguments[0] == "serve" else 1)
     assert message in capsys.readouterr().err
 
 
@@ -322,6 +324,25 @@ def test_pool_units(tmp_path, capsys):
     bad.write_text(json.dumps({"member": [{"name": "a", "address": "x:1"}, {"name": "b", "address": "x:1"}]}))
     assert main(["pool", "install", "--config", str(bad)]) == 1
     assert "both have address x:1" in capsys.readouterr().err
+
+
+def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
+    """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
+    RestartSec seconds; and a configuration error is not tried again at all."""
+    pool = Pool("default", "daemon", {"a": GroupOptions(address=["unix:/run/a"])})
+    for name, text in units(pool, tmp_path).items():
+        (tmp_path / name).write_text(text)
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str
+    unit.read(tmp_path / "allspark-default-a.service")
+    limits, service = unit["Unit"], unit["Service"]
+    assert int(limits["StartLimitBurst"]) * (int(service["RestartSec"]) + 60) < int(limits["StartLimitIntervalSec"])
+    assert str(EXIT_CONFIG) in service["RestartPreventExitStatus"].split()
+    assert service["OOMPolicy"] == "continue"
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", *tmp_path.glob("allspark-default*")],
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "allspark" not in done.stderr, done.stderr
 
 
 def test_status_of_a_group_that_is_down(capsys, tmp_path):

@@ -7,6 +7,7 @@ import pwd
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -365,6 +366,39 @@ def test_a_port_in_use_is_told(tmp_path):
                 pass
 
 
+def served_by(tmp_path, **config) -> tuple[int, str]:
+    """`allspark serve` of one rank with this configuration, until it ends: (exit status, its last words)."""
+    (tmp_path / "group.json").write_text(json.dumps({"ranks": 1, **config}))
+    done = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--config", str(tmp_path / "group.json")],
+                          capture_output=True, text=True, timeout=90)
+    return done.returncode, done.stderr
+
+
+def test_exit_status_tells_whether_to_start_again(tmp_path):
+    """78: not before somebody has mended what the error names."""
+    status, error = served_by(tmp_path, address=f"unix:{tmp_path}/s", models=["/nowhere/model"])
+    assert status == 78 and "model 'model' of the configuration cannot be loaded" in error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, error = served_by(tmp_path, address=f"127.0.0.1:{taken.getsockname()[1]}")
+    assert status == 1 and "in use" in error
+
+
+def test_an_edited_configuration_counts(tmp_path):
+    """The state file keeps what clients installed, not what the configuration said once."""
+    def models(*entries: dict, install: str = "") -> dict[str, int]:
+        path = str(checkpoints.checkpoint(CONFIGURATION))
+        (tmp_path / "group.json").write_text(json.dumps({"models": [{"model_path": path, **e} for e in entries]}))
+        arguments = ["--ranks", "1", "--config", str(tmp_path / "group.json"), "--state-file", str(tmp_path / "state")]
+        with background_group(arguments, timeout=60) as started, ClientEngine(started.addresses[0]) as engine:
+            if install:
+                globals()["install"](engine, install, path)
+            return {m.name: engine.get_model_info(m.name).span_size for m in engine.list_models()}
+
+    first = models({"model_name": "edited"}, {"model_name": "removed"}, install="by-client")
+    assert first == {"edited": 32, "removed": 32, "by-client": 32}
+    assert models({"model_name": "edited", "cache_span_size": 64}) == {"edited": 64, "by-client": 32}
+
+
 @pytest.mark.parametrize("size,on_host,message", [
     (1, 1, "sees an MPI world of 1, but 2 ranks were started"),
     (2, 1, "2 ranks are on several hosts .* not available yet"),
@@ -479,6 +513,23 @@ def test_a_step_that_fails_ends_the_group(threads):
     assert failures == ["rank 2: no memory for step2"]
     wait_for(lambda: len(errors) == 2)
     assert "rank 2" in errors[1]
+
+
+def test_the_first_step_is_told(monkeypatch):
+    """The supervisor counts lives that served nothing."""
+    from allspark_server.runtime import runner
+    from allspark_server.runtime.group import LocalGroup
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    group, told = LocalGroup(), []
+    group.member.on_served = lambda: told.append("served")
+    group.load(AsModelConfig(model_name="step0", model_path="x"))
+    with pytest.raises(MemoryError):
+        group.step("step0", b"")
+    assert not told
+    group.load(AsModelConfig(model_name="m", model_path="x"))
+    group.step("m", b"")
+    group.step("m", b"")
+    assert told == ["served"]
 
 
 def test_local_group(monkeypatch):
