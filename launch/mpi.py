@@ -73,13 +73,16 @@ def _system_mpirun() -> list[Path]:
 def _examine(mpirun: Path, source: str) -> Installation:
     """Raises MpiNotFound if this mpirun is not an Open MPI from version 4 on with its library beside it."""
     try:
-        output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20,
-                                env=clean_environment(), stdin=subprocess.DEVNULL).stdout
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=20,
+                              env=clean_environment(), stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
         raise MpiNotFound(f"{mpirun} does not run: {error}") from error
-    match = re.search(r"\(Open MPI\)\s+(\d+)\.(\d+)\.(\d+)", output)
+    match = re.search(r"\(Open MPI\)\s+(\d+)\.(\d+)\.(\d+)", done.stdout)
+    if not match and done.returncode != 0:
+        raise MpiNotFound(f"{mpirun} does not run: --version ended with status {done.returncode}: "
+                          f"{(done.stderr or done.stdout).strip()[:2000] or 'no message'}")
     if not match:
-        first = output.strip().splitlines()[0] if output.strip() else "nothing"
+        first = done.stdout.strip().splitlines()[0] if done.stdout.strip() else "nothing"
         raise MpiNotFound(f"{mpirun} is not Open MPI's (its --version says {first!r})")
     version = tuple(map(int, match.groups()))
     if version < (4,):
@@ -123,8 +126,11 @@ def find_mpi() -> Installation:
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what an enclosing MPI or batch job has set."""
-    return {k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}
+    """This environment without what an enclosing MPI or batch job has set, and with a home directory: services and
+    containers may have none, and Open MPI 5 does not start then; it need not exist."""
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else "/",
+            **{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}}
 
 
 def _loopback() -> str:

@@ -256,6 +256,16 @@ def test_forced_mpirun(monkeypatch, tmp_path):
         launch_mpi.find_mpi()
 
 
+def test_what_mpirun_says_is_passed_on(monkeypatch, tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho \"home: $HOME\" >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("ALLSPARK_MPIRUN", str(fake))
+    monkeypatch.delenv("HOME")
+    with pytest.raises(launch_mpi.MpiNotFound, match="does not run: --version ended with status 1: home: /"):
+        launch_mpi.find_mpi()
+
+
 def test_dry_run_prints_only_the_line(capsys):
     assert main(["serve", "--dry-run", "--ranks", "2", "--address", "unix:/tmp/a"]) == 0
     lines = capsys.readouterr().out.splitlines()

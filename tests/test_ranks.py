@@ -344,9 +344,12 @@ def foreign_python():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("source", MPIS)
-def test_as_another_user(source, foreign_python):
+@pytest.mark.parametrize("home", ["/nonexistent", None])
+def test_as_another_user(source, home, foreign_python):
     """No home directory, nothing writable but /tmp."""
     python, environment = foreign_python
+    if home is None:
+        del environment["HOME"]
     code = ("from allspark_launch.serving import background_group\nfrom allspark_client import ClientEngine\n"
             "with background_group(['--ranks', '2'], timeout=60) as g, ClientEngine(g.addresses[0]) as e:\n"
             "    print('ranks', e.get_rank_nums())")
