@@ -189,10 +189,11 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
 
     python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …). rank_words:
     arguments for every rank.
-    use_numactl: None uses it if it is installed; without it each rank is told to bind itself.
+    use_numactl: None uses it if it is installed and memory may be bound (from 2.0.19 on it exits where it may not, even
+    if it is asked for CPUs only); without it each rank is told to bind itself.
     """
     if use_numactl is None:
-        use_numactl = shutil.which("numactl") is not None
+        use_numactl = bind_memory and shutil.which("numactl") is not None
     words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
     for rank in placement.ranks:
         if rank.rank:

@@ -182,8 +182,32 @@ def test_kernel_without_numa_and_cgroup_quota(tmp_path):
     assert topology.nodes[0].memory_total == 2 << 30
     assert topology.cpu_quota == 1.5 and topology.memory_limit == 1 << 30
     placement = place(topology, 2)
-    assert placement.oversubscribed and "the cgroup allows 1.5 CPUs" in placement.warnings[0]
+    assert cpus_of(placement) == [(0,), (2,)]
+    assert placement.oversubscribed and "the cgroup allows 1.5 CPUs: 2 threads instead of 4" in placement.warnings[0]
+    assert place(topology, 2, cpus_per_rank=2).oversubscribed and cpus_of(place(topology)) == [(0, 1)]
     assert not place(topology, 1, cpus_per_rank=1).oversubscribed
+
+
+@pytest.mark.parametrize("files", [
+    {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"},         # a container's own view
+    {"proc/self/cgroup": "0::/kubepods/pod1/c1\n", "sys/fs/cgroup/kubepods/pod1/cpu.max": "400000 100000\n",
+     "sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "max 100000\n", "sys/fs/cgroup/kubepods/cpu.max": "900000 100000\n"},
+    {"proc/self/cgroup": "4:cpu,cpuacct:/kubepods/pod1\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/kubepods/pod1/cpu.cfs_quota_us": "350000\n",
+     "sys/fs/cgroup/cpu/kubepods/pod1/cpu.cfs_period_us": "100000\n"},
+], ids=["container", "version 2", "version 1"])
+def test_a_quota_limits_threads(tmp_path, files):
+    """The usual case in Kubernetes: all cores of a large host are visible, the time of four is allowed."""
+    root = machine(tmp_path, {0: [[c] for c in range(64)]})
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    placement = place(read_topology(root))
+    assert cpus_of(placement) == [(0, 1, 2, 3)]
+    assert "4 threads instead of 63" in placement.warnings[0]
+    assert [len(c) for c in cpus_of(place(read_topology(root), 3))] == [1, 1, 1]
+    from allspark_server.runtime.memory import physical_cores
+    assert physical_cores(root=str(root)) <= 4 and physical_cores([0], root=str(root)) == 1
 
 
 # ---- command lines -------------------------------------------------------------------------------------------------
@@ -218,13 +242,17 @@ def test_command_line_by_node(tmp_path):
     assert shlex.split(line) == ["MPI4PY_LIBMPI=/x", *words]
 
 
-def test_command_line_of_ranks_that_share_a_node(tmp_path):
+def test_command_line_of_ranks_that_share_a_node(tmp_path, monkeypatch):
     placement = place(read_topology(machine(tmp_path, {0: [[0], [1]]})), 3)
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=True, bind_memory=False)
     assert "self,vader" in words and "mpi_yield_when_idle" in words
     for rank, context in enumerate(contexts(words)):
         assert context[4:6] == ["numactl", f"--physcpubind={rank % 2}"]
         assert "--no-spin" in context and not any("membind" in w for w in context)
+    monkeypatch.setattr(launch_mpi.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "numactl" in launch_mpi.group_command(MPI4, placement, "python", [])
+    words = launch_mpi.group_command(MPI4, placement, "python", [], bind_memory=False)  # newer ones would exit
+    assert "numactl" not in words and contexts(words)[1][-3:] == ["--bind-cpus", "1", "--no-spin"]
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=False)
     assert contexts(words)[1][-5:] == ["--bind-cpus", "1", "--bind-memory", "0", "--no-spin"]
 

@@ -9,6 +9,7 @@ import platform
 import re
 import resource
 from pathlib import Path
+from typing import Iterator
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
 _MPOL_BIND = 2
@@ -63,29 +64,52 @@ def _host_available(nodes: list[int], root: str) -> int:
     return total
 
 
-def cgroup_available(root: str = "/") -> int:
-    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
-    least = _UNLIMITED
-    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of this process's cgroups for a controller: its own, and all above it, whose limits hold as
+    well; inside a container only the highest may be visible."""
+    lines = _read(Path(root, "proc/self/cgroup")).splitlines() or ["0::/"]
+    for line in lines:
         _, controllers, own = line.split(":", 2)
         if controllers == "":
-            base, names = Path(root, "sys/fs/cgroup"), ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = Path(root, "sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            version, base = 2, Path(root, "sys/fs/cgroup")
+        elif controller in controllers.split(","):
+            version, base = 1, Path(root, "sys/fs/cgroup", controller)
         else:
             continue
         folder = base / own.strip("/")
-        while True:  # a parent's limit holds as well; inside a container only the base may be visible
-            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
-            if limit.isdigit() and int(limit) < _UNLIMITED and used.isdigit():
-                stat = _fields(_read(folder / "memory.stat"))
-                cached = stat.get(f"{names[2]}inactive_file", 0) + stat.get(f"{names[2]}active_file", 0)
-                least = min(least, int(limit) - int(used) + cached)
-            if folder == base or base not in folder.parents:
-                break
+        while folder != base and base in folder.parents:
+            yield version, folder
             folder = folder.parent
+        yield version, base
+
+
+def cgroup_available(root: str = "/") -> int:
+    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
+    least = _UNLIMITED
+    for version, folder in _cgroups("memory", root):
+        if version == 2:
+            names = ("memory.max", "memory.current", "")
+        else:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+        if limit.isdigit() and int(limit) < _UNLIMITED and used.isdigit():
+            stat = _fields(_read(folder / "memory.stat"))
+            cached = stat.get(f"{names[2]}inactive_file", 0) + stat.get(f"{names[2]}active_file", 0)
+            least = min(least, int(limit) - int(used) + cached)
     return max(0, least)
+
+
+def cgroup_cpus(root: str = "/") -> float:
+    """How many CPUs' time this process' cgroups allow, such as 2.5; 0.0 without a limit."""
+    least = math.inf
+    for version, folder in _cgroups("cpu", root):
+        if version == 2:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):     # not "max", not -1
+            least = min(least, int(words[0]) / int(words[1]))
+    return 0.0 if least == math.inf else least
 
 
 def _address_space_available() -> int:
@@ -106,13 +130,15 @@ def available_memory(world: int = 1, root: str = "/") -> int:
     return min(_host_available(nodes, root) // sharers, cgroup_available(root) // world, _address_space_available())
 
 
-def physical_cores(cpus: list[int] | None = None) -> int:
-    """How many physical cores `cpus` (default: those this process may use) belong to."""
+def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
+    """How many physical cores `cpus` belong to; by default those that this process may use, as far as its cgroups
+    allow it the time of so many."""
+    quota = 0.0 if cpus else cgroup_cpus(root)
     cores = set()
     for cpu in cpus or sorted(os.sched_getaffinity(0)):
         siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).strip()
         cores.add(siblings or str(cpu))
-    return len(cores)
+    return min(len(cores), math.ceil(quota)) if quota else len(cores)
 
 
 def nodes_of_cpus(cpus: list[int]) -> set[int]:
