@@ -218,6 +218,26 @@ def test_nothing_outlives_a_killed_parent(tmp_path):
     wait_for(lambda: not processes_of_session(mpirun) and not command_of(supervisor)[1:])
 
 
+def test_nothing_is_left_of_a_killed_client():
+    """Neither processes nor folders, sockets and shared memory of the group that it had started for itself."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        code = ("import time; from allspark_client import ClientEngine\n"
+                "with ClientEngine() as e:\n    print(e.get_rank_nums(), flush=True); time.sleep(100)")
+        environment = {k: v for k, v in os.environ.items() if k not in ("XDG_RUNTIME_DIR", "ALLSPARK_ADDRESS")}
+        shared = set(Path("/dev/shm").iterdir())
+        client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                                  env={**environment, "TMPDIR": folder, "AS_NUMA_NUM": "2"})
+        assert client.stdout.readline() == "2\n"
+        supervisor = children(client.pid)[0]
+        mpirun = children(supervisor)[0]
+        mine = [p for p in set(Path("/dev/shm").iterdir()) - shared if p.name.startswith("allspark")]
+        assert len(list(Path(folder).iterdir())) == 2 and mine
+        client.kill()
+        client.communicate()
+        wait_for(lambda: not processes_of_session(mpirun) and not command_of(supervisor)[1:])
+        assert list(Path(folder).iterdir()) == [] and not any(p.exists() for p in mine)
+
+
 def test_a_rank_that_cannot_allocate(pair):
     """Rank 1 alone is out of address space: the load fails naming it, and the group goes on."""
     rank1 = ranks_of(pair.supervisor)[1]
