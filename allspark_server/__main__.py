@@ -21,6 +21,7 @@ import sys
 import threading
 from pathlib import Path
 
+from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
 logger = logging.getLogger("allspark_server")
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cpus", default="", help="comma-separated CPUs, one for each compute thread")
     p.add_argument("--bind-cpus", default="", help="bind the process to these CPUs (where there is no numactl)")
     p.add_argument("--bind-memory", type=int, default=None, help="bind its memory to this NUMA node")
+    p.add_argument("--ranks-on-node", type=int, default=0, metavar="N",
+                   help="how many ranks share the memory of this one's node (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     rank0 = p.add_argument_group("rank 0")
@@ -98,6 +101,7 @@ class Rank:
         a = self.arguments
         if a.bind_cpus or a.bind_memory is not None:
             bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), a.bind_memory)
+        memory.ranks_on_node = a.ranks_on_node
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")

@@ -195,6 +195,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
     if use_numactl is None:
         use_numactl = bind_memory and shutil.which("numactl") is not None
     words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
+    shared = len({r.memory_node for r in placement.ranks}) < len(placement.ranks)
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
@@ -207,6 +208,8 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
             words += ["--bind-cpus", format_list(rank.bound_cpus)]
             if bind_memory and rank.memory_node is not None:
                 words += ["--bind-memory", str(rank.memory_node)]
+        if bind_memory and rank.memory_node is not None and shared:
+            words += ["--ranks-on-node", str(sum(r.memory_node == rank.memory_node for r in placement.ranks))]
         if placement.oversubscribed:
             words.append("--no-spin")
         words += rank_words

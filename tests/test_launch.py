@@ -254,7 +254,7 @@ def test_command_line_of_ranks_that_share_a_node(tmp_path, monkeypatch):
     words = launch_mpi.group_command(MPI4, placement, "python", [], bind_memory=False)  # newer ones would exit
     assert "numactl" not in words and contexts(words)[1][-3:] == ["--bind-cpus", "1", "--no-spin"]
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=False)
-    assert contexts(words)[1][-5:] == ["--bind-cpus", "1", "--bind-memory", "0", "--no-spin"]
+    assert contexts(words)[1][-7:] == ["--bind-cpus", "1", "--bind-memory", "0", "--ranks-on-node", "3", "--no-spin"]
 
 
 def test_library_belongs_to_mpirun(tmp_path):

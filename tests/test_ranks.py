@@ -230,7 +230,7 @@ def test_nothing_is_left_of_a_killed_client():
         assert client.stdout.readline() == "2\n"
         supervisor = children(client.pid)[0]
         mpirun = children(supervisor)[0]
-        mine = [p for p in set(Path("/dev/shm").iterdir()) - shared if p.name.startswith("allspark")]
+        mine = [p for p in set(Path("/dev/shm").iterdir()) - shared if p.name.startswith("allspark-run-")]
         assert len(list(Path(folder).iterdir())) == 2 and mine
         client.kill()
         client.communicate()

@@ -11,10 +11,16 @@ import resource
 from pathlib import Path
 from typing import Iterator
 
+from . import reservations
+
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
 _MPOL_BIND = 2
 _MASK_WORDS = 16
 _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
+
+#: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then ranks
+#: are taken to be spread over all nodes.
+ranks_on_node = 0
 
 
 def _read(path: Path) -> str:
@@ -120,14 +126,15 @@ def _address_space_available() -> int:
 
 
 def available_memory(world: int = 1, root: str = "/") -> int:
-    """Bytes that one of `world` ranks of this host may use, now.
+    """Bytes that one of `world` ranks of this host may use, now; without what other groups have reserved.
 
     Ranks that are bound to nodes share their node's free memory with the other ranks there, unbound ones the host's; a
     cgroup's limit is shared by all.
     """
     nodes = bound_nodes()
-    sharers = math.ceil(world / len(memory_nodes(root))) if nodes else world
-    return min(_host_available(nodes, root) // sharers, cgroup_available(root) // world, _address_space_available())
+    sharers = (ranks_on_node or math.ceil(world / len(memory_nodes(root)))) if nodes else world
+    host = max(0, _host_available(nodes, root) - reservations.pending(nodes))
+    return min(host // sharers, cgroup_available(root) // world, _address_space_available())
 
 
 def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
