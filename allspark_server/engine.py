@@ -85,6 +85,7 @@ class Engine(AbstractEngine):
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
         self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
+        self._configured: set[str] = set()  # names of models that the configuration brought, not a client
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
@@ -127,14 +128,20 @@ class Engine(AbstractEngine):
             for model in list(self._models.values())
         ]
 
-    def restore(self, configured: Sequence[AsModelConfig] = (), again: bool = False) -> list[str]:
+    def restore(
+        self,
+        configured: Sequence[AsModelConfig] = (),
+        again: bool = False,
+        check: Callable[[AsModelConfig], None] = lambda config: None,
+    ) -> list[str]:
         """Installs and starts the models of the configuration, and those that clients had installed, which
         `state_file` records.
 
-        At a start, models of the configuration are as it says: changed, added and removed ones. Until the next start
-        they are the clients' to stop and release: so with `again`, when a group that was lost is replaced, the state
-        file alone counts. One of the configuration that cannot be loaded at a start is raised; any other is logged,
-        stays in the file, and is in `unrestored` until it is installed or released. Returns what is installed now.
+        At a start, models of the configuration are as it says: changed, added and removed ones; the others are
+        restored, unless `check` refuses them by raising. Until the next start those of the configuration are the
+        clients' to stop and release: so with `again`, when a group that was lost is replaced, the state file alone
+        counts. One of the configuration that cannot be loaded at a start is raised; any other is logged, stays in the
+        file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
         recorded = self._recorded()
         if again and recorded is not None:
@@ -145,17 +152,19 @@ class Engine(AbstractEngine):
                 raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
             entries |= {name: entry for name, entry in (recorded or {}).items()
                         if not entry.get("configured") and name not in entries}
+        self._configured = {name for name, entry in entries.items() if entry.get("configured")}
         self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some
         self._save()
         for name, entry in entries.items():
             try:
                 config = AsModelConfig.from_dict(entry["config"])
                 check_available(check_config(config))
+                if name not in self._configured:
+                    check(config)
                 logger.info("loading %s from %s", name, config.model_path)
-                ours = bool(entry.get("configured"))
-                self._call(functools.partial(self._install, config, bool(entry.get("started")), ours))
+                self._call(functools.partial(self._install, config, bool(entry.get("started"))))
             except (AllSparkError, ValueError, TypeError) as error:
-                if entry.get("configured") and not again:
+                if name in self._configured and not again:
                     raise _of_configuration(name, error) from error
                 logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
                              "or released", name, error)
@@ -395,7 +404,7 @@ class Engine(AbstractEngine):
         except RuntimeError as error:
             logger.warning("closing the group: %s", error)
 
-    def _install(self, config: AsModelConfig, start: bool = False, configured: bool = False) -> None:
+    def _install(self, config: AsModelConfig, start: bool = False) -> None:
         name = config.model_name
         if name in self._models:
             raise AllSparkError(
@@ -420,7 +429,6 @@ class Engine(AbstractEngine):
             self._group.unload(name)
             raise
         self._models[name].running = start
-        self._models[name].configured = configured
         self._forget_unrestored(name)
         self._save()
 
@@ -442,6 +450,7 @@ class Engine(AbstractEngine):
         return self._unrestored.pop(name, None) is not None
 
     def _release_model(self, name: str) -> None:
+        self._configured.discard(name)
         if name not in self._models and self._forget_unrestored(name):
             self._save()
             return
@@ -458,7 +467,7 @@ class Engine(AbstractEngine):
         """Records the installed models; a reader sees the old file or the new one, never half of one."""
         if self._state_file is None:
             return
-        entries = [{"config": m.config.to_dict(), "started": m.running, "configured": m.configured}
+        entries = [{"config": m.config.to_dict(), "started": m.running, "configured": m.name in self._configured}
                    for m in self._models.values()]
         entries += self._unrestored.values()
         temporary = f"{self._state_file}.new"
@@ -475,11 +484,8 @@ class Engine(AbstractEngine):
 def _of_configuration(name: str, error: Exception) -> Exception:
     """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
     text = f"model {name!r} of the configuration cannot be loaded: {error}"
-    if isinstance(error, AllSparkError) and error.status in (
-        AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR
-    ):
-        return RuntimeError(text)
-    return ValueError(text)
+    passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
+    return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)
 
 
 def _fingerprint(info: ModelInfo) -> str:

@@ -74,7 +74,6 @@ class ServedModel:
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
         self.name = info.name
         self.running = False
-        self.configured = False  # by the operator's configuration, not by a client
         self.failure: Optional[str] = None
         self.live: set[Request] = set()
         self.throughput = Throughput()

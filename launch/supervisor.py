@@ -173,7 +173,8 @@ class Supervisor:
 
     def _run_once(self) -> _Run:
         """One life of the group, from start to the end of its last process."""
-        environment = {**self._environment, "ALLSPARK_RESTARTS": str(self.restarts)}
+        # A life after ones that never served is a start still: the configuration's models must load.
+        environment = {**self._environment, "ALLSPARK_RESTARTS": str(self.restarts if self._ever_ready else 0)}
         process = subprocess.Popen(self._words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, start_new_session=True,
                                    preexec_fn=lambda: die_with_parent(signal.SIGTERM))
