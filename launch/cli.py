@@ -80,6 +80,14 @@ examples:
 The mpirun line is printed first; --dry-run prints only that. The group is watched: when a rank dies or hangs, all of
 it is ended and started again with the models that were installed, also those that clients installed.
 
+At each start of this command, models of the options and the config file are as they say: changed ones are loaded anew,
+removed ones are gone, and those that clients had stopped or released are back. Models that clients installed are kept in
+the state file; while one of them cannot be restored, the group serves the others and its health is NOT_SERVING, until
+the model is installed or released. A model of the configuration that cannot be loaded ends the command.
+
+exit status: 0 after a stop that was asked for; 78 if a start would fail again until the configuration, or what it names,
+is changed; 1 if the group could not be kept running.
+
 examples:
   allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1 --address 0.0.0.0:50051
   allspark serve --config group.toml

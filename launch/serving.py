@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Callable, Iterator
 
+from allspark_client.config import AsModelConfig
+
 from .folders import private_folder, remove_stale, short_parent, trusted
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .output import unblocked
@@ -65,17 +67,37 @@ class GroupOptions:
     @classmethod
     def from_file(cls, path: str) -> GroupOptions:
         """Options of a .toml or .json file; ValueError names a key that is unknown or of the wrong type."""
-        values = read_table(path)
+        return cls.from_table(read_table(path), path)
+
+    @classmethod
+    def from_table(cls, values: dict, where: str) -> GroupOptions:
+        """Options by name; ValueError, which begins with `where`, names one that is unknown or of the wrong type."""
         known = {f.name: f for f in fields(cls)}
         for key, value in values.items():
             if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
-            wanted = known[key].type.split("[")[0].split(" ")[0]
+                raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
             if key == "address" and isinstance(value, str):
                 values[key] = value = [value]
-            if not isinstance(value, {"list": list, "int": int, "bool": bool, "str": str}[wanted]):
-                raise ValueError(f"{path}: {key} is {value!r}; it must be of type {known[key].type}")
+            kind = known[key].type.removesuffix(" | None")
+            if not _is_a(value, kind):
+                raise ValueError(f"{where}: {key} is {value!r}; it must be of type {kind}")
+        for model in values.get("models", []):
+            if isinstance(model, dict):
+                try:
+                    AsModelConfig.from_dict(model).validate()
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{where}: models: {error}") from None
         return cls(**values)
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Whether a value has a type such as "int" or "list[dict | str]". Text has no control characters: it ends up in
+    command lines and units, where a line break would begin another setting."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(any(_is_a(v, k) for k in kind[5:-1].split(" | ")) for v in value)
+    if kind == "str":
+        return isinstance(value, str) and value.isprintable()
+    return type(value) is {"int": int, "bool": bool, "dict": dict}[kind]
 
 
 @dataclass

@@ -364,6 +364,30 @@ def test_pool_units(tmp_path, capsys):
     assert "both have address x:1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("pool,message", [
+    ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
+    ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
+    ({"user": 5}, "user 5 must be of letters"),
+    ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
+    ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),
+    ({"member": [{"address": ["x:1", 2]}]}, r"member '0': address is \['x:1', 2\]; it must be of type list\[str\]"),
+    ({"member": [{"address": "x:1\ny"}]}, r"address is \['x:1\\ny'\]"),
+    ({"member": [{"address": "x:1", "ranks": "2"}]}, "ranks is '2'; it must be of type int"),
+    ({"member": [{"address": "x:1", "ranks": True}]}, "ranks is True; it must be of type int"),
+    ({"member": [{"address": "x:1", "numa_nodes": ["0"]}]}, r"numa_nodes is \['0'\]; it must be of type list\[int\]"),
+    ({"member": [{"address": "x:1", "models": [3]}]}, r"models is \[3\]; it must be of type list\[dict \| str\]"),
+    ({"member": [{"address": "x:1", "models": [{"model_name": "m", "model_path": "/m", "engine_max_batch": "many"}]}]},
+     "member '0': models: .*engine_max_batch"),
+])
+def test_a_pool_file_with_something_wrong_writes_no_unit(tmp_path, capsys, pool, message):
+    (tmp_path / "pool.json").write_text(json.dumps({"member": [{"address": "x:1"}], **pool}))
+    arguments = ["pool", "install", "--config", str(tmp_path / "pool.json"), "--unit-dir", str(tmp_path / "u"),
+                 "--config-dir", str(tmp_path / "c")]
+    assert main(arguments) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "u").exists() and not (tmp_path / "c").exists()
+
+
 def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
     """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
     RestartSec seconds; and a configuration error is not tried again at all."""
