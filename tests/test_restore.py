@@ -35,7 +35,7 @@ def config(name: str, **fields) -> AsModelConfig:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(configured models, again=…, refused=…): an engine over the same state file, after the last one's end."""
+    """start(configured models, again=…, refused=…): an engine over the same state file, after the end of the last."""
     engines: list[Engine] = []
 
     def make(*configured: AsModelConfig, again: bool = False, refused: dict | None = None) -> Engine:

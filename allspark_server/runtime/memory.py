@@ -18,8 +18,8 @@ _MPOL_BIND = 2
 _MASK_WORDS = 16
 _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
 
-#: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then ranks
-#: are taken to be spread over all nodes.
+#: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then
+#: ranks are taken to be spread over all nodes.
 ranks_on_node = 0
 
 

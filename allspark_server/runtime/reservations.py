@@ -62,7 +62,7 @@ def planning() -> Iterator[None]:
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    logger.warning("memory is planned without regard to other groups: %s/%s: %s", folder(), _LOCK, error)
+                    logger.warning("memory is planned without regard to other groups: %s: %s", folder() / _LOCK, error)
                     break
                 time.sleep(0.005)
         yield
