@@ -25,6 +25,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = "0.1.0"
+LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (launch/mpi.py)
 
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
           "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
@@ -141,7 +142,13 @@ class BuildExt(build_ext):
             raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the source tree: "
                              "tests/sanitize builds it elsewhere")
         temporary = Path(self.build_temp)
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
+        if ext.name == LOOPBACK:
+            sources = [str(ROOT / source) for source in ext.sources]
+            self.spawn([*compiler, *COMMON, "-fPIC", "-shared", *sources, "-ldl", "-o", str(target)])
+            return
         isas = {
             name: flags
             for name, flags in chosen(isas).items()
@@ -179,8 +186,6 @@ class BuildExt(build_ext):
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             objects = list(pool.map(compile_one, jobs))
-        target = Path(self.get_ext_fullpath(ext.name))
-        target.parent.mkdir(parents=True, exist_ok=True)
         self.spawn([*compiler, *sanitize, "-shared", "-pthread", *objects, "-o", str(target)])
 
 
@@ -226,7 +231,7 @@ def options() -> dict:
             "allspark_server": ["assets/*", "assets/*/*"],
             "allspark_launch": ["*", "systemd/*", "examples/*"],
         },
-        "ext_modules": [native],
+        "ext_modules": [native, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
         "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
     }
 

@@ -1,6 +1,7 @@
 """The server group that `ClientEngine()` starts for itself: the `allspark serve` command in a process of its own."""
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import logging
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 15.0
 _LOG_TAIL = 2000
+_PREFIX = "allspark-run-"      # of folders that are removed once nobody holds their lock
 
 
 class SelfStartedGroup:
@@ -34,6 +36,10 @@ class SelfStartedGroup:
         check_environment()
         self._owner = os.getpid()
         self._directory = _short_directory()
+        # Held as long as this process lives: a supervisor that outlives it, or the next group, removes a directory
+        # that nobody holds (allspark_launch/folders.py).
+        self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._ready_file = os.path.join(self._directory, "ready.json")
         self._log_file = os.path.join(self._directory, "server.log")
         command = [sys.executable, "-m", "allspark_launch", "serve",
@@ -84,6 +90,9 @@ class SelfStartedGroup:
             logger.debug("nothing is left of the server group %d", self._process.pid)
         self._process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _read_ready(self) -> dict | None:
         try:
@@ -109,8 +118,8 @@ class SelfStartedGroup:
 
 def _short_directory() -> str:
     """A private directory whose socket's path fits the 107 bytes that Unix allows."""
-    directory = tempfile.mkdtemp(prefix="allspark-")
+    directory = tempfile.mkdtemp(prefix=_PREFIX)
     if len(os.fsencode(directory)) > 80:
         os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="allspark-", dir="/tmp")
+        directory = tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp")
     return directory

@@ -21,6 +21,7 @@ import sys
 import threading
 from pathlib import Path
 
+from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
 logger = logging.getLogger("allspark_server")
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cpus", default="", help="comma-separated CPUs, one for each compute thread")
     p.add_argument("--bind-cpus", default="", help="bind the process to these CPUs (where there is no numactl)")
     p.add_argument("--bind-memory", type=int, default=None, help="bind its memory to this NUMA node")
+    p.add_argument("--ranks-on-node", type=int, default=0, metavar="N",
+                   help="how many ranks share the memory of this one's node (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     rank0 = p.add_argument_group("rank 0")
@@ -70,6 +73,15 @@ def model_config(text: str):
     return AsModelConfig(model_name=path.stem if path.suffix == ".asgraph" else path.name, model_path=str(path))
 
 
+def is_misconfiguration(error: Exception) -> bool:
+    """Whether a start would fail like this again, whatever else happens on the machine: not so where memory or an
+    address is taken."""
+    from allspark_client.errors import AllSparkError, AsStatus
+    if isinstance(error, AllSparkError):
+        return error.status in (AsStatus.ALLSPARK_PARAM_ERROR, AsStatus.ALLSPARK_INVALID_CALL_ERROR)
+    return isinstance(error, (ValueError, TypeError, FileNotFoundError, PermissionError))
+
+
 class Rank:
     """This process: its arguments, its place in the group, its line to the supervisor."""
 
@@ -89,6 +101,7 @@ class Rank:
         a = self.arguments
         if a.bind_cpus or a.bind_memory is not None:
             bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), a.bind_memory)
+        memory.ranks_on_node = a.ranks_on_node
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
@@ -137,14 +150,7 @@ class Rank:
         engine = Engine(group=group, state_file=a.state_file)
         if self.heartbeat:
             self.heartbeat.watch(group.member, lambda: engine.busy_since)
-        restored = engine.restore() if a.state_file else []
-        # After a restart the state file has the last word: a client may have released a model of the command line.
-        wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else a.model
-        for config in map(model_config, wanted):
-            if config.model_name not in restored:
-                logger.info("loading %s from %s", config.model_name, config.model_path)
-                engine.install_model(config)
-                engine.start_model(config.model_name)
+        engine.restore([model_config(m) for m in a.model], again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0)
         gc.collect()
         gc.freeze()     # what is loaded stays: collections between steps need not go through it
         token = Path(a.token_file).read_text().strip() if a.token_file else None
@@ -170,12 +176,12 @@ class Rank:
             raise ValueError("--tls-cert and --tls-key are needed together")
         return TlsConfig(ca=a.tls_ca, cert=a.tls_cert, key=a.tls_key)
 
-    def fail(self, message: str, fatal: bool = False) -> None:
+    def fail(self, message: str, fatal: bool = False, misconfigured: bool = False) -> None:
         """End this process because the group cannot go on; never returns. Not by sys.exit: MPI's own end would wait
         for the other ranks."""
         logger.error("%s", message)
         if self.heartbeat:
-            self.heartbeat.state("failed", error=message, fatal=fatal)
+            self.heartbeat.state("failed", error=message, fatal=fatal, misconfigured=misconfigured)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,7 +199,7 @@ def main() -> None:
         logger.debug("rank %d failed", rank.number, exc_info=True)
         # Errors of a start (a bad checkpoint, a port in use, a mixed MPI) would only repeat.
         name = "" if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__}: "
-        rank.fail(f"rank {rank.number}: {name}{error}", fatal=True)
+        rank.fail(f"rank {rank.number}: {name}{error}", fatal=True, misconfigured=is_misconfiguration(error))
 
 
 if __name__ == "__main__":

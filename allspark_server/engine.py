@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
@@ -64,6 +64,8 @@ class Engine(AbstractEngine):
         self._group: Group = LocalGroup() if group is None else group
         self._state_file = state_file
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
+        self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
+        self._configured: set[str] = set()  # names of models that the configuration brought, not a client
         self._saving = threading.Lock()
         self._installing = threading.Lock()  # one load at a time: each plans with the memory that is left then
         self._loading: Optional[AsModelConfig] = None  # of the load under way; set on the engine's thread
@@ -101,7 +103,8 @@ class Engine(AbstractEngine):
             self._call(lambda: self._start_model(model_name))
             self._save()
         else:  # its cache cannot be trusted any more: load it again
-            self._unrestored[model_name] = _entry(model.config, True)  # it stays in the file should that fail
+            # It stays in the file should that fail.
+            self._unrestored[model_name] = _entry(model.config, True, model_name in self._configured)
             self._call(lambda: self._remove_model(model_name))
             self._install(model.config, start=True)
         return _SUCCESS
@@ -129,34 +132,65 @@ class Engine(AbstractEngine):
 
     def failures(self) -> dict[str, str]:
         """Why models that should serve do not, by name; "" stands for the engine itself."""
-        found = {name: "it is recorded in the state file and could not be restored" for name in list(self._unrestored)}
+        found = dict(self.unrestored)
         found |= {model.name: model.failure for model in list(self._models.values()) if model.failure is not None}
         if self._failure is not None:
             found[""] = self._failure
         return found
 
-    def restore(self) -> list[str]:
-        """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
+    def restore(
+        self,
+        configured: Sequence[AsModelConfig] = (),
+        again: bool = False,
+        check: Callable[[AsModelConfig], None] = lambda config: None,
+    ) -> list[str]:
+        """Installs and starts the models of the configuration, and those that clients had installed, which
+        `state_file` records.
 
-        One that cannot be installed now is logged and skipped, and stays in the file.
+        At a start, models of the configuration are as it says: changed, added and removed ones; the others are
+        restored, unless `check` refuses them by raising. Until the next start those of the configuration are the
+        clients' to stop and release: so with `again`, when a group that was lost is replaced, the state file alone
+        counts. One of the configuration that cannot be loaded at a start is raised; any other is logged, stays in the
+        file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
-        if self._state_file is None or not os.path.exists(self._state_file):
-            return []
-        try:
-            recorded = parse_json(read_file(self._state_file, MAX_STATE_BYTES))
-            entries = {entry["config"]["model_name"]: entry for entry in recorded}
-        except (AllSparkError, ValueError, TypeError, KeyError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
-            return []
+        recorded = self._recorded()
+        if again and recorded is not None:
+            entries = recorded
+        else:
+            entries = {c.model_name: _entry(c, True, True) for c in configured}
+            if len(entries) < len(configured):
+                raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
+            entries |= {name: entry for name, entry in (recorded or {}).items()
+                        if not entry.get("configured") and name not in entries}
+        self._configured = {name for name, entry in entries.items() if entry.get("configured")}
         self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some
+        self._save()
         for name, entry in entries.items():
             try:
                 config = AsModelConfig.from_dict(entry["config"])
                 check_available(check_config(config))
+                if name not in self._configured:
+                    check(config)
+                logger.info("loading %s from %s", name, config.model_path)
                 self._install(config, bool(entry.get("started")))
             except (AllSparkError, ValueError, TypeError) as error:
-                logger.error("model %r, recorded in %s, cannot be restored: %s", name, self._state_file, error)
+                if name in self._configured and not again:
+                    raise _of_configuration(name, error) from error
+                logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
+                             "or released", name, error)
+                self.unrestored[name] = str(error)
         return list(self._models)
+
+    def _recorded(self) -> Optional[dict[str, dict]]:
+        """The state file's entries by model name; None if there is no file that can be read."""
+        if self._state_file is None or not os.path.exists(self._state_file):
+            return None
+        try:
+            recorded = parse_json(read_file(self._state_file, MAX_STATE_BYTES))
+            return {entry["config"]["model_name"]: entry for entry in recorded}
+        except (AllSparkError, ValueError, TypeError, KeyError) as error:
+            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
+            return None
 
     # --- requests ---
 
@@ -389,7 +423,8 @@ class Engine(AbstractEngine):
             return
         temporary = f"{self._state_file}.new"
         with self._saving:
-            entries = [_entry(model.config, model.running) for model in list(self._models.values())]
+            entries = [_entry(model.config, model.running, model.name in self._configured)
+                       for model in list(self._models.values())]
             entries += list(self._unrestored.values())
             try:
                 with open(temporary, "w", encoding="utf-8") as file:
@@ -510,7 +545,7 @@ class Engine(AbstractEngine):
         self._check_loading(config)
         self._loading = None
         self._models[model.name] = model
-        self._unrestored.pop(model.name, None)
+        self._forget_unrestored(model.name)
 
     def _give_up_load(self, config: AsModelConfig) -> None:
         if self._loading is config:
@@ -525,8 +560,13 @@ class Engine(AbstractEngine):
         model.running = False
         model.end_all(GenerateRequestStatus.GenerateInterrupted)
 
+    def _forget_unrestored(self, name: str) -> bool:
+        self.unrestored.pop(name, None)
+        return self._unrestored.pop(name, None) is not None
+
     def _release_model(self, name: str) -> None:
-        if name not in self._models and self._unrestored.pop(name, None) is not None:
+        self._configured.discard(name)
+        if name not in self._models and self._forget_unrestored(name):
             return
         if self._loading is not None and self._loading.model_name == name:
             self._give_up_load(self._loading)
@@ -542,9 +582,16 @@ class Engine(AbstractEngine):
         return model
 
 
-def _entry(config: AsModelConfig, started: bool) -> dict[str, Any]:
+def _entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
     """A model in the state file."""
-    return {"config": config.to_dict(), "started": started}
+    return {"config": config.to_dict(), "started": started, "configured": configured}
+
+
+def _of_configuration(name: str, error: Exception) -> Exception:
+    """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
+    text = f"model {name!r} of the configuration cannot be loaded: {error}"
+    passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
+    return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)
 
 
 def _fingerprint(info: ModelInfo) -> str:

@@ -21,6 +21,7 @@ from .topology import Topology, format_list, parse_list, read_topology
 logger = logging.getLogger(__name__)
 
 EXIT_ERROR = 1
+EXIT_CONFIG = 78            # of serve (sysexits' EX_CONFIG): starting it again would end alike; systemd's unit knows it
 #: --weight-dtype of convert: customized_quant_config's weight_format and compute_method
 QUANTIZED = {"int8": ("int8", "weight_only"), "int4": ("uint4", "weight_only"), "w8a8": ("int8", "activate_quant"),
              "w4a8": ("uint4", "activate_quant")}
@@ -37,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
         return options.handler(options) or 0
     except (ValueError, TypeError, OSError, MpiNotFound, GroupFailed, AllSparkError, RuntimeError) as error:
         print(f"allspark {options.command}: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        repeats = (error.misconfigured if isinstance(error, GroupFailed) else
+                   isinstance(error, (ValueError, TypeError, MpiNotFound, FileNotFoundError, PermissionError)))
+        return EXIT_CONFIG if options.command == "serve" and repeats else EXIT_ERROR
     except KeyboardInterrupt:
         return 130
 
@@ -76,6 +79,14 @@ examples:
     p = command("serve", serve, "run a group in the foreground, until SIGTERM or Ctrl-C", epilog="""\
 The mpirun line is printed first; --dry-run prints only that. The group is watched: when a rank dies or hangs, all of
 it is ended and started again with the models that were installed, also those that clients installed.
+
+At each start of this command, models of the options and the config file are as they say: changed ones are loaded anew,
+removed ones are gone, and those that clients had stopped or released are back. Models that clients installed are kept in
+the state file; while one of them cannot be restored, the group serves the others and its health is NOT_SERVING, until
+the model is installed or released. A model of the configuration that cannot be loaded ends the command.
+
+exit status: 0 after a stop that was asked for; 78 if a start would fail again until the configuration, or what it names,
+is changed; 1 if the group could not be kept running.
 
 examples:
   allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1 --address 0.0.0.0:50051

@@ -106,7 +106,7 @@ def _topology() -> list[Finding]:
         found.append(Finding("note", "CPUs", f"{format_list(machine.offline_cpus)} are offline",
                              "as root: echo 1 > /sys/devices/system/cpu/cpuN/online"))
     if machine.cpu_quota and machine.cpu_quota < sum(len(n.cores) for n in machine.nodes):
-        text = f"the cgroup allows {machine.cpu_quota:g} CPUs: threads will be paused"
+        text = f"the cgroup allows {machine.cpu_quota:g} CPUs: ranks have no more threads than that, and may be paused"
         found.append(Finding("note", "CPU quota", text, "pin with a cpuset instead (docker run --cpuset-cpus)"))
     try:
         with open("/proc/sys/kernel/numa_balancing", encoding="utf-8") as file:

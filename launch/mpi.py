@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import logging
 import os
 import re
 import shlex
@@ -14,6 +16,8 @@ from allspark_server.runtime.mpi import library_of
 
 from .placement import Placement, RankPlacement
 from .topology import format_list
+
+logger = logging.getLogger(__name__)
 
 # Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own on this machine.
 _FOREIGN = re.compile(r"^(OMPI_|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
@@ -69,13 +73,16 @@ def _system_mpirun() -> list[Path]:
 def _examine(mpirun: Path, source: str) -> Installation:
     """Raises MpiNotFound if this mpirun is not an Open MPI from version 4 on with its library beside it."""
     try:
-        output = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20,
-                                env=clean_environment(), stdin=subprocess.DEVNULL).stdout
+        done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, errors="replace", timeout=20,
+                              env=clean_environment(), stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError) as error:
         raise MpiNotFound(f"{mpirun} does not run: {error}") from error
-    match = re.search(r"\(Open MPI\)\s+(\d+)\.(\d+)\.(\d+)", output)
+    match = re.search(r"\(Open MPI\)\s+(\d+)\.(\d+)\.(\d+)", done.stdout)
+    if not match and done.returncode != 0:
+        raise MpiNotFound(f"{mpirun} does not run: --version ended with status {done.returncode}: "
+                          f"{(done.stderr or done.stdout).strip()[:2000] or 'no message'}")
     if not match:
-        first = output.strip().splitlines()[0] if output.strip() else "nothing"
+        first = done.stdout.strip().splitlines()[0] if done.stdout.strip() else "nothing"
         raise MpiNotFound(f"{mpirun} is not Open MPI's (its --version says {first!r})")
     version = tuple(map(int, match.groups()))
     if version < (4,):
@@ -119,13 +126,33 @@ def find_mpi() -> Installation:
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without what an enclosing MPI or batch job has set."""
-    return {k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}
+    """This environment without what an enclosing MPI or batch job has set, and with a home directory: services and
+    containers may have none, and Open MPI 5 does not start then; it need not exist."""
+    home = os.path.expanduser("~")
+    return {"HOME": home if os.path.isabs(home) else "/",
+            **{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}}
+
+
+def _loopback() -> str:
+    """The library that confines mpirun's listening sockets to the loopback interface (native/launcher/loopback.cpp);
+    "" if it was not built, or lies where LD_PRELOAD cannot name it."""
+    spec = importlib.util.find_spec(f"{__package__}._loopback")
+    path = spec.origin if spec is not None else None
+    if not path or re.search(r"[\s:]", path):
+        logger.warning("mpirun will listen on every address of this machine (%s): have a firewall close its ports",
+                       f"{path!r} has a blank or a colon" if path else "allspark_launch._loopback is not built")
+        return ""
+    return path
 
 
 def mpi_environment(mpi: Installation) -> dict[str, str]:
-    """What the environment of mpirun must say so that ranks load the library of this very installation."""
-    return {"MPI4PY_LIBMPI": str(mpi.library)}
+    """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
+    itself listens on the loopback interface only."""
+    environment = {"MPI4PY_LIBMPI": str(mpi.library)}
+    loopback = _loopback()
+    if loopback:
+        environment["LD_PRELOAD"] = ":".join(filter(None, [loopback, os.environ.get("LD_PRELOAD")]))
+    return environment
 
 
 def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
@@ -162,15 +189,17 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
 
     python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …). rank_words:
     arguments for every rank.
-    use_numactl: None uses it if it is installed; without it each rank is told to bind itself.
+    use_numactl: None uses it if it is installed and memory may be bound (from 2.0.19 on it exits where it may not, even
+    if it is asked for CPUs only); without it each rank is told to bind itself.
     """
     if use_numactl is None:
-        use_numactl = shutil.which("numactl") is not None
+        use_numactl = bind_memory and shutil.which("numactl") is not None
     words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
+    shared = len({r.memory_node for r in placement.ranks}) < len(placement.ranks)
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
-        words += ["-np", "1"]
+        words += ["-np", "1", "-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # mpirun's own is not for ranks
         if use_numactl:
             words += numactl_words(rank, bind_memory)
         words += [python, "-m", "allspark_server", "--ranks", str(len(placement.ranks)),
@@ -179,6 +208,8 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
             words += ["--bind-cpus", format_list(rank.bound_cpus)]
             if bind_memory and rank.memory_node is not None:
                 words += ["--bind-memory", str(rank.memory_node)]
+        if bind_memory and rank.memory_node is not None and shared:
+            words += ["--ranks-on-node", str(sum(r.memory_node == rank.memory_node for r in placement.ranks))]
         if placement.oversubscribed:
             words.append("--no-spin")
         words += rank_words

@@ -1,7 +1,8 @@
 """Where each rank goes: its node, its physical cores, and the node its memory comes from."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from .topology import Core, Node, Topology, format_list
 
@@ -69,12 +70,26 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
         for part in range(count):
             result.ranks.append(_place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings))
             rank += 1
+    if topology.cpu_quota and not cpus_per_rank:
+        _obey_quota(result, topology.cpu_quota)
     threads = sum(len(r.cpus) for r in result.ranks)
     if 0 < topology.cpu_quota < threads:
         result.oversubscribed = True
         result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs but the ranks have {threads} threads; "
                                "waiting threads will sleep at once instead of spinning")
     return result
+
+
+def _obey_quota(result: Placement, quota: float) -> None:
+    """Leave no more threads than the cgroup allows CPUs, the same number to each rank: those beyond it would only make
+    the others wait, for once the time is used up, all are paused until the next period."""
+    most = max(1, math.ceil(quota) // len(result.ranks))
+    found = sum(len(r.cpus) for r in result.ranks)
+    result.ranks = [replace(r, cpus=r.cpus[:most]) for r in result.ranks]
+    threads = sum(len(r.cpus) for r in result.ranks)
+    if threads < found:
+        result.warnings.append(f"the cgroup allows {quota:g} CPUs: {threads} threads instead of {found}; pin with a "
+                               "cpuset instead (docker run --cpuset-cpus), and threads are never paused")
 
 
 def _ranks_per_node(nodes: list[Node], ranks: int) -> list[int]:

@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .serving import GroupOptions, read_table
@@ -31,20 +31,22 @@ class Pool:
         unknown = set(table) - {"name", "user", "member"}
         if unknown:
             raise ValueError(f"{path}: unknown key {sorted(unknown)[0]!r}; known: name, user, member")
-        known = {f.name for f in fields(GroupOptions)}
+        # Both go into units as they are: anything else, a line break above all, could become a setting there.
+        for key in ("name", "user"):
+            if not _is_word(table.get(key, "default")):
+                raise ValueError(f"{path}: {key} {table[key]!r} must be of letters, digits, '.', '_' and '-'")
+        entries = table.get("member", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError(f"{path}: member is {entries!r}; it must be a list of tables, [[member]] in TOML")
         members: dict[str, GroupOptions] = {}
-        for i, entry in enumerate(table.get("member", [])):
-            name = str(entry.pop("name", i))
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in members:
+        for i, entry in enumerate(entries):
+            name = entry.pop("name", str(i))
+            if not _is_word(name) or name in members:
                 raise ValueError(f"{path}: member name {name!r} must be unique, of letters, digits, '.', '_' and '-'")
-            if set(entry) - known:
-                raise ValueError(f"{path}: member {name!r} has an unknown key {sorted(set(entry) - known)[0]!r}; "
-                                 f"known: name, {', '.join(sorted(known))}")
-            if isinstance(entry.get("address"), str):
-                entry["address"] = [entry["address"]]
+            member = GroupOptions.from_table(entry, f"{path}: member {name!r}")
             if not entry.get("address"):
                 raise ValueError(f"{path}: member {name!r} has no address, such as \"0.0.0.0:50051\"")
-            members[name] = GroupOptions(**entry)
+            members[name] = member
         if not members:
             raise ValueError(f"{path} has no [[member]]")
         taken: dict[str, str] = {}
@@ -53,7 +55,11 @@ class Pool:
                 if address in taken:
                     raise ValueError(f"{path}: members {taken[address]!r} and {name!r} both have address {address}")
                 taken[address] = name
-        return cls(str(table.get("name", "default")), str(table.get("user", "root")), members)
+        return cls(table.get("name", "default"), table.get("user", "root"), members)
+
+
+def _is_word(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_.-]+", name) is not None
 
 
 def add_commands(command) -> None:

@@ -3,11 +3,9 @@ that need one for a moment."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +17,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Callable, Iterator
 
+from allspark_client.config import AsModelConfig
+
+from .folders import private_folder, remove_stale, short_parent, trusted
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
+from .output import unblocked
 from .placement import Placement, place
 from .supervisor import Supervisor
 from .topology import format_list, read_topology
@@ -65,17 +67,37 @@ class GroupOptions:
     @classmethod
     def from_file(cls, path: str) -> GroupOptions:
         """Options of a .toml or .json file; ValueError names a key that is unknown or of the wrong type."""
-        values = read_table(path)
+        return cls.from_table(read_table(path), path)
+
+    @classmethod
+    def from_table(cls, values: dict, where: str) -> GroupOptions:
+        """Options by name; ValueError, which begins with `where`, names one that is unknown or of the wrong type."""
         known = {f.name: f for f in fields(cls)}
         for key, value in values.items():
             if key not in known:
-                raise ValueError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
-            wanted = known[key].type.split("[")[0].split(" ")[0]
+                raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(known)}")
             if key == "address" and isinstance(value, str):
                 values[key] = value = [value]
-            if not isinstance(value, {"list": list, "int": int, "bool": bool, "str": str}[wanted]):
-                raise ValueError(f"{path}: {key} is {value!r}; it must be of type {known[key].type}")
+            kind = known[key].type.removesuffix(" | None")
+            if not _is_a(value, kind):
+                raise ValueError(f"{where}: {key} is {value!r}; it must be of type {kind}")
+        for model in values.get("models", []):
+            if isinstance(model, dict):
+                try:
+                    AsModelConfig.from_dict(model).validate()
+                except (ValueError, TypeError) as error:
+                    raise ValueError(f"{where}: models: {error}") from None
         return cls(**values)
+
+
+def _is_a(value: object, kind: str) -> bool:
+    """Whether a value has a type such as "int" or "list[dict | str]". Text has no control characters: it ends up in
+    command lines and units, where a line break would begin another setting."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(any(_is_a(v, k) for k in kind[5:-1].split(" | ")) for v in value)
+    if kind == "str":
+        return isinstance(value, str) and value.isprintable()
+    return type(value) is {"int": int, "bool": bool, "dict": dict}[kind]
 
 
 @dataclass
@@ -157,30 +179,6 @@ def plan_group(options: GroupOptions) -> GroupPlan:
     return GroupPlan(placement, mpi, command, mpi_environment(mpi))
 
 
-def _short_parent() -> str:
-    """Where private folders for sockets may be made: a Unix socket's path is limited to 107 bytes."""
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()):
-        if parent and len(parent) < 60 and os.access(parent, os.W_OK | os.X_OK):
-            return parent
-    return "/tmp"
-
-
-@contextlib.contextmanager
-def private_folder(parent: str) -> Iterator[Path]:
-    """A new folder below `parent`, removed at the end; removes those of processes that were killed, too.
-
-    Which are alive is told by a lock on a file "lock" inside: unlike a process id, that holds across containers.
-    """
-    for stale in Path(parent).glob("allspark-group-*"):
-        with contextlib.suppress(OSError), open(stale / "lock", "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)        # OSError: its owner lives, or it is not ours
-            shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="allspark-group-", dir=parent, ignore_cleanup_errors=True) as folder:
-        with open(os.path.join(folder, "lock"), "wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(folder)
-
-
 def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None,
               on_progress: Callable[[str, float], None] | None = None) -> None:
     """Run a group in the foreground until SIGTERM, SIGINT or the parent's end. Raises GroupFailed.
@@ -188,7 +186,11 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
     show(GroupPlan): called before anything starts. on_progress(model name, part of it that is loaded).
     """
     with contextlib.ExitStack() as stack:
-        runtime_dir = stack.enter_context(private_folder(_short_parent()))
+        output = stack.enter_context(unblocked())
+        if parent_pid:      # a parent that was killed leaves its own folder behind
+            for parent in dict.fromkeys((short_parent(), tempfile.gettempdir(), "/tmp")):
+                stack.callback(remove_stale, parent)
+        runtime_dir = stack.enter_context(private_folder(short_parent()))
         if not options.state_file:
             options.state_file = str(runtime_dir / "state.json")
         plan = plan_group(options)
@@ -198,7 +200,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             logger.warning("%s", warning)
         environment = {**clean_environment(), **plan.environment}
         shared_memory = None
-        if os.access("/dev/shm", os.W_OK | os.X_OK):
+        if trusted("/dev/shm"):
             # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.
             shared_memory = stack.enter_context(private_folder("/dev/shm"))
             environment.update({f"OMPI_MCA_{component}_backing_directory": str(shared_memory)
@@ -206,7 +208,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         notify = environment.pop("NOTIFY_SOCKET", "")
         supervisor = Supervisor(plan.words, environment, len(plan.placement.ranks), runtime_dir,
                                 shared_memory=shared_memory, ready_file=Path(ready_file) if ready_file else None,
-                                parent_pid=parent_pid, on_output=_forward, on_ready=lambda _: tell_systemd(notify),
+                                parent_pid=parent_pid, on_output=output.write, on_ready=lambda _: tell_systemd(notify),
                                 on_progress=on_progress)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup means to go on
@@ -219,14 +221,6 @@ def tell_systemd(path: str) -> None:
     if path:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
             s.sendto(b"READY=1", "\0" + path[1:] if path.startswith("@") else path)
-
-
-def _forward(data: bytes) -> None:
-    """Pass the ranks' output on; a reader that has gone away must not take the group with it."""
-    try:
-        os.write(2, data)
-    except OSError as error:
-        logger.debug("output of the ranks is lost: %s", error)
 
 
 @dataclass
@@ -244,7 +238,7 @@ def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool
     Raises RuntimeError with the group's last lines if it does not come up. verbose: pass on what it prints.
     on_progress(model name, part of it that is loaded): called from another thread.
     """
-    with private_folder(_short_parent()) as folder:
+    with private_folder(short_parent()) as folder:
         ready = folder / "ready"
         words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
                  "--ready-file", str(ready), "--parent-pid", str(os.getpid())]

@@ -10,6 +10,7 @@ again, and leaves no process behind, whoever is killed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import json
 import logging
@@ -31,7 +32,12 @@ LOG_LINES = 60              # of the ranks' output, kept for the error when the 
 
 
 class GroupFailed(RuntimeError):
-    """The group could not be kept running; the text has the reason and the ranks' last lines."""
+    """The group could not be kept running; the text has the reason and the ranks' last lines. misconfigured: it would
+    end like this again, until somebody changes its options or what they name."""
+
+    def __init__(self, text: str, misconfigured: bool = False):
+        super().__init__(text)
+        self.misconfigured = misconfigured
 
 
 @dataclass
@@ -42,9 +48,9 @@ class Limits:
     step_timeout: float = 300.0         # a step takes milliseconds to seconds; ranks that hang in one are stuck
     stop_timeout: float = 10.0          # for a clean end, before processes are killed
     kill_timeout: float = 3.0           # between SIGTERM to mpirun and SIGKILL to everything
-    fast_failure: float = 30.0          # a group that served for less than this counts as a fast failure
-    max_fast_failures: int = 5
-    first_backoff: float = 0.5          # doubled with each fast failure in a row
+    proven: float = 30.0                # a group that was ready for so long has served, even if nobody asked it
+    max_failures: int = 5               # lives in a row that served nothing
+    first_backoff: float = 0.5          # doubled with each of them
     max_backoff: float = 30.0
 
 
@@ -65,8 +71,10 @@ class _Run:
     started: float
     ranks: dict[int, Rank] = field(default_factory=dict)
     ready_since: float = 0.0
+    answered: bool = False      # a step was computed for a request
     error: str = ""
-    fatal: bool = False
+    fatal: bool = False         # starting again would not help
+    misconfigured: bool = False # nor would starting this supervisor again
 
 
 def processes_of_session(session: int) -> list[int]:
@@ -82,6 +90,14 @@ def processes_of_session(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] not in "ZX":
             found.append(int(entry))
     return found
+
+
+def reap_orphans() -> None:
+    """Take the exit status of every child that has ended. As process 1 of a container a supervisor inherits the ranks
+    of an mpirun that was killed, and nobody else would; between two lives of a group it has no child of its own."""
+    with contextlib.suppress(ChildProcessError):            # no child at all
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 class Supervisor:
@@ -138,11 +154,11 @@ class Supervisor:
                 run = self._run_once()
                 if self._stopping:
                     break
-                served = time.monotonic() - run.ready_since if run.ready_since else 0.0
-                failures = 1 if served >= self._limits.fast_failure else failures + 1
-                if (run.fatal and not self._ever_ready) or failures >= self._limits.max_fast_failures:
-                    raise GroupFailed(self._report(run, failures))
-                delay = min(self._limits.first_backoff * 2 ** (failures - 1), self._limits.max_backoff)
+                ready = time.monotonic() - run.ready_since if run.ready_since else 0.0
+                failures = 0 if run.answered or ready >= self._limits.proven else failures + 1
+                if (run.fatal and not self._ever_ready) or failures >= self._limits.max_failures:
+                    raise GroupFailed(self._report(run, failures), run.misconfigured)
+                delay = min(self._limits.first_backoff * 2 ** max(0, failures - 1), self._limits.max_backoff)
                 logger.warning("the group ended (%s); starting it again in %.1f s", run.error, delay)
                 self._wait(delay)
                 self.restarts += 1
@@ -157,7 +173,8 @@ class Supervisor:
 
     def _run_once(self) -> _Run:
         """One life of the group, from start to the end of its last process."""
-        environment = {**self._environment, "ALLSPARK_RESTARTS": str(self.restarts)}
+        # A life after ones that never served is a start still: the configuration's models must load.
+        environment = {**self._environment, "ALLSPARK_RESTARTS": str(self.restarts if self._ever_ready else 0)}
         process = subprocess.Popen(self._words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, start_new_session=True,
                                    preexec_fn=lambda: die_with_parent(signal.SIGTERM))
@@ -246,13 +263,14 @@ class Supervisor:
         rank = run.ranks.setdefault(int(message["rank"]), Rank(pid, 0.0))
         rank.pid, rank.last, rank.state = pid, time.monotonic(), message["state"]
         rank.step_seconds = float(message.get("step_seconds", 0.0))
+        run.answered = run.answered or bool(message.get("served"))
         if "loading" in message:
             rank.loaded = float(message["part"])
             if self._on_progress is not None:
                 self._on_progress(str(message["loading"]), min(r.loaded for r in run.ranks.values()))
         if message.get("error") and not run.error:
             run.error = message["error"]
-            run.fatal = bool(message.get("fatal"))
+            run.fatal, run.misconfigured = bool(message.get("fatal")), bool(message.get("misconfigured"))
         if rank.state == "ready" and "addresses" in message and not run.ready_since:
             run.ready_since = time.monotonic()
             self._ever_ready = True
@@ -311,9 +329,10 @@ class Supervisor:
                 except ProcessLookupError:
                     logger.debug("process %d ended by itself", pid)
             if process.poll() is not None and not left:
+                if os.getpid() == 1:
+                    reap_orphans()
                 for file in self._shared_memory.iterdir() if self._shared_memory else ():
-                    if file.name != "lock":
-                        file.unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
                 return
             time.sleep(0.02)
         raise GroupFailed(f"processes {processes_of_session(process.pid)} of the group survive SIGKILL")
@@ -331,7 +350,8 @@ class Supervisor:
                 self._socket.recv(65536)                    # of a life that is over
 
     def _report(self, run: _Run, failures: int) -> str:
-        what = run.error if run.fatal else f"the group failed {failures} times in a row, last: {run.error}"
+        what = run.error if run.fatal else f"the group ended {failures} times in a row before it had served, last: " \
+                                           f"{run.error}"
         tail = "\n".join(f"  {line}" for line in list(self._tail)[-20:])
         return f"{what}\nlast lines of the ranks:\n{tail}" if tail and not run.fatal else what
 

@@ -6,11 +6,12 @@ and a kernel without NUMA support is a machine with one node.
 """
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from allspark_server.runtime.memory import cgroup_cpus
 
 
 def parse_list(text: str) -> list[int]:
@@ -133,31 +134,23 @@ def _status_list(root: Path, key: str) -> list[int] | None:
     return parse_list(match[1]) if match else None
 
 
-def _cgroup_limits(root: Path) -> tuple[float, int]:
-    """(CPUs, bytes) that the cgroups of this process allow, 0 where there is no limit; both cgroup versions."""
+def _memory_limit(root: Path) -> int:
+    """Bytes that the cgroups of this process allow, 0 where there is no limit; both cgroup versions."""
     base = root / "sys/fs/cgroup"
-    quota, memory = 0.0, 0
+    memory = 0
     own = re.search(r"^0::(/.*)$", _text(root / "proc/self/cgroup"), re.M)
     folder = base / own[1].strip("/") if own else base
     while True:                                             # a parent's limit holds as well
-        words = _text(folder / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
-            cpus = int(words[0]) / int(words[1])
-            quota = min(quota, cpus) if quota else cpus
         limit = _number(folder / "memory.max", 0)
         if limit:
             memory = min(memory, limit) if memory else limit
         if folder == base or base not in folder.parents:
             break
         folder = folder.parent
-    period = _number(base / "cpu/cpu.cfs_period_us", 0)
-    runtime = _number(base / "cpu/cpu.cfs_quota_us", -1)
-    if period and runtime > 0:
-        quota = min(quota or math.inf, runtime / period)
     limit = _number(base / "memory/memory.limit_in_bytes", 0)
     if 0 < limit < 1 << 60:                                 # version 1 says "no limit" with a huge number
         memory = min(memory or limit, limit)
-    return quota, memory
+    return memory
 
 
 def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = None) -> Topology:
@@ -194,8 +187,7 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
         nodes = [Node(0, online, [], total, free, True, {0: 10})]
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
-    quota, memory = _cgroup_limits(root)
-    return Topology(nodes, allowed, sorted(set(present) - set(online)), quota, memory)
+    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(root), _memory_limit(root))
 
 
 def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:

@@ -28,10 +28,12 @@ void Pool::stop() {
 
 void Pool::pin(int index) {
   if (cpus_.empty()) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(cpus_[index % cpus_.size()], &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // refused in some containers: then the scheduler decides
+  const int cpu = cpus_[index % cpus_.size()];
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);  // a plain cpu_set_t ends at 1,024 CPUs
+  std::vector<char> mask(bytes);
+  cpu_set_t* set = reinterpret_cast<cpu_set_t*>(mask.data());
+  CPU_SET_S(cpu, bytes, set);
+  pthread_setaffinity_np(pthread_self(), bytes, set);  // refused in some containers: then the scheduler decides
 }
 
 void Pool::fail(const char* what) {

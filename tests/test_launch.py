@@ -1,29 +1,25 @@
-"""The launcher without a model: topology of fabricated machines, placement, command lines, and the supervisor with
-ranks that only send heartbeats."""
-import functools
+"""The launcher without a model: topology of fabricated machines, placement, command lines, private folders, units."""
+import configparser
 import json
 import os
+import re
 import shlex
-import signal
+import shutil
 import socket
+import stat
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from allspark_launch import folders
 from allspark_launch import mpi as launch_mpi
-from allspark_launch.cli import main
+from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.placement import place
 from allspark_launch.pool import Pool, units
 from allspark_launch.serving import GroupOptions, plan_group, private_folder, tell_systemd
-from allspark_launch.supervisor import GroupFailed, Limits, Supervisor, processes_of_session
 from allspark_launch.topology import format_list, parse_list, read_topology
 
-import waiting
-
-wait_for = functools.partial(waiting.wait_for, seconds=20.0)
 REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1 << 20       # in the kB of meminfo
 
@@ -177,8 +173,32 @@ def test_kernel_without_numa_and_cgroup_quota(tmp_path):
     assert topology.nodes[0].memory_total == 2 << 30
     assert topology.cpu_quota == 1.5 and topology.memory_limit == 1 << 30
     placement = place(topology, 2)
-    assert placement.oversubscribed and "the cgroup allows 1.5 CPUs" in placement.warnings[0]
+    assert cpus_of(placement) == [(0,), (2,)]
+    assert placement.oversubscribed and "the cgroup allows 1.5 CPUs: 2 threads instead of 4" in placement.warnings[0]
+    assert place(topology, 2, cpus_per_rank=2).oversubscribed and cpus_of(place(topology)) == [(0, 1)]
     assert not place(topology, 1, cpus_per_rank=1).oversubscribed
+
+
+@pytest.mark.parametrize("files", [
+    {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"},         # a container's own view
+    {"proc/self/cgroup": "0::/kubepods/pod1/c1\n", "sys/fs/cgroup/kubepods/pod1/cpu.max": "400000 100000\n",
+     "sys/fs/cgroup/kubepods/pod1/c1/cpu.max": "max 100000\n", "sys/fs/cgroup/kubepods/cpu.max": "900000 100000\n"},
+    {"proc/self/cgroup": "4:cpu,cpuacct:/kubepods/pod1\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+     "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n", "sys/fs/cgroup/cpu/kubepods/pod1/cpu.cfs_quota_us": "350000\n",
+     "sys/fs/cgroup/cpu/kubepods/pod1/cpu.cfs_period_us": "100000\n"},
+], ids=["container", "version 2", "version 1"])
+def test_a_quota_limits_threads(tmp_path, files):
+    """The usual case in Kubernetes: all cores of a large host are visible, the time of four is allowed."""
+    root = machine(tmp_path, {0: [[c] for c in range(64)]})
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    placement = place(read_topology(root))
+    assert cpus_of(placement) == [(0, 1, 2, 3)]
+    assert "4 threads instead of 63" in placement.warnings[0]
+    assert [len(c) for c in cpus_of(place(read_topology(root), 3))] == [1, 1, 1]
+    from allspark_server.runtime.memory import physical_cores
+    assert physical_cores(root=str(root)) <= 4 and physical_cores([0], root=str(root)) == 1
 
 
 # ---- command lines -------------------------------------------------------------------------------------------------
@@ -203,25 +223,29 @@ def test_command_line_by_node(tmp_path):
     placement = place(read_topology(machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]]})))
     words = launch_mpi.group_command(MPI5, placement, "python", ["--address", "unix:/a b"], use_numactl=True)
     first, second = contexts(words)
-    assert first == ["-np", "1", "numactl", "--cpunodebind=0", "--membind=0", "python", "-m", "allspark_server",
-                     "--ranks", "2", "--cpus", "0,1", "--address", "unix:/a b"]
-    assert second == ["-np", "1", "numactl", "--cpunodebind=1", "--membind=1", "python", "-m", "allspark_server",
-                      "--ranks", "2", "--cpus", "2,3"]
+    assert first == ["-np", "1", "-x", "LD_PRELOAD=", "numactl", "--cpunodebind=0", "--membind=0", "python", "-m",
+                     "allspark_server", "--ranks", "2", "--cpus", "0,1", "--address", "unix:/a b"]
+    assert second == ["-np", "1", "-x", "LD_PRELOAD=", "numactl", "--cpunodebind=1", "--membind=1", "python", "-m",
+                      "allspark_server", "--ranks", "2", "--cpus", "2,3"]
     assert "self,sm" in words and words[words.index("--bind-to") + 1] == "none" and "--oversubscribe" in words
     assert ("--allow-run-as-root" in words) == (os.geteuid() == 0)
     line = launch_mpi.shell_line({"MPI4PY_LIBMPI": "/x"}, words)
     assert shlex.split(line) == ["MPI4PY_LIBMPI=/x", *words]
 
 
-def test_command_line_of_ranks_that_share_a_node(tmp_path):
+def test_command_line_of_ranks_that_share_a_node(tmp_path, monkeypatch):
     placement = place(read_topology(machine(tmp_path, {0: [[0], [1]]})), 3)
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=True, bind_memory=False)
     assert "self,vader" in words and "mpi_yield_when_idle" in words
     for rank, context in enumerate(contexts(words)):
-        assert context[2:4] == ["numactl", f"--physcpubind={rank % 2}"]
+        assert context[4:6] == ["numactl", f"--physcpubind={rank % 2}"]
         assert "--no-spin" in context and not any("membind" in w for w in context)
+    monkeypatch.setattr(launch_mpi.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "numactl" in launch_mpi.group_command(MPI4, placement, "python", [])
+    words = launch_mpi.group_command(MPI4, placement, "python", [], bind_memory=False)  # newer ones would exit
+    assert "numactl" not in words and contexts(words)[1][-3:] == ["--bind-cpus", "1", "--no-spin"]
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=False)
-    assert contexts(words)[1][-5:] == ["--bind-cpus", "1", "--bind-memory", "0", "--no-spin"]
+    assert contexts(words)[1][-7:] == ["--bind-cpus", "1", "--bind-memory", "0", "--ranks-on-node", "3", "--no-spin"]
 
 
 def test_library_belongs_to_mpirun(tmp_path):
@@ -251,12 +275,22 @@ def test_forced_mpirun(monkeypatch, tmp_path):
         launch_mpi.find_mpi()
 
 
+def test_what_mpirun_says_is_passed_on(monkeypatch, tmp_path):
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho \"home: $HOME\" >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("ALLSPARK_MPIRUN", str(fake))
+    monkeypatch.delenv("HOME")
+    with pytest.raises(launch_mpi.MpiNotFound, match="does not run: --version ended with status 1: home: /"):
+        launch_mpi.find_mpi()
+
+
 def test_dry_run_prints_only_the_line(capsys):
     assert main(["serve", "--dry-run", "--ranks", "2", "--address", "unix:/tmp/a"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     words = shlex.split(lines[0])
-    assert words[0].startswith("MPI4PY_LIBMPI=") and words[1].endswith("mpirun")
+    assert words[0].startswith("MPI4PY_LIBMPI=") and next(w for w in words if "=" not in w).endswith("mpirun")
     assert words.count("allspark_server") == 2 and words.count("--address") == 1
 
 
@@ -278,7 +312,7 @@ def test_serve_config_file(tmp_path, capsys):
     bad = {'{"rank": 2}': "unknown key 'rank'", '{"ranks": "2"}': "ranks is '2'", "[": "group.json"}
     for text, message in bad.items():
         config.write_text(text)
-        assert main(["serve", "--config", str(config), "--dry-run"]) == 1
+        assert main(["serve", "--config", str(config), "--dry-run"]) == EXIT_CONFIG
         assert message in capsys.readouterr().err
 
 
@@ -290,7 +324,7 @@ def test_serve_config_file(tmp_path, capsys):
     (["convert", "/nowhere", "/tmp/x", "--weight-dtype", "int4"], "/nowhere is not a directory"),
 ])
 def test_mistakes_are_told(arguments, message, capsys):
-    assert main(arguments) == 1
+    assert main(arguments) == (EXIT_CONFIG if arguments[0] == "serve" else 1)
     assert message in capsys.readouterr().err
 
 
@@ -321,6 +355,49 @@ def test_pool_units(tmp_path, capsys):
     assert "both have address x:1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("pool,message", [
+    ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
+    ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
+    ({"user": 5}, "user 5 must be of letters"),
+    ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
+    ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),
+    ({"member": [{"address": ["x:1", 2]}]}, r"member '0': address is \['x:1', 2\]; it must be of type list\[str\]"),
+    ({"member": [{"address": "x:1\ny"}]}, r"address is \['x:1\\ny'\]"),
+    ({"member": [{"address": "x:1", "ranks": "2"}]}, "ranks is '2'; it must be of type int"),
+    ({"member": [{"address": "x:1", "ranks": True}]}, "ranks is True; it must be of type int"),
+    ({"member": [{"address": "x:1", "numa_nodes": ["0"]}]}, r"numa_nodes is \['0'\]; it must be of type list\[int\]"),
+    ({"member": [{"address": "x:1", "models": [3]}]}, r"models is \[3\]; it must be of type list\[dict \| str\]"),
+    ({"member": [{"address": "x:1", "models": [{"model_name": "m", "model_path": "/m", "engine_max_batch": "many"}]}]},
+     "member '0': models: .*engine_max_batch"),
+])
+def test_a_pool_file_with_something_wrong_writes_no_unit(tmp_path, capsys, pool, message):
+    (tmp_path / "pool.json").write_text(json.dumps({"member": [{"address": "x:1"}], **pool}))
+    arguments = ["pool", "install", "--config", str(tmp_path / "pool.json"), "--unit-dir", str(tmp_path / "u"),
+                 "--config-dir", str(tmp_path / "c")]
+    assert main(arguments) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "u").exists() and not (tmp_path / "c").exists()
+
+
+def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
+    """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
+    RestartSec seconds; and a configuration error is not tried again at all."""
+    pool = Pool("default", "daemon", {"a": GroupOptions(address=["unix:/run/a"])})
+    for name, text in units(pool, tmp_path).items():
+        (tmp_path / name).write_text(text)
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str
+    unit.read(tmp_path / "allspark-default-a.service")
+    limits, service = unit["Unit"], unit["Service"]
+    assert int(limits["StartLimitBurst"]) * (int(service["RestartSec"]) + 60) < int(limits["StartLimitIntervalSec"])
+    assert str(EXIT_CONFIG) in service["RestartPreventExitStatus"].split()
+    assert service["OOMPolicy"] == "continue"
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", "--man=no", *tmp_path.glob("allspark-default*")],
+                              capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "allspark" not in done.stderr, done.stderr
+
+
 def test_status_of_a_group_that_is_down(capsys, tmp_path):
     assert main(["pool", "status", "--address", f"unix:{tmp_path}/none"]) == 1
     assert "down" in capsys.readouterr().out
@@ -335,220 +412,52 @@ def test_systemd_is_told(tmp_path):
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):
-    (tmp_path / "allspark-group-old").mkdir()
-    (tmp_path / "allspark-group-old" / "lock").touch()
+    (tmp_path / f"{folders.PREFIX}old").mkdir()
     with private_folder(str(tmp_path)) as first:
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
         with private_folder(str(tmp_path)) as second:
-            assert first.exists() and second.exists() and not (tmp_path / "allspark-group-old").exists()
+            assert first.exists() and second.exists() and not (tmp_path / f"{folders.PREFIX}old").exists()
     assert not list(tmp_path.iterdir())
 
 
-# ---- supervisor ----------------------------------------------------------------------------------------------------
-
-FAKE_RANK = """
-import os, signal, sys, time
-from allspark_server.runtime.binding import die_with_parent
-die_with_parent(signal.SIGKILL)
-from allspark_server.runtime.worker import Heartbeat
-rank, mode = int(sys.argv[1]), sys.argv[2]
-heartbeat = Heartbeat(os.environ["ALLSPARK_SUPERVISOR"], rank)
-heartbeat.start()
-if mode == "crash":
-    print(f"rank {rank} has a bad day", flush=True)
-    os._exit(7)
-if mode == "fatal":
-    heartbeat.state("failed", error=f"rank {rank}: the port is in use", fatal=True)
-    time.sleep(60)
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
-if mode == "stuck":
-    heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
-heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
-open(f"{sys.argv[0]}.{os.getpid()}.sent", "w").close()
-while True:
-    time.sleep(60)
-"""
-# As mpirun: starts the ranks, ends all when one ends.
-FAKE_MPIRUN = """
-import os, signal, subprocess, sys
-children = [subprocess.Popen([sys.executable, sys.argv[1], str(r), sys.argv[3]], preexec_fn=os.setpgrp)
-            for r in range(int(sys.argv[2]))]
-signal.signal(signal.SIGTERM, lambda *_: [c.terminate() for c in children])
-pid, status = os.wait()
-for c in children:
-    if c.pid != pid:
-        c.kill()
-sys.exit(os.waitstatus_to_exitcode(status) % 256)
-"""
-DRIVER = """
-import logging, os, signal, sys
-from pathlib import Path
-from allspark_launch.supervisor import GroupFailed, Limits, Supervisor
-logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
-limits = Limits(heartbeat_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1, first_backoff=0.1,
-                max_fast_failures=3)
-s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
-for n in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(n, lambda *_: s.request_stop("signal"))
-try:
-    s.run()
-except GroupFailed as error:
-    print("GAVE UP:", error)
-    sys.exit(1)
-"""
+def test_a_folder_that_others_prepared_harms_no_file(tmp_path):
+    """Anybody may make a "stale" folder in /tmp: what it links to must be neither truncated nor removed."""
+    parent, victim = tmp_path / "tmp", tmp_path / "victim"
+    parent.mkdir()
+    parent.chmod(0o1777)
+    victim.mkdir()
+    (victim / "lock").write_text("precious")
+    for prefix in {"allspark-group-", folders.PREFIX}:
+        planted = parent / f"{prefix}planted"
+        planted.mkdir()
+        (planted / "lock").symlink_to(victim / "lock")
+        (parent / f"{prefix}link").symlink_to(victim)
+        if os.geteuid() == 0:
+            os.chown(planted, 65534, 65534)
+    with private_folder(str(parent)):
+        pass
+    assert (victim / "lock").read_text() == "precious"
+    assert (parent / f"{folders.PREFIX}link").is_symlink()
+    assert (parent / f"{folders.PREFIX}planted").exists() == (os.geteuid() == 0)     # others' folders are left alone
 
 
-class Fake:
-    """A supervisor process over two fake ranks."""
-
-    def __init__(self, folder: Path, mode: str = "good", parent: int = 0):
-        for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN), ("driver.py", DRIVER)):
-            (folder / name).write_text(textwrap.dedent(text))
-        self.folder = folder
-        self.process = subprocess.Popen([sys.executable, str(folder / "driver.py"), str(folder), mode, str(parent)],
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
-
-    def wait_ready(self) -> dict:
-        wait_for(lambda: (self.folder / "ready").exists())
-        wait_for(lambda: len(self.ranks()) == 2)
-        # Both have been heard of: a rank stopped before its first heartbeat is late in starting, not silent.
-        wait_for(lambda: all((self.folder / f"rank.py.{pid}.sent").exists() for pid in self.ranks()))
-        return json.loads((self.folder / "ready").read_text())
-
-    def processes(self, script: str) -> list[int]:
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-                if str(self.folder / script) in command_of(pid).split("\0")[1:2]]
-
-    def ranks(self) -> list[int]:
-        return self.processes("rank.py")
-
-    def mpirun(self) -> list[int]:
-        return self.processes("mpirun.py")
-
-    def nothing_left(self) -> bool:
-        return not self.ranks() and not self.mpirun()
-
-    def finish(self) -> tuple[str, str]:
-        output = self.process.communicate(timeout=30)
-        wait_for(self.nothing_left)
-        return output
+def test_folders_that_others_could_exchange_are_not_removed(tmp_path):
+    tmp_path.chmod(0o777)
+    (tmp_path / f"{folders.PREFIX}old").mkdir()
+    assert not folders.trusted(str(tmp_path))
+    folders.remove_stale(str(tmp_path))
+    assert (tmp_path / f"{folders.PREFIX}old").exists()
 
 
-def command_of(pid: int) -> str:
-    """A process's command line; "" once it has ended, also as a zombie."""
-    try:
-        return Path("/proc", str(pid), "cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-@pytest.fixture
-def fake(tmp_path):
-    started = []
-
-    def start(*arguments, **keywords):
-        started.append(Fake(tmp_path, *arguments, **keywords))
-        return started[-1]
-
-    yield start
-    for f in started:
-        f.process.kill()
-        f.process.communicate()
-        wait_for(f.nothing_left)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_supervisor_stops_on_a_signal(fake, number):
-    f = fake()
-    ready = f.wait_ready()
-    assert ready == {"addresses": ["unix:/fake"], "pid": f.process.pid, "ranks": 2}
-    started = time.monotonic()
-    f.process.send_signal(number)
-    f.finish()
-    assert f.process.returncode == 0 and time.monotonic() - started < 3
-    assert not (f.folder / "ready").exists()
-
-
-def test_stop_is_bounded_when_ranks_do_not_listen(fake):
-    f = fake("stubborn")
-    f.wait_ready()
-    started = time.monotonic()
-    f.process.terminate()
-    f.finish()
-    assert f.process.returncode == 0 and time.monotonic() - started < 8
-
-
-@pytest.mark.parametrize("victim", ["rank", "mpirun"])
-def test_group_is_restarted_after_a_kill(fake, victim):
-    f = fake()
-    f.wait_ready()
-    before = set(f.ranks())
-    os.kill(f.ranks()[1] if victim == "rank" else f.mpirun()[0], signal.SIGKILL)
-    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
-    assert not before & set(f.ranks())
-    f.process.terminate()
-    _, log = f.finish()
-    assert "starting it again" in log
-
-
-def test_nothing_outlives_a_killed_supervisor(fake):
-    f = fake()
-    f.wait_ready()
-    f.process.kill()
-    f.finish()
-
-
-def test_a_silent_rank_is_noticed(fake):
-    f = fake()
-    f.wait_ready()
-    before = set(f.ranks())
-    os.kill(max(before), signal.SIGSTOP)
-    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
-    f.process.terminate()
-    _, log = f.finish()
-    assert "has been silent for" in log
-
-
-def test_a_rank_stuck_in_a_step_is_noticed(fake):
-    f = fake("stuck")
-    f.wait_ready()
-    before = set(f.ranks())
-    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
-    f.process.terminate()
-    _, log = f.finish()
-    assert "has been in one step for" in log
-
-
-def test_supervisor_gives_up_with_the_last_lines(fake):
-    f = fake("crash")
-    output, _ = f.finish()
-    assert f.process.returncode == 1
-    assert "failed 3 times in a row" in output and "has a bad day" in output
-    assert "has a bad day" in json.loads((f.folder / "ready").read_text())["error"]
-
-
-def test_an_error_of_the_start_is_not_repeated(fake):
-    f = fake("fatal")
-    started = time.monotonic()
-    output, log = f.finish()
-    assert f.process.returncode == 1 and time.monotonic() - started < 10
-    assert "the port is in use" in output and "starting it again" not in log
-
-
-def test_supervisor_ends_with_its_parent(fake):
-    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-    f = fake(parent=parent.pid)
-    f.wait_ready()
-    parent.kill()
-    parent.wait()
-    f.finish()
-    assert f.process.returncode == 0
-
-
-def test_supervisor_in_process_reports_a_missing_mpirun(tmp_path):
-    supervisor = Supervisor(["/nowhere/mpirun"], {}, 1, tmp_path, limits=Limits(max_fast_failures=1))
-    with pytest.raises((GroupFailed, OSError), match="/nowhere/mpirun"):
-        supervisor.run()
-    assert processes_of_session(2 ** 22 + 1) == []
+def test_groups_that_start_together_keep_their_folders(tmp_path):
+    """Many processes make and remove folders; each must find its own whole until it is done with it."""
+    code = ("import sys\nfrom allspark_launch.serving import private_folder\n"
+            "for i in range(60):\n"
+            "    with private_folder(sys.argv[1]) as folder:\n"
+            "        for file in 'abcd':\n"
+            "            (folder / file).write_text(file)\n"
+            "        assert ''.join((folder / file).read_text() for file in 'abcd') == 'abcd'\n")
+    running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+               for _ in range(8)]
+    assert [p.communicate(timeout=60)[1] for p in running] == [""] * 8
+    assert not list(tmp_path.iterdir())

@@ -59,20 +59,6 @@ def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
     assert caught.value.status == AsStatus.ALLSPARK_MEMORY_ERROR
 
 
-def test_what_other_models_have_not_touched_yet_is_theirs(monkeypatch, tmp_path):
-    first, second = make(), make()
-    first.allocate_cache(first.load())  # its cache is not touched before steps are computed
-    graph = first._model.graph
-    fixed, span = first._weight_bytes(graph) + first._activation_bytes(graph), first._span_bytes(graph)
-    with_available(monkeypatch, fixed + 200 * span + first.reserved_bytes())
-    monkeypatch.setattr(runner, "untouched_memory", lambda reserved: reserved)
-    second.reserved = first.reserved_bytes()
-    assert second.load() == 120
-    write(tmp_path, {"proc/self/status": "Name:\tx\nRssAnon:\t    100 kB\nRssFile:\t 50 kB\n"})
-    assert memory.untouched_memory(300 << 10, tmp_path) == 200 << 10
-    assert memory.untouched_memory(50 << 10, tmp_path) == 0
-
-
 def test_cache_memory_is_taken_as_given(monkeypatch, caplog):
     one = make(cache_memory=10 * MIB)
     assert one.load() == 10 * MIB // one._span_bytes(one._model.graph)
@@ -149,6 +135,7 @@ def test_cgroup_version_1_in_a_container(tmp_path):
 def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
     meminfo = ("Node {0} MemTotal:  1000 kB\nNode {0} MemFree: {1} kB\n"
                "Node {0} Active(file): 10 kB\nNode {0} Inactive(file): 20 kB\n")
+    monkeypatch.setattr(memory.reservations, "pending", lambda nodes: 0)
     root = write(tmp_path, {
         "proc/meminfo": "MemTotal: 2000 kB\nMemAvailable: 900 kB\n",
         "sys/devices/system/node/node0/meminfo": meminfo.format(0, 300),
@@ -160,6 +147,95 @@ def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
     assert memory.available_memory(2, root) == 530 * 1024
     assert memory.available_memory(3, root) == 265 * 1024  # two ranks may be on this node
+    monkeypatch.setattr(memory, "ranks_on_node", 2)  # both of them are: the group does not use node 0
+    assert memory.available_memory(2, root) == 265 * 1024
+
+
+@pytest.fixture
+def reservations(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory.reservations, "folder", lambda: tmp_path / "reservations")
+    return memory.reservations
+
+
+GROUP = """
+import sys
+from pathlib import Path
+from allspark_server.runtime import reservations
+reservations.folder = lambda: Path(sys.argv[1])
+with reservations.planning():
+    free = 1000 * (1 << 20) - reservations.pending([0])
+    one = reservations.Reservation("m", free * 6 // 10, [0])
+print(free >> 20, flush=True)
+kept = bytearray(b"x" * (int(sys.argv[2]) << 20))
+print("touched", flush=True)
+sys.stdin.read()
+"""
+
+
+def started_group(folder, touched=0) -> subprocess.Popen:
+    """Another group, in a session of its own, which plans to take six tenths of what seems to be free."""
+    return subprocess.Popen([sys.executable, "-c", GROUP, str(folder), str(touched)], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_groups_that_start_together_do_not_plan_with_the_same_memory(reservations):
+    groups = [started_group(reservations.folder()) for _ in range(3)]
+    assert sorted((int(g.stdout.readline()) for g in groups), reverse=True) == [1000, 400, 160]
+    assert [g.stdout.readline() for g in groups] == ["touched\n"] * 3
+    assert 930 * MIB < reservations.pending([0]) <= 936 * MIB
+    assert reservations.pending([1]) == 0 and reservations.pending([]) == reservations.pending([0, 1])
+    groups[0].kill()
+    for g in groups:
+        g.communicate()
+    assert reservations.pending([]) == 0  # also of the one that was killed
+    assert [file.name for file in reservations.folder().iterdir()] == ["lock"]
+
+
+def test_what_is_touched_is_not_reserved_any_more(reservations):
+    group = started_group(reservations.folder(), touched=200)
+    assert [group.stdout.readline() for _ in range(2)] == ["1000\n", "touched\n"]
+    assert 380 * MIB < reservations.pending([0]) <= 400 * MIB
+    group.communicate()
+
+
+def test_own_models_count_once_they_are_planned(reservations):
+    """Ranks that load one model share what is free; what they have reserved for it must not count twice."""
+    one = reservations.Reservation("m", 100 * MIB, [0])
+    entry = next(f for f in reservations.folder().iterdir() if f.name != "lock")
+    assert 90 * MIB < reservations.pending([0]) <= 100 * MIB
+    held = dict(reservations.Reservation._held)
+    reservations.Reservation._held.clear()  # as another rank of this group sees it, which plans for "m" just now
+    assert reservations.pending([0]) == 0
+    reservations.Reservation._held.update(held)
+    one.release()
+    one.release()
+    assert not entry.exists() and reservations.pending([0]) == 0
+
+
+def test_what_a_process_touches_counts_for_one_of_its_models(reservations):
+    models = [reservations.Reservation(name, 100 * MIB, [0]) for name in ("m", "n")]
+    touched = bytearray(b"x") * (60 * MIB)
+    assert 130 * MIB < reservations.pending([0]) <= 142 * MIB
+    del touched
+    for model in models:
+        model.release()
+
+
+def test_a_folder_of_somebody_else_is_not_used(reservations):
+    reservations.folder().mkdir()
+    reservations.folder().chmod(0o777)
+    with reservations.planning():
+        one = reservations.Reservation("m", 100, [])
+    assert reservations.pending([]) == 0 and list(reservations.folder().iterdir()) == []
+    one.release()
+
+
+def test_a_runner_reserves_what_it_plans(reservations):
+    with_cache = make(cache_memory=64 * MIB)
+    with_cache.load()
+    assert 32 * MIB < reservations.pending([]) < 80 * MIB
+    with_cache.close()
+    assert reservations.pending([]) == 0
 
 
 def test_this_machine():

@@ -1,4 +1,5 @@
 """Real groups: mpirun, pinned ranks, the shared window, the service; on tiny checkpoints, against transformers."""
+import contextlib
 import json
 import mmap
 import os
@@ -6,6 +7,7 @@ import pwd
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -216,6 +218,26 @@ def test_nothing_outlives_a_killed_parent(tmp_path):
     wait_for(lambda: not processes_of_session(mpirun) and not command_of(supervisor)[1:])
 
 
+def test_nothing_is_left_of_a_killed_client():
+    """Neither processes nor folders, sockets and shared memory of the group that it had started for itself."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        code = ("import time; from allspark_client import ClientEngine\n"
+                "with ClientEngine() as e:\n    print(e.get_rank_nums(), flush=True); time.sleep(100)")
+        environment = {k: v for k, v in os.environ.items() if k not in ("XDG_RUNTIME_DIR", "ALLSPARK_ADDRESS")}
+        shared = set(Path("/dev/shm").iterdir())
+        client = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
+                                  env={**environment, "TMPDIR": folder, "AS_NUMA_NUM": "2"})
+        assert client.stdout.readline() == "2\n"
+        supervisor = children(client.pid)[0]
+        mpirun = children(supervisor)[0]
+        mine = [p for p in set(Path("/dev/shm").iterdir()) - shared if p.name.startswith("allspark-run-")]
+        assert len(list(Path(folder).iterdir())) == 2 and mine
+        client.kill()
+        client.communicate()
+        wait_for(lambda: not processes_of_session(mpirun) and not command_of(supervisor)[1:])
+        assert list(Path(folder).iterdir()) == [] and not any(p.exists() for p in mine)
+
+
 def test_a_rank_that_cannot_allocate(pair):
     """Rank 1 alone is out of address space: the load fails naming it, and the group goes on."""
     rank1 = ranks_of(pair.supervisor)[1]
@@ -256,6 +278,29 @@ def test_each_mpi_installation(source, numactl, monkeypatch, reference, tmp_path
             assert str(MPIS[source].library.resolve()) in maps
             assert maps.count("libmpi.so") == maps.count(str(MPIS[source].library.resolve()))      # and no other
         checkpoints.check_greedy(greedy(engine, "m", checkpoints.prompt_of(7), 24), reference(CONFIGURATION, 7, 24))
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Addresses, as the kernel writes them, of the TCP sockets on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(fd))
+    rows = [line.split() for file in ("tcp", "tcp6") for line in Path("/proc/net", file).read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+
+
+@pytest.mark.parametrize("source", MPIS)
+def test_nothing_listens_beyond_the_loopback_interface(source, monkeypatch):
+    monkeypatch.setenv("ALLSPARK_MPIRUN", str(MPIS[source].mpirun))
+    with background_group(["--ranks", "2"], timeout=60) as started:
+        ranks = list(ranks_of(started.supervisor_pid).values())
+        own = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}      # 127.0.0.1, ::1
+        assert set(listening([started.supervisor_pid, *children(started.supervisor_pid), *ranks])) <= own
+        assert listening(ranks) == []                       # their door is a Unix socket
+        for pid in ranks:
+            assert "_loopback" not in Path(f"/proc/{pid}/maps").read_text()
 
 
 def by_hand(mpirun, *words: str, **environment: str) -> subprocess.Popen:
@@ -319,9 +364,12 @@ def foreign_python():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("source", MPIS)
-def test_as_another_user(source, foreign_python):
+@pytest.mark.parametrize("home", ["/nonexistent", None])
+def test_as_another_user(source, home, foreign_python):
     """No home directory, nothing writable but /tmp."""
     python, environment = foreign_python
+    if home is None:
+        del environment["HOME"]
     code = ("from allspark_launch.serving import background_group\nfrom allspark_client import ClientEngine\n"
             "with background_group(['--ranks', '2'], timeout=60) as g, ClientEngine(g.addresses[0]) as e:\n"
             "    print('ranks', e.get_rank_nums())")
@@ -339,6 +387,39 @@ def test_a_port_in_use_is_told(tmp_path):
         with pytest.raises(RuntimeError, match="did not start.*(in use|already)"):
             with background_group(["--ranks", "1", "--address", started.addresses[0]]):
                 pass
+
+
+def served_by(tmp_path, **config) -> tuple[int, str]:
+    """`allspark serve` of one rank with this configuration, until it ends: (exit status, its last words)."""
+    (tmp_path / "group.json").write_text(json.dumps({"ranks": 1, **config}))
+    done = subprocess.run([sys.executable, "-m", "allspark_launch", "serve", "--config", str(tmp_path / "group.json")],
+                          capture_output=True, text=True, timeout=90)
+    return done.returncode, done.stderr
+
+
+def test_exit_status_tells_whether_to_start_again(tmp_path):
+    """78: not before somebody has mended what the error names."""
+    status, error = served_by(tmp_path, address=f"unix:{tmp_path}/s", models=["/nowhere/model"])
+    assert status == 78 and "model 'model' of the configuration cannot be loaded" in error
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, error = served_by(tmp_path, address=f"127.0.0.1:{taken.getsockname()[1]}")
+    assert status == 1 and "in use" in error
+
+
+def test_an_edited_configuration_counts(tmp_path):
+    """The state file keeps what clients installed, not what the configuration said once."""
+    def models(*entries: dict, install: str = "") -> dict[str, int]:
+        path = str(checkpoints.checkpoint(CONFIGURATION))
+        (tmp_path / "group.json").write_text(json.dumps({"models": [{"model_path": path, **e} for e in entries]}))
+        arguments = ["--ranks", "1", "--config", str(tmp_path / "group.json"), "--state-file", str(tmp_path / "state")]
+        with background_group(arguments, timeout=60) as started, ClientEngine(started.addresses[0]) as engine:
+            if install:
+                globals()["install"](engine, install, path)
+            return {m.name: engine.get_model_info(m.name).span_size for m in engine.list_models()}
+
+    first = models({"model_name": "edited"}, {"model_name": "removed"}, install="by-client")
+    assert first == {"edited": 32, "removed": 32, "by-client": 32}
+    assert models({"model_name": "edited", "cache_span_size": 64}) == {"edited": 64, "by-client": 32}
 
 
 @pytest.mark.parametrize("size,on_host,message", [
@@ -385,9 +466,6 @@ class FakeRunner:
     def step(self, plan: bytes):
         self._maybe_fail("step")
         return self.rank, plan
-
-    def reserved_bytes(self) -> int:
-        return 1
 
     def close(self) -> None:
         self.closed = True
@@ -468,6 +546,23 @@ def test_a_step_that_fails_ends_the_group(threads):
     assert failures == ["rank 2: no memory for step2"]
     wait_for(lambda: len(errors) == 2)
     assert "rank 2" in errors[1]
+
+
+def test_the_first_step_is_told(monkeypatch):
+    """The supervisor counts lives that served nothing."""
+    from allspark_server.runtime import runner
+    from allspark_server.runtime.group import LocalGroup
+    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    group, told = LocalGroup(), []
+    group.member.on_served = lambda: told.append("served")
+    group.load(AsModelConfig(model_name="step0", model_path="x"))
+    with pytest.raises(MemoryError):
+        group.step("step0", b"")
+    assert not told
+    group.load(AsModelConfig(model_name="m", model_path="x"))
+    group.step("m", b"")
+    group.step("m", b"")
+    assert told == ["served"]
 
 
 def test_local_group(monkeypatch):

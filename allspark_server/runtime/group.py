@@ -148,6 +148,8 @@ class Member:
         self._loading = ""
         self._phase: Future[int] = Future()     # of the load under way
         self._cancelled = threading.Event()
+        self.served = False         # a step was computed; on_served() is called after the first
+        self.on_served: Callable[[], None] = lambda: None
 
     def start_load(self, config: AsModelConfig) -> None:
         """First phase: weights. It results in how many spans this rank could hold."""
@@ -173,9 +175,13 @@ class Member:
     def step(self, name: str, plan: bytes):
         self.step_began = time.monotonic()
         try:
-            return self.runners[name].step(plan)
+            result = self.runners[name].step(plan)
         finally:
             self.step_began = 0.0
+        if not self.served:
+            self.served = True
+            self.on_served()
+        return result
 
     def unload(self, name: str) -> None:
         """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""
@@ -221,7 +227,6 @@ class Member:
         progress(0, 1)
         runner = ModelRunner(config, rank=self.rank, world=self.world, window=self.window, cpus=self.cpus)
         runner.progress = progress
-        runner.reserved = sum(other.reserved_bytes() for other in self.runners.values())
         try:
             spans = runner.load()
         except BaseException:

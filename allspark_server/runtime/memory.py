@@ -9,11 +9,18 @@ import platform
 import re
 import resource
 from pathlib import Path
+from typing import Iterator
+
+from . import reservations
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
 _MPOL_BIND = 2
 _MASK_WORDS = 16
 _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
+
+#: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then
+#: ranks are taken to be spread over all nodes.
+ranks_on_node = 0
 
 
 def _read(path: Path) -> str:
@@ -63,29 +70,52 @@ def _host_available(nodes: list[int], root: str) -> int:
     return total
 
 
-def cgroup_available(root: str = "/") -> int:
-    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
-    least = _UNLIMITED
-    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of this process's cgroups for a controller: its own, and all above it, whose limits hold as
+    well; inside a container only the highest may be visible."""
+    lines = _read(Path(root, "proc/self/cgroup")).splitlines() or ["0::/"]
+    for line in lines:
         _, controllers, own = line.split(":", 2)
         if controllers == "":
-            base, names = Path(root, "sys/fs/cgroup"), ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            base = Path(root, "sys/fs/cgroup/memory")
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            version, base = 2, Path(root, "sys/fs/cgroup")
+        elif controller in controllers.split(","):
+            version, base = 1, Path(root, "sys/fs/cgroup", controller)
         else:
             continue
         folder = base / own.strip("/")
-        while True:  # a parent's limit holds as well; inside a container only the base may be visible
-            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
-            if limit.isdigit() and int(limit) < _UNLIMITED and used.isdigit():
-                stat = _fields(_read(folder / "memory.stat"))
-                cached = stat.get(f"{names[2]}inactive_file", 0) + stat.get(f"{names[2]}active_file", 0)
-                least = min(least, int(limit) - int(used) + cached)
-            if folder == base or base not in folder.parents:
-                break
+        while folder != base and base in folder.parents:
+            yield version, folder
             folder = folder.parent
+        yield version, base
+
+
+def cgroup_available(root: str = "/") -> int:
+    """Bytes that this process' memory cgroups allow still, page cache counted as free; huge without a limit."""
+    least = _UNLIMITED
+    for version, folder in _cgroups("memory", root):
+        if version == 2:
+            names = ("memory.max", "memory.current", "")
+        else:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+        if limit.isdigit() and int(limit) < _UNLIMITED and used.isdigit():
+            stat = _fields(_read(folder / "memory.stat"))
+            cached = stat.get(f"{names[2]}inactive_file", 0) + stat.get(f"{names[2]}active_file", 0)
+            least = min(least, int(limit) - int(used) + cached)
     return max(0, least)
+
+
+def cgroup_cpus(root: str = "/") -> float:
+    """How many CPUs' time this process' cgroups allow, such as 2.5; 0.0 without a limit."""
+    least = math.inf
+    for version, folder in _cgroups("cpu", root):
+        if version == 2:
+            words = _read(folder / "cpu.max").split()
+        else:
+            words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):     # not "max", not -1
+            least = min(least, int(words[0]) / int(words[1]))
+    return 0.0 if least == math.inf else least
 
 
 def _address_space_available() -> int:
@@ -96,30 +126,26 @@ def _address_space_available() -> int:
 
 
 def available_memory(world: int = 1, root: str = "/") -> int:
-    """Bytes that one of `world` ranks of this host may use, now.
+    """Bytes that one of `world` ranks of this host may use, now; without what other groups have reserved.
 
     Ranks that are bound to nodes share their node's free memory with the other ranks there, unbound ones the host's; a
     cgroup's limit is shared by all.
     """
     nodes = bound_nodes()
-    sharers = math.ceil(world / len(memory_nodes(root))) if nodes else world
-    return min(_host_available(nodes, root) // sharers, cgroup_available(root) // world, _address_space_available())
+    sharers = (ranks_on_node or math.ceil(world / len(memory_nodes(root)))) if nodes else world
+    host = max(0, _host_available(nodes, root) - reservations.pending(nodes))
+    return min(host // sharers, cgroup_available(root) // world, _address_space_available())
 
 
-def untouched_memory(reserved: int, root: str = "/") -> int:
-    """Of `reserved` bytes that this process has allocated, how many it has not touched, at least: to the kernel they
-    are free still."""
-    resident = _fields(_read(Path(root, "proc/self/status")).replace(":\t", ": ")).get("RssAnon", reserved)
-    return max(0, reserved - resident)
-
-
-def physical_cores(cpus: list[int] | None = None) -> int:
-    """How many physical cores `cpus` (default: those this process may use) belong to."""
+def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
+    """How many physical cores `cpus` belong to; by default those that this process may use, as far as its cgroups
+    allow it the time of so many."""
+    quota = 0.0 if cpus else cgroup_cpus(root)
     cores = set()
     for cpu in cpus or sorted(os.sched_getaffinity(0)):
         siblings = _read(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")).strip()
         cores.add(siblings or str(cpu))
-    return len(cores)
+    return min(len(cores), math.ceil(quota)) if quota else len(cores)
 
 
 def nodes_of_cpus(cpus: list[int]) -> set[int]:

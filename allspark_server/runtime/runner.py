@@ -14,10 +14,10 @@ from allspark_server.models import Graph
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.lowering import add_ops, check_ranks
-from allspark_server.runtime.memory import (available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores,
-                                            untouched_memory)
+from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
+from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
 from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, unquantized_type
@@ -73,9 +73,8 @@ class ModelRunner:
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
         self.progress: Progress | None = None
-        #: bytes that other models of this process hold, their caches mostly untouched yet
-        self.reserved = 0
         self._executor = None
+        self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: OpenedModel | None = None
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
@@ -92,9 +91,11 @@ class ModelRunner:
         self._choose_types(graph, unquantized_type(graph, source))
         self._warn_about_length(graph)
         self._warn_about_unused(graph, source)
-        available = available_memory(self.world) - untouched_memory(self.reserved)
-        weight_bytes = self._weight_bytes(graph)
-        spans = self._spans(available, weight_bytes + self._activation_bytes(graph))
+        fixed = self._weight_bytes(graph) + self._activation_bytes(graph)
+        with planning():
+            spans = self._spans(available_memory(self.world), fixed)
+            planned = fixed + spans * self._span_bytes(graph)
+            self._reservation = Reservation(self.config.model_name, planned, bound_nodes())
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
         source.verify(self.rank, self.world)
         with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
@@ -144,13 +145,11 @@ class ModelRunner:
         model = self._loaded()
         return Profile(summarize(self._profiler.read(model.graph, self.formats)), self._meter.finish())
 
-    def reserved_bytes(self) -> int:
-        """What weights and cache take, touched or not."""
-        return self._executor.weight_bytes() + self._executor.cache_bytes()
-
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
         self._executor = self._model = self._profiler = self._meter = None
+        if self._reservation is not None:
+            self._reservation.release()
 
     # -- choices -------------------------------------------------------------------------------------------------------
     def _loaded(self) -> OpenedModel:

@@ -86,8 +86,8 @@ class Heartbeat:
         self._thread.join()
 
     def watch(self, member: Member, busy_since: Callable[[], float] | None = None) -> None:
-        """From now on also tell of the member's loads and how long its main thread has been at one thing, count in its
-        window, and end the process if the window says that the group was aborted.
+        """From now on also tell of the member's loads, how long its main thread has been at one thing and that it has
+        computed a step, count in its window, and end the process if the window says that the group was aborted.
 
         busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
         without it, only steps count.
@@ -95,6 +95,7 @@ class Heartbeat:
         self._busy_since = busy_since or (lambda: member.step_began)
         self._member = member
         member.progress = self.progress
+        member.on_served = lambda: self.send(served=True)
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and

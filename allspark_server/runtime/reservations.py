@@ -1,0 +1,178 @@
+"""What ranks on this host have planned to use of its memory and not touched yet, so that groups that start together do
+not all count the same free bytes.
+
+Each load leaves a file with its size, locked as long as the model is held, in a folder of /dev/shm that belongs to this
+user. Pages are touched while weights are loaded and requests fill the cache; how many of them are, the growth of the
+process since tells. Processes of other users, or in containers with a /dev/shm of their own, do not see each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+from typing import Iterator
+
+logger = logging.getLogger(__name__)
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOCK = "lock"
+LOCK_SECONDS = 2.0  # others hold it for less than a millisecond, unless they are suspended
+
+
+def folder() -> Path:
+    """Where this user's reservations are."""
+    return Path(f"/dev/shm/allspark-memory-{os.geteuid()}")
+
+
+def _open_folder() -> int:
+    """A descriptor of `folder()`, made if need be. OSError if it is not this user's alone."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder(), 0o700)
+    fd = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        os.close(fd)
+        raise PermissionError(f"{folder()} is not a private folder of this user")
+    return fd
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """For the length of a with block, no other rank measures what is free and reserves some of it."""
+    try:
+        directory = _open_folder()
+    except OSError as error:
+        logger.debug("memory is planned without regard to other groups: %s", error)
+        yield
+        return
+    lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    os.close(directory)
+    deadline = time.monotonic() + LOCK_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    logger.warning("memory is planned without regard to other groups: %s: %s", folder() / _LOCK, error)
+                    break
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _group() -> str:
+    """Equal for the ranks of one group: its supervisor's socket, or its name at mpirun; a process alone is one too."""
+    return os.environ.get("ALLSPARK_SUPERVISOR") or os.environ.get("PMIX_NAMESPACE") or str(os.getpid())
+
+
+class Reservation:
+    """`size` bytes that this process will use for model `name` on `nodes` (none: wherever there are some)."""
+
+    _held: dict[str, str] = {}  # file name -> model, of this process
+    _guard = threading.Lock()
+
+    def __init__(self, name: str, size: int, nodes: list[int]):
+        self._fd, self._file = -1, f"{os.getpid()}-{id(self):x}"
+        self._owner = os.getpid()
+        entry = {"group": _group(), "pid": os.getpid(), "name": name, "size": size, "nodes": nodes,
+                 "resident": resident(os.getpid())}
+        try:
+            directory = _open_folder()
+        except OSError as error:
+            logger.debug("no reservation: %s", error)
+            return
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(f".{self._file}", flags, 0o600, dir_fd=directory)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            os.write(self._fd, json.dumps(entry).encode())
+            os.rename(f".{self._file}", self._file, src_dir_fd=directory, dst_dir_fd=directory)     # locked and whole
+        except OSError as error:
+            logger.debug("no reservation: %s", error)
+            self.release()
+            return
+        finally:
+            os.close(directory)
+        with self._guard:
+            self._held[self._file] = name
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._fd < 0 or os.getpid() != self._owner:  # a forked child holds nothing
+            return
+        with self._guard:
+            self._held.pop(self._file, None)
+        for file in (folder() / self._file, folder() / f".{self._file}"):
+            with contextlib.suppress(OSError):
+                file.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    __del__ = release
+
+
+def resident(pid: int) -> int:
+    """Bytes of its own memory that a process has touched, mapped files left out; 0 if that is not told."""
+    try:
+        pages, shared = Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        return (int(pages) - int(shared)) * _PAGE
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def pending(nodes: list[int]) -> int:
+    """Bytes on `nodes` (none: anywhere) that are reserved and not touched yet. Of this process's own group only models
+    count that this process has reserved for as well: the other ranks' parts of what is being loaded now do not."""
+    try:
+        directory = _open_folder()
+    except OSError:
+        return 0
+    with Reservation._guard:
+        mine = set(Reservation._held.values())
+    processes: dict[int, list[dict]] = {}
+    try:
+        for file in os.listdir(directory):
+            if file != _LOCK and not file.startswith("."):
+                entry = _entry(file, directory, set(nodes), mine)
+                if entry is not None:
+                    processes.setdefault(entry["pid"], []).append(entry)
+    finally:
+        os.close(directory)
+    # What a process has touched since its first reservation belongs to one of them, whichever.
+    return sum(max(0, sum(e["size"] for e in entries) - max(0, resident(pid) - min(e["resident"] for e in entries)))
+               for pid, entries in processes.items())
+
+
+def _entry(file: str, directory: int, nodes: set[int], mine: set[str]) -> dict | None:
+    """A reservation that counts on these nodes."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return None  # released meanwhile
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.unlink(file, dir_fd=directory)  # of a process that was killed
+            return None
+        entry = json.loads(os.read(fd, 65536))
+        if entry["group"] == _group() and entry["name"] not in mine:
+            return None
+        if nodes and entry["nodes"] and not nodes & set(entry["nodes"]):
+            return None
+        numbers = (entry["pid"], entry["size"], entry["resident"])
+        return entry if all(isinstance(number, int) for number in numbers) else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.debug("reservation %s is ignored: %s", file, error)
+        return None
+    finally:
+        os.close(fd)

@@ -1,0 +1,312 @@
+"""The supervisor, with ranks that only send heartbeats."""
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from allspark_launch.supervisor import GroupFailed, Limits, Supervisor, processes_of_session
+
+import waiting
+
+wait_for = functools.partial(waiting.wait_for, seconds=20.0)
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+FAKE_RANK = """
+import os, signal, sys, time
+from allspark_server.runtime.binding import die_with_parent
+die_with_parent(signal.SIGKILL)
+from allspark_server.runtime.worker import Heartbeat
+rank, mode = int(sys.argv[1]), sys.argv[2]
+heartbeat = Heartbeat(os.environ["ALLSPARK_SUPERVISOR"], rank)
+heartbeat.start()
+if mode == "crash":
+    print(f"rank {rank} has a bad day", flush=True)
+    os._exit(7)
+if mode == "fatal":
+    heartbeat.state("failed", error=f"rank {rank}: the port is in use", fatal=True)
+    time.sleep(60)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
+if mode == "stuck":
+    heartbeat._member = type("Member", (), {"step_began": time.monotonic(), "window": None})
+heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
+if mode == "answers" and rank == 0:
+    heartbeat.send(served=True)
+open(f"{sys.argv[0]}.{os.getpid()}.sent", "w").close()
+while True:
+    print("x" * 1000 if mode == "flood" else "", flush=mode == "flood")
+    time.sleep(0.001 if mode == "flood" else 60)
+"""
+# As mpirun: starts the ranks, ends all when one ends.
+FAKE_MPIRUN = """
+import os, signal, subprocess, sys
+children = [subprocess.Popen([sys.executable, sys.argv[1], str(r), sys.argv[3]], preexec_fn=os.setpgrp)
+            for r in range(int(sys.argv[2]))]
+signal.signal(signal.SIGTERM, lambda *_: [c.terminate() for c in children])
+pid, status = os.wait()
+for c in children:
+    if c.pid != pid:
+        c.kill()
+sys.exit(os.waitstatus_to_exitcode(status) % 256)
+"""
+DRIVER = """
+import logging, os, signal, sys
+from pathlib import Path
+from allspark_launch.supervisor import GroupFailed, Limits, Supervisor
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
+limits = Limits(heartbeat_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1, first_backoff=0.1,
+                max_failures=3)
+s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
+for n in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(n, lambda *_: s.request_stop("signal"))
+try:
+    s.run()
+except GroupFailed as error:
+    print("GAVE UP:", error)
+    sys.exit(1)
+"""
+
+
+# `allspark serve`, but for the ranks.
+SERVE = """
+import logging, sys
+from pathlib import Path
+from allspark_launch import serving
+from allspark_launch.placement import Placement
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
+serving.plan_group = lambda options: serving.GroupPlan(Placement([None, None]), None, words, {})
+serving.supervise(serving.GroupOptions(), ready_file=str(folder / "ready"))
+"""
+
+
+class Fake:
+    """A supervisor process over two fake ranks."""
+
+    def __init__(self, folder: Path, mode: str = "good", parent: int = 0, driver: str = DRIVER):
+        for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN), ("driver.py", driver)):
+            (folder / name).write_text(textwrap.dedent(text))
+        self.folder = folder
+        self.process = subprocess.Popen([sys.executable, str(folder / "driver.py"), str(folder), mode, str(parent)],
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+    def wait_ready(self) -> dict:
+        wait_for(lambda: (self.folder / "ready").exists())
+        wait_for(lambda: len(self.ranks()) == 2)
+        # Both have been heard of: a rank stopped before its first heartbeat is late in starting, not silent.
+        wait_for(lambda: all((self.folder / f"rank.py.{pid}.sent").exists() for pid in self.ranks()))
+        return json.loads((self.folder / "ready").read_text())
+
+    def processes(self, script: str) -> list[int]:
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                if str(self.folder / script) in command_of(pid).split("\0")[1:2]]
+
+    def ranks(self) -> list[int]:
+        return self.processes("rank.py")
+
+    def mpirun(self) -> list[int]:
+        return self.processes("mpirun.py")
+
+    def nothing_left(self) -> bool:
+        return not self.ranks() and not self.mpirun()
+
+    def finish(self) -> tuple[str, str]:
+        output = self.process.communicate(timeout=30)
+        wait_for(self.nothing_left)
+        return output
+
+
+def command_of(pid: int) -> str:
+    """A process's command line; "" once it has ended, also as a zombie."""
+    try:
+        return Path("/proc", str(pid), "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def fake(tmp_path):
+    started = []
+
+    def start(*arguments, **keywords):
+        started.append(Fake(tmp_path, *arguments, **keywords))
+        return started[-1]
+
+    yield start
+    for f in started:
+        f.process.kill()
+        f.process.communicate()
+        wait_for(f.nothing_left)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_supervisor_stops_on_a_signal(fake, number):
+    f = fake()
+    ready = f.wait_ready()
+    assert ready == {"addresses": ["unix:/fake"], "pid": f.process.pid, "ranks": 2}
+    started = time.monotonic()
+    f.process.send_signal(number)
+    f.finish()
+    assert f.process.returncode == 0 and time.monotonic() - started < 3
+    assert not (f.folder / "ready").exists()
+
+
+def test_stop_is_bounded_when_ranks_do_not_listen(fake):
+    f = fake("stubborn")
+    f.wait_ready()
+    started = time.monotonic()
+    f.process.terminate()
+    f.finish()
+    assert f.process.returncode == 0 and time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
+def test_group_is_restarted_after_a_kill(fake, victim):
+    f = fake()
+    f.wait_ready()
+    before = set(f.ranks())
+    os.kill(f.ranks()[1] if victim == "rank" else f.mpirun()[0], signal.SIGKILL)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
+    assert not before & set(f.ranks())
+    f.process.terminate()
+    _, log = f.finish()
+    assert "starting it again" in log
+
+
+def test_nothing_outlives_a_killed_supervisor(fake):
+    f = fake()
+    f.wait_ready()
+    f.process.kill()
+    f.finish()
+
+
+def test_a_silent_rank_is_noticed(fake):
+    f = fake()
+    f.wait_ready()
+    before = set(f.ranks())
+    os.kill(max(before), signal.SIGSTOP)
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
+    f.process.terminate()
+    _, log = f.finish()
+    assert "has been silent for" in log
+
+
+def test_a_rank_stuck_in_a_step_is_noticed(fake):
+    f = fake("stuck")
+    f.wait_ready()
+    before = set(f.ranks())
+    wait_for(lambda: len(set(f.ranks()) - before) >= 2)  # under load a new one may be lost as well
+    f.process.terminate()
+    _, log = f.finish()
+    assert "has been in one step for" in log
+
+
+def test_supervisor_gives_up_with_the_last_lines(fake):
+    f = fake("crash")
+    output, _ = f.finish()
+    assert f.process.returncode == 1
+    assert "ended 3 times in a row before it had served" in output and "has a bad day" in output
+    assert "has a bad day" in json.loads((f.folder / "ready").read_text())["error"]
+
+
+@pytest.mark.parametrize("mode", ["answers", "good"])
+def test_only_lives_that_served_nothing_are_counted(fake, mode):
+    """Of groups that are killed soon after each start, one that had answered meanwhile is started again and again."""
+    f = fake(mode)
+    for _ in range(5):
+        f.wait_ready()
+        before = set(f.ranks())
+        os.kill(min(before), signal.SIGKILL)
+        wait_for(lambda: not before & set(f.ranks()))
+        wait_for(lambda: f.process.poll() is not None or len(f.ranks()) == 2)
+        if f.process.poll() is not None:
+            break
+    if mode == "answers":
+        f.wait_ready()
+        f.process.terminate()
+    output, log = f.finish()
+    assert f.process.returncode == (0 if mode == "answers" else 1)
+    assert ("ended 3 times in a row before it had served" in output) == (mode == "good")
+    assert log.count("starting it again in 0.1 s") == (5 if mode == "answers" else 1)       # and no growing pause
+
+
+def test_orphans_of_process_1_are_reaped():
+    """A child subreaper inherits orphans just as process 1 does."""
+    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.supervisor import reap_orphans\n"
+            "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+            "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 &'])\ntime.sleep(0.5)\n"
+            "states = lambda: [s for s in map(state, os.listdir('/proc')) if s]\n"
+            "def state(pid):\n"
+            "    try: fields = open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()\n"
+            "    except OSError: return ''\n"
+            "    return fields[0] if fields[1] == str(os.getpid()) else ''\n"
+            "assert states() == ['Z', 'Z'], states()\nreap_orphans()\nassert states() == [], states()\n")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_an_error_of_the_start_is_not_repeated(fake):
+    f = fake("fatal")
+    started = time.monotonic()
+    output, log = f.finish()
+    assert f.process.returncode == 1 and time.monotonic() - started < 10
+    assert "the port is in use" in output and "starting it again" not in log
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_supervisor(fake):
+    """Ranks print far more than pipes hold; both supervisor's ends are pipes that are never read."""
+    f = fake("flood", driver=SERVE)
+    f.wait_ready()
+    time.sleep(2)
+    before = set(f.ranks())
+    assert before and f.process.poll() is None
+    os.kill(max(before), signal.SIGKILL)
+    wait_for(lambda: len(set(f.ranks()) - before) == 2)
+    f.process.terminate()
+    f.process.wait(20)
+    wait_for(f.nothing_left)
+    assert f.process.returncode == 0
+
+
+def test_output_that_is_not_read_in_time_is_dropped_and_counted():
+    from allspark_launch.output import MOST_PENDING, Outlet
+    read_end, write_end = os.pipe()
+    outlet = Outlet(write_end)
+    outlet.write(b"first\n")
+    assert os.read(read_end, 100) == b"first\n"
+    for _ in range(3 * MOST_PENDING // 1000):
+        outlet.write(b"x" * 999 + b"\n")
+    assert not outlet.finish()                              # in a second: nobody has read
+    received, dropped = b"", 0
+    while received.count(b"x" * 999) * 1000 + dropped < 3 * MOST_PENDING // 1000 * 1000:
+        received += os.read(read_end, 1 << 20)
+        dropped = sum(map(int, re.findall(rb"\[(\d+) bytes of output were dropped", received)))
+    assert dropped > MOST_PENDING
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_supervisor_ends_with_its_parent(fake):
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    f = fake(parent=parent.pid)
+    f.wait_ready()
+    parent.kill()
+    parent.wait()
+    f.finish()
+    assert f.process.returncode == 0
+
+
+def test_supervisor_in_process_reports_a_missing_mpirun(tmp_path):
+    supervisor = Supervisor(["/nowhere/mpirun"], {}, 1, tmp_path, limits=Limits(max_failures=1))
+    with pytest.raises((GroupFailed, OSError), match="/nowhere/mpirun"):
+        supervisor.run()
+    assert processes_of_session(2 ** 22 + 1) == []
