@@ -197,13 +197,12 @@ class Engine(AbstractEngine):
     def submit(self, spec: RequestSpec, sink: Sink) -> int:
         """Queues a request and returns its handle. Raises ValueError, TypeError or AllSparkError if it is refused."""
         model = self._model(spec.model)
-        model.check_running()
-        request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-        model.reserve(request.samples)
+        model.reserve(spec.config.n)  # before the work of reading the prompt
         try:
+            request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
             model.reserve_tokens(request)
-        except AllSparkError:
-            model.unreserve(request.samples)
+        except BaseException:
+            model.unreserve(spec.config.n)
             raise
         try:
             with self._lock:
@@ -211,7 +210,7 @@ class Engine(AbstractEngine):
                 self._requests[request.handle] = (model, request)
                 self._forget_old()
         except AllSparkError:
-            model.unreserve(request.samples)
+            model.unreserve(spec.config.n)
             model.unreserve_tokens(request)
             raise
         return request.handle
