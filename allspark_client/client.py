@@ -48,7 +48,8 @@ class ClientEngine(AbstractEngine):
         `start_timeout` seconds) and stopped with the engine. With `resume`, live requests of a group that dies continue
         on another one with the same fingerprint, or on the same once it is back, and calls wait for a server, both up
         to `reconnect_timeout` seconds; without, both fail at once. `tls`: a TlsConfig (or dict of its fields), a CA
-        file, or True for the system's roots; Unix sockets never use it. `token`: the server's bearer token.
+        file, or True for the system's roots; Unix sockets never use it. `token`: the server's bearer token; None: what
+        the file $ALLSPARK_TOKEN_FILE holds, if that is set.
         """
         if isinstance(reconnect_timeout, bool) or not isinstance(reconnect_timeout, (int, float)) \
                 or not reconnect_timeout >= 0:
@@ -64,6 +65,7 @@ class ClientEngine(AbstractEngine):
         self._members: list[Member] = []
         self._group: SelfStartedGroup | None = None
         tls = _tls(tls)
+        token = _environment_token() if token is None else token
         given = _addresses(addresses)
         atexit.register(self.close)
         try:
@@ -473,6 +475,21 @@ def _addresses(addresses: str | Iterable[str] | None) -> list[str]:
     if len(set(checked)) < len(checked):
         raise ValueError(f"addresses={checked!r} names a server twice")
     return checked
+
+
+def _environment_token() -> str | None:
+    """The token of $ALLSPARK_TOKEN_FILE: of one alone, or of the first line `ROLE TOKEN`, as servers write them."""
+    path = os.environ.get("ALLSPARK_TOKEN_FILE", "")
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.split() for line in file if line.strip() and not line.lstrip().startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"$ALLSPARK_TOKEN_FILE cannot be read: {error}") from None
+    if not lines:
+        raise ValueError(f"$ALLSPARK_TOKEN_FILE: {path} holds no token")
+    return lines[0][-1]
 
 
 def _tls(tls: TlsConfig | dict[str, str] | str | bool | None) -> TlsConfig | None:

@@ -27,6 +27,8 @@ _SERVICE = "/allspark.Allspark/"
 ATTEMPT_SECONDS = 5.0
 #: pause after a failed attempt in the background, s
 _RECONNECT_PAUSE_SECONDS = 0.5
+#: more than a request's id and the framing of its message take
+_ENVELOPE_BYTES = 64
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 20 s
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -111,6 +113,7 @@ class Session:
         """Send a request and wait for the answer; raises what the engine raised, or Unavailable."""
         message = convert.request_to_pb(request.spec)
         message.generated.extend(request.received)
+        self._check_size(message)
         request.answered.clear()
         request.refusal = None
         with self._lock:
@@ -122,6 +125,15 @@ class Session:
         request.answered.wait()
         if request.refusal is not None:
             raise request.refusal
+
+    def _check_size(self, message: pb.GenerateRequest) -> None:
+        """Refuse here what the server would not take: it would end the stream that all requests share."""
+        most = self.info.max_message_bytes if self.info is not None else 0
+        size = message.ByteSize() + _ENVELOPE_BYTES
+        if 0 < most < size:
+            raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                                f"the request is a message of {size} bytes, and the server at {self.address} takes at "
+                                f"most {most} (its --max-message-mib)")
 
     def stop(self, request: Request) -> None:
         """Ask for a request's end."""
@@ -320,7 +332,9 @@ def translate(error: grpc.RpcError, address: str) -> Exception:
     code, details = error.code(), error.details() or "no details"
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED):
         return Unavailable(address, details)
-    if code is grpc.StatusCode.UNAUTHENTICATED:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:      # the transport's: say, a message larger than the server takes
+        return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, f"the server at {address} refused: {details}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
                              f"the server at {address} refused this client: {details}")
     if code is grpc.StatusCode.UNIMPLEMENTED:

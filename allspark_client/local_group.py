@@ -36,7 +36,7 @@ class SelfStartedGroup:
         self._log_file = os.path.join(self._directory, "server.log")
         command = [sys.executable, "-m", "allspark_launch", "serve",
                    "--address", f"unix:{os.path.join(self._directory, 'allspark.sock')}",
-                   "--ready-file", self._ready_file, "--parent-pid", str(os.getpid())]
+                   "--model-root", "/", "--ready-file", self._ready_file, "--parent-pid", str(os.getpid())]
         logger.info("starting a server group: %s (log: %s)", " ".join(command), self._log_file)
         with open(self._log_file, "wb") as log:
             # A session of its own: Ctrl-C in the terminal is for this process, which then stops the group in order.

@@ -21,6 +21,7 @@ import sys
 import threading
 from pathlib import Path
 
+from .access import Access, ModelRoots, Role, default_address, read_tokens, socket_mode
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
 logger = logging.getLogger("allspark_server")
@@ -28,7 +29,6 @@ logger = logging.getLogger("allspark_server")
 # How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
 # differ by minutes when one node's pages come from a slow disk; dead ranks are noticed by heartbeat long before.
 PEER_TIMEOUT_SECONDS = 900.0
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,14 +41,26 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     rank0 = p.add_argument_group("rank 0")
     rank0.add_argument("--address", action="append", default=[],
-                       help=f"host:port or unix:/path to serve on; repeatable (default {DEFAULT_ADDRESS})")
+                       help="host:port or unix:/path to serve on; repeatable (default: a Unix socket of this user's, or "
+                            "127.0.0.1:50051 where clients need a token or a certificate, or with --insecure)")
     rank0.add_argument("--model", action="append", default=[], metavar="DIR|JSON",
                        help="a checkpoint, or an AsModelConfig as JSON, to load and start; repeatable")
     rank0.add_argument("--state-file", help="what is installed is kept here, and restored from here")
-    rank0.add_argument("--token-file", help="clients must present the token in this file")
+    rank0.add_argument("--token-file", help="clients must present a token of this file: a line 'ROLE TOKEN' for each, "
+                                            "with a role of read, generate and admin; or one token, of an admin")
     rank0.add_argument("--tls-cert", help="PEM certificate of the server")
     rank0.add_argument("--tls-key", help="PEM key of the server")
     rank0.add_argument("--tls-ca", help="PEM certificates that sign clients; makes client certificates required")
+    rank0.add_argument("--tls-role", choices=[role.value for role in Role], default=Role.ADMIN.value,
+                       help="of clients with a certificate, where there is no token file (default %(default)s)")
+    rank0.add_argument("--insecure", action="store_true",
+                       help="serve TCP addresses though whoever reaches them may do everything")
+    rank0.add_argument("--socket-mode", type=socket_mode, default=0o600, metavar="MODE",
+                       help="of Unix sockets (default 0600: this user alone)")
+    rank0.add_argument("--model-root", action="append", default=[], metavar="DIR",
+                       help="clients may name models below this directory; repeatable (default: those of --model alone)")
+    rank0.add_argument("--max-message-mib", type=int, default=16, metavar="N",
+                       help="the largest message taken from a client (default %(default)s)")
     return p
 
 
@@ -136,21 +148,23 @@ class Rank:
         a = self.arguments
         if self.heartbeat:
             self.heartbeat.watch(group.member)
+        access = Access(read_tokens(a.token_file) if a.token_file else {}, self.tls(), Role(a.tls_role), a.insecure)
+        models = [model_config(text) for text in a.model]
+        roots = ModelRoots(a.model_root, models)
         engine = Engine(group=group, state_file=a.state_file)
-        restored = engine.restore() if a.state_file else []
+        service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
+                          roots=roots, socket_mode=a.socket_mode, max_message=a.max_message_mib << 20)
+        restored = engine.restore(roots.check_model) if a.state_file else []
         # After a restart the state file has the last word: a client may have released a model of the command line.
-        wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else a.model
-        for config in map(model_config, wanted):
+        wanted = [] if int(os.environ.get("ALLSPARK_RESTARTS", "0")) else models
+        for config in wanted:
             if config.model_name not in restored:
                 logger.info("loading %s from %s", config.model_name, config.model_path)
                 engine.install_model(config)
                 engine.start_model(config.model_name)
         gc.collect()
         gc.freeze()     # what is loaded stays: collections between steps need not go through it
-        token = Path(a.token_file).read_text().strip() if a.token_file else None
-        service = Service(engine, a.address or [DEFAULT_ADDRESS], token=token, tls=self.tls())
-        service.start()
-        addresses = list(getattr(service, "addresses", None) or a.address or [DEFAULT_ADDRESS])
+        addresses = service.start()
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
             self.heartbeat.state("ready", addresses=addresses)

@@ -126,10 +126,11 @@ class Engine(AbstractEngine):
             for model in list(self._models.values())
         ]
 
-    def restore(self) -> list[str]:
+    def restore(self, check: Callable[[AsModelConfig], None] = lambda config: None) -> list[str]:
         """Installs, and starts, the models that `state_file` records; returns the names of those now installed.
 
-        One that cannot be installed now is logged and skipped, and stays in the file.
+        One that cannot be installed now, or that `check` refuses by raising, is logged and skipped, and stays in the
+        file.
         """
         if self._state_file is None or not os.path.exists(self._state_file):
             return []
@@ -144,25 +145,33 @@ class Engine(AbstractEngine):
             try:
                 config = AsModelConfig.from_dict(entry["config"])
                 check_available(check_config(config))
+                check(config)
                 self._call(functools.partial(self._install, config, bool(entry.get("started"))))
             except (AllSparkError, ValueError, TypeError) as error:
                 logger.error("model %r, recorded in %s, cannot be restored: %s", name, self._state_file, error)
         return list(self._models)
+
+    def failures(self) -> dict[str, str]:
+        """Why models that should serve do not, by name; "" stands for the engine itself."""
+        found = {name: "it is recorded in the state file and could not be restored" for name in list(self._unrestored)}
+        found |= {m.name: m.failure for m in list(self._models.values()) if m.failure is not None}
+        if not self._thread.is_alive():
+            found[""] = "its thread has ended"
+        return found
 
     # --- requests ---
 
     def submit(self, spec: RequestSpec, sink: Sink) -> int:
         """Queues a request and returns its handle. Raises ValueError, TypeError or AllSparkError if it is refused."""
         model = self._model(spec.model)
-        model.check_running()
-        request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-        model.reserve(len(request.sequences))
+        model.reserve(spec.config.n)  # before the work of reading the prompt
         try:
+            request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
-        except AllSparkError:
-            model.unreserve(len(request.sequences))
+        except BaseException:
+            model.unreserve(spec.config.n)
             raise
         return request.handle
 

@@ -134,8 +134,9 @@ class Request:
         self.sink.on_status(self.handle, status)
 
 
-def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[int]:
-    """The prompt's ids, tokenized here if it came as text or as a chat."""
+def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int) -> list[int]:
+    """The prompt's ids, tokenized here if it came as text or as a chat. Raises what says that it has more than
+    `max_length`, if its size tells so beforehand."""
     given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
     if len(given) != 1:
         raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
@@ -146,9 +147,15 @@ def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[int]:
             AsStatus.ALLSPARK_INVALID_CALL_ERROR,
             f"model {spec.model!r} has no tokenizer.json beside its checkpoint: start requests with input_ids",
         )
-    if spec.messages is not None:
-        return tokenizer.encode_chat(spec.messages)
-    return tokenizer.encode(spec.text)
+    chat = spec.messages is not None
+    text = tokenizer.apply_chat_template(spec.messages) if chat else spec.text
+    longest = tokenizer.longest_text(max_length)
+    if longest is not None and len(text) > longest:
+        raise _exceeds(
+            f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
+            f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
+        )
+    return tokenizer.encode(text, add_special_tokens=not chat)  # a template writes them itself
 
 
 def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
@@ -204,7 +211,7 @@ def build_request(
     """
     check_available(spec.config)
     config = spec.config.with_seed()
-    prompt = list(prompt_ids(spec, tokenizer))
+    prompt = list(prompt_ids(spec, tokenizer, info.max_length))
     if not prompt:
         raise ValueError("the prompt is empty; it needs at least one token")
     generated = list(spec.generated)

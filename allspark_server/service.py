@@ -1,30 +1,33 @@
 """The gRPC service of rank 0: an event loop in a thread of its own, between clients and the engine's thread.
 
+Every method is registered as a stream of bytes, also where a client sends one message and expects one: so nothing is
+received before its sender's role is known (access.py), and what is no message gets an answer that says so.
+
 Blocking engine calls run in worker threads. Results come the other way: the engine's thread files them in the sessions
 of their clients, and after each step wakes the loop once, which sends each client at most one message.
 """
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import os
-import socket
-import stat
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.types import TlsConfig
 
+from .access import Access, ModelRoots, Role
+from .listen import listen
 from .session import MAX_PENDING, Session, generate_response, overflow_error
 
 if TYPE_CHECKING:
@@ -33,9 +36,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "allspark.Allspark"
+#: what a model is called by grpc.health.v1: this and its name
+MODEL_HEALTH = "allspark.Model/"
+_HEALTH_SECONDS = 1.0       # between looks at the engine
 #: A silent client is noticed after a ping interval and a ping timeout: 12 s, within the 15 s that are promised.
 PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
-_MAX_MESSAGE = 256 << 20
+#: the largest message taken from a client: the ids of a prompt of four million tokens, or 128 bytes of text for each of
+#: 128k tokens
+MAX_MESSAGE = 16 << 20
+#: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
+_LARGE_MESSAGE = 64 << 10
+_RECEIVE_SECONDS = 60.0     # for the first message of a call to arrive
+_QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
@@ -46,8 +58,10 @@ _OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),   # a second server on the same port is an error, not a rival for its connections
+    ("grpc.max_concurrent_streams", 256),       # of a connection; all requests of a session share one
+    ("grpc.max_connection_idle_ms", 600_000),   # of a connection without calls: no client of ours is
+    ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", _MAX_MESSAGE),
     ("grpc.max_metadata_size", _MAX_METADATA),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA),
 ]
@@ -59,33 +73,56 @@ _CODES = {
     AsStatus.ALLSPARK_INVALID_CALL_ERROR: grpc.StatusCode.FAILED_PRECONDITION,
     AsStatus.ALLSPARK_REQUEST_DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
+_EVERY_ROLE = frozenset(Role)
+_REQUESTS = frozenset((Role.GENERATE, Role.ADMIN))
+_ADMIN = frozenset((Role.ADMIN,))
+#: a method's other half: called with the context and the client's role once that is known to be allowed
+_Method = Callable[[grpc.aio.ServicerContext, "Role | None"], Awaitable[None]]
 
 
 class Service:
     """Serves an engine to clients. `start` returns once it listens; `stop` ends it."""
 
-    def __init__(self, engine: "Engine", addresses: list[str], *, token: str | None = None,
-                 tls: TlsConfig | dict[str, str] | None = None, max_pending: int = MAX_PENDING):
-        """`addresses`: "host:port" (port 0: any free one) or "unix:/path". `token`: what clients must present as bearer
-        token. `tls`: certificate and key for TCP addresses (Unix sockets are guarded by their directory); with a ca,
-        clients need certificates. `max_pending`: tokens a client may leave unread before it is disconnected."""
+    def __init__(self, engine: "Engine", addresses: list[str], *, access: Access | None = None,
+                 roots: ModelRoots | None = None, socket_mode: int = 0o600, max_message: int = MAX_MESSAGE,
+                 max_pending: int = MAX_PENDING):
+        """`addresses`: "host:port" (port 0: any free one) or "unix:/path". `access`: what clients need; without it only
+        Unix sockets are served, made with `socket_mode`. `roots`: the paths that clients may name, none by default.
+        `max_message`: bytes that a client may send at once; `max_pending`: tokens it may leave unread before it is
+        disconnected. Raises ValueError for a TCP address that is not guarded."""
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses={addresses!r} must be a list of 'host:port' and 'unix:/path', at least one")
+        if not 1 << 10 <= max_message < 1 << 31:
+            raise ValueError(f"max_message={max_message} must be at least 1 KiB and below 2 GiB")
+        access = access or Access()
+        for address in addresses:
+            access.check_door(address)
         self._engine = engine
         self._wanted = list(addresses)
-        self._token = token
-        self._tls = TlsConfig(**tls) if isinstance(tls, dict) else tls
+        self._access = access
+        self._roots = roots or ModelRoots()
+        self._socket_mode = socket_mode
+        self._max_message = max_message
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._end: asyncio.Event | None = None
         self._grace = 0.0
-        self._control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")   # loads take minutes
-        self._quick = ThreadPoolExecutor(4, thread_name_prefix="allspark-submit")
+        # What may take long has threads of its own, lest the rest wait for it: loads (minutes), tokenizing (seconds).
+        self._control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")
+        self._input = ThreadPoolExecutor(4, thread_name_prefix="allspark-input")
+        self._large_input = ThreadPoolExecutor(2, thread_name_prefix="allspark-large-input")
+        self._statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
+        self._ends = ThreadPoolExecutor(1, thread_name_prefix="allspark-ends")      # of sessions
         self._dirty: set[Session] = set()
         self._dirty_lock = threading.Lock()
         self._sessions: set[Session] = set()
-        self._health: health.aio.HealthServicer | None = None
+        self._health = health.aio.HealthServicer()
+        self._reflection = reflection.aio.ReflectionServicer(
+            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        self._healthy: dict[str, bool | None] = {}      # as last told; None: no longer known
+        self._undecodable = _RareLog("a message of %s cannot be decoded")
+        self._refused = _RareLog("a call of %s was refused: it shows no valid token")
         #: what the service listens on, with real port numbers
         self.addresses: list[str] = []
 
@@ -115,29 +152,30 @@ class Service:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
         self._control.shutdown(wait=False, cancel_futures=True)
-        self._quick.shutdown(wait=True)     # sessions are being closed there
+        for pool in (self._input, self._large_input, self._statistics):
+            pool.shutdown(cancel_futures=True)
+        self._ends.shutdown()
 
     async def _serve(self, started: "Future[list[str]]") -> None:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
-        interceptors = [_TokenCheck(self._token)] if self._token else []
-        server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
-        server.add_generic_rpc_handlers((self._handlers(),))
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        options = [*_OPTIONS, ("grpc.max_receive_message_length", self._max_message)]
+        server = grpc.aio.server(options=options)
+        server.add_generic_rpc_handlers(tuple(
+            grpc.method_handlers_generic_handler(name, methods) for name, methods in self._handlers().items()))
         try:
-            bound = [self._bind(server, address) for address in self._wanted]
+            bound = [listen(server, address, self._access.tls, self._socket_mode) for address in self._wanted]
+            await self._set_health()
             await server.start()
-            await self._set_health(True)
         except BaseException as error:
             await server.stop(None)
             started.set_exception(error)
             return
         started.set_result(bound)
+        watch = asyncio.create_task(self._watch_health())
         await self._end.wait()
-        await self._set_health(False)
+        watch.cancel()
+        await self._health.enter_graceful_shutdown()
         for session in self._sessions:
             session.ready.set()     # those with nothing live end at once
         await server.stop(self._grace)
@@ -145,35 +183,30 @@ class Service:
             if address.startswith("unix:/") and os.path.exists(address[5:]):
                 os.unlink(address[5:])
 
-    async def _set_health(self, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            try:
+                await self._set_health()
+            except Exception:   # it must go on looking
+                logger.exception("looking at the engine's health failed")
 
-    def _bind(self, server: grpc.aio.Server, address: str) -> str:
-        unix = address.startswith("unix:")
-        if unix:
-            address = "unix:" + _check_socket(address)
-        elif ":" not in address:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"address {address!r} is neither host:port nor unix:/path")
-        credentials = _credentials(self._tls) if self._tls is not None and not unix else None
-        try:
-            if credentials is not None:
-                port = server.add_secure_port(address, credentials)
-            else:
-                if self._token and not unix and not address.startswith(("127.", "localhost:", "[::1]:")):
-                    logger.warning("clients send their token in clear text to %s; configure TLS", address)
-                port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            port, cause = 0, error
-        else:
-            cause = None
-        if port == 0:
-            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                                f"cannot listen on {address}: the port is in use, or the host is not this machine's"
-                                ) from cause
-        return address if unix else f"{address.rsplit(':', 1)[0]}:{port}"
+    async def _set_health(self) -> None:
+        """Tell health checks how things are: of the whole service, whether nothing that should serve fails to; of a
+        model, whether it runs."""
+        failures = self._engine.failures()
+        found: dict[str, bool | None] = {"": not failures, SERVICE_NAME: not failures}
+        found |= {MODEL_HEALTH + model.name: model.running for model in self._engine.list_models()}
+        found = dict.fromkeys(self._healthy) | found
+        if found[""] is not self._healthy.get("") and failures:
+            logger.error("health checks now say NOT_SERVING: %s",
+                         "; ".join(f"{name or 'engine'}: {why}" for name, why in failures.items()))
+        status = health_pb2.HealthCheckResponse
+        for name, serving in found.items():
+            if name not in self._healthy or serving is not self._healthy[name]:
+                await self._health.set(name, status.SERVICE_UNKNOWN if serving is None else
+                                       status.SERVING if serving else status.NOT_SERVING)
+        self._healthy = found
 
     # --- from the engine's thread --------------------------------------------------------------------------------
 
@@ -201,28 +234,29 @@ class Service:
 
     # --- streams -------------------------------------------------------------------------------------------------
 
-    async def _session(self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext) -> None:
+    async def _session(self, context: grpc.aio.ServicerContext, role: Role) -> None:
         session = self._open()
         session.task = asyncio.current_task()
         reader = None
         try:
-            first = await context.read()
-            if first is grpc.aio.EOF:
-                return
+            try:
+                first = self._parse(pb.SessionRequest, await _receive(context), context)
+            except ValueError as error:
+                await _abort(context, error)
             if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:
                 spoken = f"version {first.hello.protocol}" if first.HasField("hello") else "no version"
                 await _abort(context, AllSparkError(
                     AsStatus.ALLSPARK_REQUEST_DENIED,
                     f"this server speaks version {convert.PROTOCOL} of the protocol, the client announced {spoken}"))
-            await context.write(pb.SessionResponse(info=self._info()))
-            reader = asyncio.create_task(self._read(context, session))
+            await context.write(pb.SessionResponse(info=self._info()).SerializeToString())
+            reader = asyncio.create_task(self._read(context, session, role))
             reader.add_done_callback(lambda _: session.ready.set())
             while True:
                 await session.ready.wait()
                 session.ready.clear()
                 events = session.take()
                 if events:
-                    await context.write(pb.SessionResponse(events=events))
+                    await context.write(pb.SessionResponse(events=events).SerializeToString())
                 if reader.done() and not reader.cancelled() and reader.exception() is not None:
                     await _abort(context, reader.exception())
                 if session.idle and (reader.done() or self._end.is_set()):
@@ -237,18 +271,29 @@ class Service:
                 reader.cancel()
             self._close(session)
 
-    async def _read(self, context: grpc.aio.ServicerContext, session: Session) -> None:
+    async def _read(self, context: grpc.aio.ServicerContext, session: Session, role: Role) -> None:
         loop = asyncio.get_running_loop()
-        while (message := await context.read()) is not grpc.aio.EOF:
+        while (data := await context.read()) is not grpc.aio.EOF:
+            pool = self._input_pool(data)
+            if pool is self._input:
+                message = self._parse(pb.SessionRequest, data, context)
+            else:
+                message = await loop.run_in_executor(pool, self._parse, pb.SessionRequest, data, context)
             action = message.WhichOneof("action")
             if action == "start":
-                await loop.run_in_executor(self._quick, self._start, session, message.start)
+                if role in _REQUESTS:
+                    await loop.run_in_executor(pool, self._start, session, message.start)
+                else:
+                    session.refuse(message.start.id, _denied("a request", _REQUESTS, role))
             elif action == "stop":
                 session.stop(message.stop)
             elif action == "release":
                 session.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
+
+    def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
+        return self._input if len(data) < _LARGE_MESSAGE else self._large_input
 
     def _start(self, session: Session, message: pb.StartRequest) -> None:
         try:
@@ -258,22 +303,23 @@ class Service:
             return
         session.start(message.id, spec)
 
-    async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _generate(self, context: grpc.aio.ServicerContext, role: Role) -> None:
         session = self._open()
         session.task = asyncio.current_task()
         try:
             try:
-                spec = convert.request_from_pb(request)
+                data = await _receive(context)
+                await asyncio.get_running_loop().run_in_executor(
+                    self._input_pool(data), self._start_only, session, data, context)
             except (ValueError, TypeError, AllSparkError) as error:
                 await _abort(context, error)
-            await asyncio.get_running_loop().run_in_executor(self._quick, session.start, 0, spec)
             while not session.idle:
                 await session.ready.wait()
                 session.ready.clear()
                 for event in session.take():
                     if event.HasField("refused"):
                         await _abort(context, convert.error_from_pb(event.refused))
-                    await context.write(generate_response(event))
+                    await context.write(generate_response(event).SerializeToString())
         except asyncio.CancelledError:
             if not session.overflow:
                 raise
@@ -281,6 +327,9 @@ class Service:
             await _abort(context, overflow_error(self._max_pending))
         finally:
             self._close(session)
+
+    def _start_only(self, session: Session, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        session.start(0, convert.request_from_pb(self._parse(pb.GenerateRequest, data, context)))
 
     def _open(self) -> Session:
         session = Session(self._engine, self._news, self._max_pending)
@@ -293,62 +342,171 @@ class Service:
             self._dirty.discard(session)
         # Not awaited: the call may be being cancelled. Not on the loop: thousands of requests may be live.
         try:
-            self._quick.submit(session.close)
+            self._ends.submit(session.close)
         except RuntimeError:    # the service is stopping and its threads are gone
             session.close()
 
     # --- calls ---------------------------------------------------------------------------------------------------
 
-    def _handlers(self) -> grpc.GenericRpcHandler:
+    def _handlers(self) -> dict[str, dict[str, grpc.RpcMethodHandler]]:
+        """The methods of each service."""
         engine = self._engine
         done = pb.Done()
-        handlers = {
-            "Session": grpc.stream_stream_rpc_method_handler(
-                self._session, pb.SessionRequest.FromString, pb.SessionResponse.SerializeToString),
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self._generate, pb.GenerateRequest.FromString, pb.GenerateResponse.SerializeToString),
-        }
+        methods = {"Session": self._method("Session", _EVERY_ROLE, self._session),
+                   "Generate": self._method("Generate", _REQUESTS, self._generate)}
         model, lora = pb.ModelRequest, pb.LoraRequest
-        calls: list[tuple[str, Any, ThreadPoolExecutor, Callable[[Any], Any]]] = [
-            ("InstallModel", pb.InstallModelRequest, self._control,
-             lambda r: (engine.install_model(convert.model_config_from_pb(r.config)), done)[1]),
-            ("StartModel", model, self._control, lambda r: (engine.start_model(r.model), done)[1]),
-            ("StopModel", model, self._control, lambda r: (engine.stop_model(r.model), done)[1]),
-            ("ReleaseModel", model, self._control, lambda r: (engine.release_model(r.model), done)[1]),
-            ("LoadLora", lora, self._control, lambda r: (engine.load_lora(r.model, r.lora), done)[1]),
-            ("UnloadLora", lora, self._control, lambda r: (engine.unload_lora(r.model, r.lora), done)[1]),
-            ("UnloadDeviceMem", model, self._control, lambda r: (engine.unload_device_mem(r.model), done)[1]),
-            ("LoadDeviceMem", model, self._control, lambda r: (engine.load_device_mem(r.model), done)[1]),
-            ("GetOpProfiling", model, self._control,
+        admin, everyone = (_ADMIN, self._control), (_EVERY_ROLE, self._statistics)
+        calls: list[tuple[str, type[Message], tuple[frozenset[Role], ThreadPoolExecutor], Callable[[Any], Message]]] = [
+            ("InstallModel", pb.InstallModelRequest, admin, self._install),
+            ("StartModel", model, admin, lambda r: (engine.start_model(r.model), done)[1]),
+            ("StopModel", model, admin, lambda r: (engine.stop_model(r.model), done)[1]),
+            ("ReleaseModel", model, admin, lambda r: (engine.release_model(r.model), done)[1]),
+            ("LoadLora", lora, admin, lambda r: (engine.load_lora(r.model, r.lora), done)[1]),
+            ("UnloadLora", lora, admin, lambda r: (engine.unload_lora(r.model, r.lora), done)[1]),
+            ("UnloadDeviceMem", model, admin, lambda r: (engine.unload_device_mem(r.model), done)[1]),
+            ("LoadDeviceMem", model, admin, lambda r: (engine.load_device_mem(r.model), done)[1]),
+            ("GetOpProfiling", model, admin,
              lambda r: pb.OpProfiling(table=engine.get_op_profiling_info(r.model))),
-            ("GetFileInformation", pb.FileInformationRequest, self._control,
-             lambda r: pb.FileInformation(**vars(engine.get_file_information(r.graph_path, r.param_path)))),
-            ("GetStat", model, self._quick, lambda r: convert.engine_stat_to_pb(engine.get_as_engine_stat(r.model))),
-            ("GetModelInfo", model, self._quick, lambda r: convert.model_info_to_pb(engine.get_model_info(r.model))),
-            ("GetServerInfo", pb.ServerInfoRequest, self._quick, lambda r: self._info()),
+            ("GetFileInformation", pb.FileInformationRequest, admin, self._file_information),
+            ("GetStat", model, everyone, lambda r: convert.engine_stat_to_pb(engine.get_as_engine_stat(r.model))),
+            ("GetModelInfo", model, everyone, lambda r: convert.model_info_to_pb(engine.get_model_info(r.model))),
+            ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda r: self._info()),
         ]
-        for name, request_type, pool, call in calls:
-            handlers[name] = grpc.unary_unary_rpc_method_handler(
-                _unary(name, pool, call), request_type.FromString, lambda response: response.SerializeToString())
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+        for name, request_type, (roles, pool), call in calls:
+            methods[name] = self._method(name, roles, self._unary(name, request_type, pool, call))
+        return {
+            SERVICE_NAME: methods,
+            # Probes have no secrets.
+            health.SERVICE_NAME: {"Check": self._method("Check", None, self._check_health),
+                                  "Watch": self._method("Watch", None, self._follow_health)},
+            reflection.SERVICE_NAME: {
+                "ServerReflectionInfo": self._method("ServerReflectionInfo", _EVERY_ROLE, self._reflect)},
+        }
+
+    def _method(self, name: str, roles: frozenset[Role] | None, method: _Method) -> grpc.RpcMethodHandler:
+        """A method for clients of these roles; for anyone if None."""
+        async def handler(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+            role = None
+            if roles is not None:
+                role = self._access.role(context)
+                if role is None:
+                    given = "authorization" in dict(context.invocation_metadata() or ())
+                    self._refused(context.peer())
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED,
+                                        "a wrong bearer token" if given else "a bearer token is needed")
+                if role not in roles:
+                    await _abort(context, _denied(name, roles, role))
+            await method(context, role)
+
+        return grpc.stream_stream_rpc_method_handler(handler)
+
+    def _unary(self, name: str, request_type: type[Message], pool: ThreadPoolExecutor,
+               call: Callable[[Any], Message]) -> _Method:
+        """A method that answers one message with one, by a call in a thread of `pool`."""
+        async def method(context: grpc.aio.ServicerContext, _: Role | None) -> None:
+            try:
+                request = self._parse(request_type, await _receive(context), context)
+                response = await asyncio.get_running_loop().run_in_executor(pool, call, request)
+            except Exception as error:
+                if not isinstance(error, (AllSparkError, ValueError, TypeError)):
+                    logger.exception("%s failed", name)
+                await _abort(context, error)
+            await context.write(response.SerializeToString())
+
+        return method
+
+    def _parse(self, message_type: type[Message], data: bytes, context: grpc.aio.ServicerContext) -> Any:
+        """The message that a client sent; any thread. Raises ValueError."""
+        try:
+            return message_type.FromString(data)
+        except DecodeError as error:
+            self._undecodable(context.peer())
+            raise ValueError(f"what was sent is no {message_type.DESCRIPTOR.name} message: {error}") from None
+
+    def _install(self, request: pb.InstallModelRequest) -> pb.Done:
+        config = convert.model_config_from_pb(request.config)
+        self._roots.check_model(config)
+        self._engine.install_model(config)
+        return pb.Done()
+
+    def _file_information(self, request: pb.FileInformationRequest) -> pb.FileInformation:
+        self._roots.check("as_graph_path", request.graph_path)
+        self._roots.check("as_param_path", request.param_path)
+        return pb.FileInformation(**vars(self._engine.get_file_information(request.graph_path, request.param_path)))
+
+    async def _check_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+        try:
+            request = self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
+        except ValueError as error:
+            await _abort(context, error)
+        await context.write((await self._health.Check(request, context)).SerializeToString())
+
+    async def _follow_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+        try:
+            request = self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
+        except ValueError as error:
+            await _abort(context, error)
+        await self._health.Watch(request, _Writer(context))
+
+    async def _reflect(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+        async def requests() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                yield self._parse(reflection_pb2.ServerReflectionRequest, data, context)
+
+        try:
+            async for response in self._reflection.ServerReflectionInfo(requests(), context):
+                await context.write(response.SerializeToString())
+        except ValueError as error:
+            await _abort(context, error)
 
     def _info(self) -> pb.ServerInfo:
         engine = self._engine
         return pb.ServerInfo(
             protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
-            rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()))
+            rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()),
+            max_message_bytes=self._max_message)
 
 
-def _unary(name: str, pool: ThreadPoolExecutor, call: Callable[[Any], Any]) -> Callable[..., Any]:
-    async def handler(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(pool, call, request)
-        except Exception as error:
-            if not isinstance(error, (AllSparkError, ValueError, TypeError)):
-                logger.exception("%s failed", name)
-            await _abort(context, error)
+class _Writer:
+    """The context of a call to servicers that write messages."""
 
-    return handler
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+
+    async def write(self, message: Message) -> None:
+        await self._context.write(message.SerializeToString())
+
+
+class _RareLog:
+    """Warns of what clients can bring about as often as they like, but not as often."""
+
+    def __init__(self, text: str):
+        self._text, self._next, self._more = text, 0.0, 0
+
+    def __call__(self, peer: str) -> None:
+        if (now := time.monotonic()) < self._next:
+            self._more += 1
+            return
+        self._next = now + _QUIET_SECONDS
+        logger.warning(self._text + "; %d more before", peer, self._more)
+        self._more = 0
+
+
+async def _receive(context: grpc.aio.ServicerContext) -> bytes:
+    """The first message of a call. Raises ValueError if none comes."""
+    try:
+        data = await asyncio.wait_for(context.read(), _RECEIVE_SECONDS)
+    except asyncio.TimeoutError:
+        raise ValueError(f"no message came within {_RECEIVE_SECONDS:g} s") from None
+    if data is grpc.aio.EOF:
+        raise ValueError("the call ended before its first message")
+    return data
+
+
+def _denied(what: str, roles: frozenset[Role], role: Role) -> AllSparkError:
+    needed = " or ".join(r.value for r in Role if r in roles)
+    return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                         f"{what} needs the role {needed}; this client's is {role.value}")
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
@@ -360,79 +518,3 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException) -> Non
         code = grpc.StatusCode.INVALID_ARGUMENT
     await context.abort(code, message.message[:1000],
                         trailing_metadata=((convert.ERROR_KEY, message.SerializeToString()),))
-
-
-class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without the bearer token; health checks need none (probes have no secrets)."""
-
-    def __init__(self, token: str):
-        self._expected = f"Bearer {token}".encode()
-
-    async def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
-        handler = await continuation(details)
-        if handler is None or details.method.startswith(f"/{health.SERVICE_NAME}/"):
-            return handler
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._expected):
-            return handler
-
-        async def deny(_: Any, context: grpc.aio.ServicerContext) -> None:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED,
-                                "a wrong bearer token" if given else "a bearer token is needed")
-
-        make = {(False, False): grpc.unary_unary_rpc_method_handler,
-                (False, True): grpc.unary_stream_rpc_method_handler,
-                (True, False): grpc.stream_unary_rpc_method_handler,
-                (True, True): grpc.stream_stream_rpc_method_handler}
-        return make[(handler.request_streaming, handler.response_streaming)](
-            deny, handler.request_deserializer, handler.response_serializer)
-
-
-def _check_socket(address: str) -> str:
-    """The absolute path of "unix:PATH" or "unix:///PATH", free to be bound: a socket nobody listens on is removed."""
-    path = address[len("unix:"):]
-    path = os.path.abspath("/" + path.lstrip("/") if path.startswith("//") else path)
-    if len(os.fsencode(path)) > 107:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                            f"the socket path {path} has {len(os.fsencode(path))} bytes; Unix allows 107")
-    if not os.path.isdir(os.path.dirname(path)):
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                            f"cannot listen on unix:{path}: there is no directory {os.path.dirname(path)}")
-    if not os.path.lexists(path):
-        return path
-    probe = socket.socket(socket.AF_UNIX)
-    probe.settimeout(2.0)
-    try:
-        probe.connect(path)
-    except ConnectionRefusedError:
-        if not os.path.islink(path) and not _is_socket(path):
-            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                                f"cannot listen on unix:{path}: the path exists and is not a socket") from None
-        logger.warning("removing the stale socket %s: nobody listens on it", path)
-        os.unlink(path)
-        return path
-    except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot listen on unix:{path}: {error}") from error
-    finally:
-        probe.close()
-    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
-                        f"cannot listen on unix:{path}: the address is in use, another server listens there")
-
-
-def _is_socket(path: str) -> bool:
-    return stat.S_ISSOCK(os.lstat(path).st_mode)
-
-
-def _credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    if not tls.cert or not tls.key:
-        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "tls needs cert and key, two PEM files")
-    try:
-        with open(tls.key, "rb") as key, open(tls.cert, "rb") as cert:
-            pair = (key.read(), cert.read())
-        ca = None
-        if tls.ca:
-            with open(tls.ca, "rb") as file:
-                ca = file.read()
-    except OSError as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"a TLS file cannot be read: {error}") from error
-    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)

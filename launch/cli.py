@@ -10,6 +10,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from allspark_server import access
+
 from . import bench, doctor, pool
 from .mpi import MpiNotFound
 from .placement import place
@@ -77,26 +79,44 @@ examples:
 The mpirun line is printed first; --dry-run prints only that. The group is watched: when a rank dies or hangs, all of
 it is ended and started again with the models that were installed, also those that clients installed.
 
+Who may come in: a Unix socket is guarded by its mode. A TCP address needs TLS, with a token or a client's certificate;
+on this machine alone (127.0.0.1) a token is enough. A token file has a line 'ROLE TOKEN' for each: read (information),
+generate (that, and requests), admin (everything); a file of one token alone is an admin's.
+
 examples:
-  allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1 --address 0.0.0.0:50051
+  allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1
+  allspark serve --model ~/Qwen2.5-7B-Instruct --address 0.0.0.0:50051 --token-file tokens \
+      --tls-cert cert.pem --tls-key key.pem
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, state_file, log_level""")
+ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
+model_root, max_message_mib, state_file, log_level""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint to load and start; repeatable; without one, clients install what they need")
     p.add_argument("--address", action="append", default=[],
-                   help="host:port or unix:/path; repeatable (default 127.0.0.1:50051)")
+                   help="host:port or unix:/path; repeatable (default: a Unix socket of this user's; 127.0.0.1:50051 "
+                        "with a token file or --insecure)")
     p.add_argument("--config", metavar="FILE", help="options from a file; flags win over it")
     p.add_argument("--dry-run", action="store_true", help="print the mpirun line and stop")
     p.add_argument("--ready-file", metavar="FILE", help="written as JSON once the group serves")
     p.add_argument("--progress-lines", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--parent-pid", type=int, default=0, metavar="PID", help="stop when this process ends")
     p.add_argument("--state-file", metavar="FILE", help="keep the list of models here (default: while serving)")
-    p.add_argument("--token-file", metavar="FILE", help="clients must present the token in this file")
+    p.add_argument("--token-file", metavar="FILE", help="clients must present a token of this file (see above)")
     p.add_argument("--tls-cert", metavar="PEM", help="the server's certificate")
     p.add_argument("--tls-key", metavar="PEM", help="its key")
     p.add_argument("--tls-ca", metavar="PEM", help="require client certificates signed by these")
+    p.add_argument("--tls-role", choices=[role.value for role in access.Role], default=None,
+                   help="of clients with a certificate, where there is no token file (default admin)")
+    p.add_argument("--insecure", action="store_true",
+                   help="serve TCP addresses though whoever reaches them may do everything")
+    p.add_argument("--socket-mode", default=None, metavar="MODE", help="of Unix sockets (default 0600: this user alone)")
+    p.add_argument("--model-root", action="append", default=[], metavar="DIR",
+                   help="clients may install models from below this directory; repeatable (default: only those named "
+                        "by --model)")
+    p.add_argument("--max-message-mib", type=int, default=0, metavar="N",
+                   help="the largest message taken from a client (default 16)")
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
     _placement_options(p)
     _model_options(p)
@@ -177,7 +197,7 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
     if options.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
-             "tls_ca", "state_file", "log_level")
+             "tls_ca", "tls_role", "insecure", "socket_mode", "model_root", "max_message_mib", "state_file", "log_level")
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 

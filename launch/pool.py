@@ -11,6 +11,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from allspark_server import access
+
 from .serving import GroupOptions, read_table
 
 TEMPLATES = Path(__file__).parent / "systemd"
@@ -43,7 +45,7 @@ class Pool:
             if isinstance(entry.get("address"), str):
                 entry["address"] = [entry["address"]]
             if not entry.get("address"):
-                raise ValueError(f"{path}: member {name!r} has no address, such as \"0.0.0.0:50051\"")
+                raise ValueError(f"{path}: member {name!r} has no address, such as \"127.0.0.1:50051\"")
             members[name] = GroupOptions(**entry)
         if not members:
             raise ValueError(f"{path} has no [[member]]")
@@ -79,8 +81,9 @@ A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
 def _target_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--config", metavar="FILE", help="pool.toml")
     p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
-                                                                  "default $ALLSPARK_ADDRESS, or 127.0.0.1:50051)")
-    p.add_argument("--token-file", metavar="FILE", help="present the token in this file")
+                                                                  "default $ALLSPARK_ADDRESS, or where a group serves "
+                                                                  "that was given none)")
+    p.add_argument("--token-file", metavar="FILE", help="present the first token of this file")
     p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS, trusting these certificates")
 
 
@@ -113,6 +116,11 @@ def _pool(options: argparse.Namespace) -> int:
 
 def _install(options: argparse.Namespace) -> int:
     pool = Pool.from_file(options.config)
+    for name, member in pool.members.items():
+        try:
+            member.addresses()
+        except ValueError as error:
+            raise ValueError(f"{options.config}: member {name!r}: {error}") from None
     config_dir = Path(options.config_dir)
     files = {Path(options.unit_dir, name): text for name, text in units(pool, config_dir).items()}
     for name, member in pool.members.items():
@@ -139,16 +147,27 @@ class Target:
 
 
 def _targets(options: argparse.Namespace) -> list[Target]:
-    token = Path(options.token_file).read_text().strip() if options.token_file else ""
+    token = _token(options.token_file)
     if options.config:
         found = []
         for name, member in Pool.from_file(options.config).members.items():
-            own = Path(member.token_file).read_text().strip() if member.token_file and not token else token
+            own = token or _token(member.token_file)
             ca = options.tls_ca or (member.tls_cert if member.tls_cert else "")
             found.append(Target(name, re.sub(r"^(0\.0\.0\.0|\[::\]):", "127.0.0.1:", member.address[0]), own, ca))
         return found
-    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "127.0.0.1:50051").split(",") if a]
-    return [Target(a, a, token, options.tls_ca or "") for a in addresses]
+    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    return [Target(a, a, token, options.tls_ca or "") for a in addresses or [_default_address()]]
+
+
+def _token(path: str | None) -> str:
+    """A token of a file: each has a role that may see what is shown here."""
+    return next(iter(access.read_tokens(path))) if path else ""
+
+
+def _default_address() -> str:
+    """Where the group is that was given no address."""
+    found = access.default_address(guarded=False)
+    return found if os.path.exists(found.removeprefix("unix:")) else access.TCP_ADDRESS
 
 
 class Member:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Callable, Iterator
 
+from allspark_server import access
+
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .placement import Placement, place
 from .supervisor import Supervisor
@@ -26,7 +28,6 @@ from .topology import format_list, read_topology
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 PROGRESS_MARK = b"@progress "     # starts the lines by which a group in the background tells how far a load is
 ASSETS = Path(__file__).resolve().parent.parent / "allspark_server" / "assets"
 
@@ -59,6 +60,11 @@ class GroupOptions:
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    tls_role: str = ""
+    insecure: bool = False
+    socket_mode: str = ""
+    model_root: list[str] = field(default_factory=list)
+    max_message_mib: int = 0
     state_file: str = ""
     log_level: str = "info"
 
@@ -71,11 +77,25 @@ class GroupOptions:
             if key not in known:
                 raise ValueError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
             wanted = known[key].type.split("[")[0].split(" ")[0]
-            if key == "address" and isinstance(value, str):
+            if key in ("address", "model_root") and isinstance(value, str):
                 values[key] = value = [value]
             if not isinstance(value, {"list": list, "int": int, "bool": bool, "str": str}[wanted]):
                 raise ValueError(f"{path}: {key} is {value!r}; it must be of type {known[key].type}")
         return cls(**values)
+
+    def addresses(self) -> list[str]:
+        """What to serve on. Raises ValueError for an address that would be open to whoever reaches it, and for what
+        else is wrong about the doors."""
+        if self.tls_role and self.tls_role not in (role.value for role in access.Role):
+            raise ValueError(f"tls_role is {self.tls_role!r}; allowed: {', '.join(r.value for r in access.Role)}")
+        if self.socket_mode:
+            access.socket_mode(self.socket_mode)
+        guarded = bool(self.token_file or self.tls_ca)
+        found = self.address or [access.default_address(guarded or self.insecure)]
+        for address in found:
+            access.check_door(address, token=bool(self.token_file), tls=bool(self.tls_cert),
+                              client_ca=bool(self.tls_ca), insecure=self.insecure)
+        return found
 
 
 @dataclass
@@ -143,13 +163,18 @@ def plan_group(options: GroupOptions) -> GroupPlan:
                                   "SYS_NICE for it); memory is placed by first touch")
     mpi = find_mpi()
     words = []
-    for address in options.address or [DEFAULT_ADDRESS]:
+    for address in options.addresses():
         words += ["--address", address]
     for model in options.models:
         words += ["--model", model if isinstance(model, str) else json.dumps(model)]
-    for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "state_file"):
+    for root in options.model_root:
+        words += ["--model-root", root]
+    if options.insecure:
+        words.append("--insecure")
+    for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "socket_mode", "max_message_mib",
+                 "state_file"):
         if getattr(options, name):
-            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     everywhere = ["--log-level", options.log_level] if options.log_level != "info" else []
     command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory, rank_words=everywhere)
     return GroupPlan(placement, mpi, command, mpi_environment(mpi))
@@ -185,6 +210,9 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
 
     show(GroupPlan): called before anything starts. on_progress(model name, part of it that is loaded).
     """
+    if options.token_file:      # what is wrong is told before anything starts
+        access.read_tokens(options.token_file)
+    access.ModelRoots(options.model_root)
     with contextlib.ExitStack() as stack:
         runtime_dir = stack.enter_context(private_folder(_short_parent()))
         if not options.state_file:
@@ -244,8 +272,9 @@ def background_group(arguments: list[str], timeout: float = 300.0, verbose: bool
     """
     with private_folder(_short_parent()) as folder:
         ready = folder / "ready"
+        # The folder is its guard; who starts it may name any path.
         words = [sys.executable, "-m", "allspark_launch", "serve", *arguments, "--address", f"unix:{folder}/socket",
-                 "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
+                 "--model-root", "/", "--ready-file", str(ready), "--parent-pid", str(os.getpid())]
         if on_progress is not None:
             words.append("--progress-lines")
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -23,6 +23,7 @@ class FakeCore:
     def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = ""):
         self.interval, self._fingerprint, self.padding = interval, fingerprint, padding
         self.models: dict[str, bool] = {}
+        self.failed: dict[str, str] = {}
         self.live: dict[int, dict] = {}
         self.handles: set[int] = set()
         self.submitted: list = []
@@ -70,6 +71,9 @@ class FakeCore:
 
     def list_models(self):
         return [ModelState(n, running, self._fingerprint, len(self.live)) for n, running in self.models.items()]
+
+    def failures(self):
+        return dict(self.failed)
 
     def fingerprint(self, name):
         return self._fingerprint

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from allspark_client import AsModelConfig
+from allspark_server.access import Access, ModelRoots
 from allspark_server.service import Service
 from fake_core import FakeCore, token_at
 
@@ -37,9 +38,9 @@ def wait_until(condition, seconds):
 
 @contextlib.contextmanager
 def serving(address="127.0.0.1:0", core=None, **options):
-    """A service in this process; yields (core, address)."""
+    """A service in this process, open to everyone unless told otherwise; yields (core, address)."""
     core = core or FakeCore()
-    service = Service(core, [address], **options)
+    service = Service(core, [address], **{"access": Access(insecure=True), "roots": ModelRoots(["/"]), **options})
     try:
         core.models.setdefault("m", True)
         service.start()

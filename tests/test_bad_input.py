@@ -348,13 +348,15 @@ def service(tiny_model):
 
 
 def test_address_in_use(service):
+    from allspark_server.access import Access
     from allspark_server.service import Service
 
     engine, address = service
     refused(AsStatus.ALLSPARK_IO_ERROR, Service(engine, [address]).start, match="in use")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        refused(AsStatus.ALLSPARK_IO_ERROR, Service(engine, [f"127.0.0.1:{port}"]).start, match=f"{port}.*in use")
+        second = Service(engine, [f"127.0.0.1:{port}"], access=Access(insecure=True))
+        refused(AsStatus.ALLSPARK_IO_ERROR, second.start, match=f"{port}.*in use")
     with ClientEngine(address) as client:
         ask(client)
 

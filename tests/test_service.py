@@ -16,6 +16,7 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_server.access import Access, Role
 from allspark_server.service import Service
 from fake_core import FakeCore
 from fake_service import MODEL, expected, serving, tokens, wait_until
@@ -264,7 +265,7 @@ def test_port_in_use_and_bad_addresses(served, tmp_path):
         (f"unix:{tmp_path}/file", "is not a socket"),
     ):
         with pytest.raises(AllSparkError, match=text):
-            Service(core, [wanted]).start()
+            Service(core, [wanted], access=Access(insecure=True)).start()
 
 
 def test_stale_and_live_unix_sockets(tmp_path):
@@ -281,7 +282,7 @@ def test_stale_and_live_unix_sockets(tmp_path):
 
 
 def test_token():
-    with serving(token="s3cret") as (_, address):
+    with serving(access=Access({"s3cret": Role.ADMIN})) as (_, address):
         for wrong in (None, "guess"):
             with pytest.raises(AllSparkError, match="ALLSPARK_REQUEST_DENIED: .*token"):
                 ClientEngine(address, token=wrong)
@@ -326,7 +327,7 @@ def test_tls(tmp_path):
     if made.returncode:
         pytest.skip("no openssl command")
     pem = {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem"), "ca": str(tmp_path / "cert.pem")}
-    with serving("localhost:0", tls=pem) as (_, address):
+    with serving("localhost:0", access=Access(tls=TlsConfig(**pem))) as (_, address):
         with ClientEngine(address, tls=TlsConfig(**pem), token="unneeded") as engine:
             assert engine.get_rank_nums() == 1
         with pytest.raises(AllSparkError, match="cannot be reached"):
@@ -334,7 +335,8 @@ def test_tls(tmp_path):
         with pytest.raises(AllSparkError, match="cannot be reached"):  # a client certificate is needed
             ClientEngine(address, tls=pem["ca"])
     with pytest.raises(AllSparkError, match="ALLSPARK_IO_ERROR: a TLS file cannot be read"):
-        Service(FakeCore(), ["127.0.0.1:0"], tls={"cert": "/none", "key": "/none"}).start()
+        access = Access({"t": Role.READ}, TlsConfig(cert="/none", key="/none"))
+        Service(FakeCore(), ["127.0.0.1:0"], access=access).start()
 
 
 def test_generate_health_and_reflection(served):

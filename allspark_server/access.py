@@ -1,0 +1,258 @@
+"""Who may do what at the doors of a server group, and which paths they may name.
+
+Imports nothing heavy: the launcher checks with it what it is about to start, the service what it is about to open.
+"""
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import ipaddress
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import TlsConfig
+
+if TYPE_CHECKING:
+    from allspark_client.config import AsModelConfig
+
+logger = logging.getLogger(__name__)
+
+TCP_ADDRESS = "127.0.0.1:50051"
+
+
+class Role(enum.Enum):
+    """What a client may do."""
+
+    READ = "read"           # information and statistics
+    GENERATE = "generate"   # that, and requests
+    ADMIN = "admin"         # everything
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
+    """The tokens of a file and the role of each.
+
+    One `ROLE TOKEN` a line, roles read, generate and admin; blank lines and lines that begin with # do not count. A
+    file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
+    """
+    known = ", ".join(role.value for role in Role)
+    tokens: dict[str, Role] = {}
+    entries = [(number, line.split()) for number, line in enumerate(Path(path).read_text().splitlines(), 1)
+               if line.strip() and not line.lstrip().startswith("#")]
+    if not entries:
+        raise ValueError(f"the token file {path} holds no token; write one line 'ROLE TOKEN' for each, "
+                         f"with a role of {known}")
+    for number, words in entries:
+        where = f"line {number} of the token file {path}"
+        roles = {role.value for role in Role}
+        if len(words) == 1 and len(entries) == 1 and words[0] not in roles:
+            words = [Role.ADMIN.value, *words]
+        if len(words) != 2:
+            raise ValueError(f"{where} must be 'ROLE TOKEN', with a role of {known}")
+        name, token = words
+        if name not in roles:       # which may be a token, so it is not shown
+            raise ValueError(f"{where} does not begin with a role; known: {known}")
+        if not (token.isascii() and token.isprintable()):
+            raise ValueError(f"the token in {where} must be of printable ASCII characters")
+        if token in tokens:
+            raise ValueError(f"{where} has a token that stands in the file already")
+        tokens[token] = Role(name)
+    if os.stat(path).st_mode & stat.S_IROTH:
+        logger.warning("the token file %s can be read by every user of this machine: chmod o= %s", path, path)
+    return tokens
+
+
+# --- doors -------------------------------------------------------------------------------------------------------
+
+
+def check_door(address: str, *, token: bool, tls: bool, client_ca: bool, insecure: bool) -> None:
+    """ValueError unless it is safe to serve on `address` with what clients must have. Unix sockets are guarded by
+    their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough."""
+    if is_unix(address) or insecure:
+        return
+    if tls and (token or client_ca) or token and _is_loopback(address):
+        return
+    lacks = ("clients need neither a token nor a certificate" if not token and not client_ca else
+             "the token would cross the network in clear text" if not tls else "")
+    raise ValueError(
+        f"refusing to serve on {address}: {lacks}. Serve on a Unix socket (--address unix:/path), with a token "
+        "(--token-file FILE; beyond this machine with --tls-cert and --tls-key too), to clients' certificates "
+        "(--tls-cert, --tls-key and --tls-ca), or, where whoever reaches the port may do everything, with --insecure")
+
+
+def is_unix(address: str) -> bool:
+    """Whether an address is a Unix socket's path."""
+    return address.startswith("unix:")
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def default_address(guarded: bool) -> str:
+    """Where a group serves that was given no address: TCP on this machine when `guarded` (clients need a token or a
+    certificate, or the operator wants none), otherwise a Unix socket that only this user can open."""
+    return TCP_ADDRESS if guarded else f"unix:{_private_directory()}/allspark.sock"
+
+
+def _private_directory() -> str:
+    """$XDG_RUNTIME_DIR, or a directory of this user's in the temporary one. Raises ValueError if that is not safe."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if os.path.isabs(runtime) and len(os.fsencode(runtime)) < 80 and _is_private(runtime):
+        return runtime
+    path = os.path.join(tempfile.gettempdir(), f"allspark-{os.getuid()}")
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    if not _is_private(path):
+        raise ValueError(f"{path} is not a directory of this user's alone: give --address unix:/path")
+    return path
+
+
+def _is_private(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def socket_mode(text: str) -> int:
+    """The mode of "0660". Raises ValueError."""
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
+    if not 0 <= mode <= 0o777:
+        raise ValueError(f"socket_mode {text!r} must be an octal mode such as 0600 or 0660")
+    return mode
+
+
+@dataclass
+class Access:
+    """What clients need, and what they may do with it: the role of their token, where there are tokens; otherwise of
+    the way by which they come."""
+
+    tokens: Mapping[str, Role] = field(default_factory=dict)
+    tls: TlsConfig | None = None
+    #: of clients that show a certificate, where there are no tokens
+    tls_role: Role = Role.ADMIN
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if any(not token for token in self.tokens):
+            raise ValueError("an empty token would let everyone in")
+        # Digests have one length: comparing them tells nothing of a token.
+        self._digests = [(_digest(f"Bearer {token}".encode()), role) for token, role in self.tokens.items()]
+
+    def check_door(self, address: str) -> None:
+        """As the function of this name; warns of a door that is open."""
+        check_door(address, token=bool(self.tokens), tls=self.tls is not None,
+                   client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
+        if not is_unix(address) and not _is_loopback(address) and (self.tls is None or not self.guarded):
+            logger.warning("whoever reaches %s may %s", address,
+                           "read clients' tokens on the way" if self.tokens else "do everything with this group")
+
+    @property
+    def guarded(self) -> bool:
+        """Whether clients need a token or a certificate."""
+        return bool(self.tokens) or self.tls is not None and self.tls.ca is not None
+
+    def role(self, context: Any) -> Role | None:
+        """Of the client behind a gRPC call; None if it shows no valid token where one is needed."""
+        if self._digests:
+            given = dict(context.invocation_metadata() or ()).get("authorization", "")
+            given = given.encode() if isinstance(given, str) else given
+            digest, role = _digest(given), None
+            for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
+                if hmac.compare_digest(digest, expected):
+                    role = its_role
+            return role
+        if self.tls is not None and self.tls.ca is not None and not is_unix(context.peer()):
+            return self.tls_role
+        return Role.ADMIN
+
+
+def _digest(header: bytes) -> bytes:
+    return hashlib.sha256(header).digest()
+
+
+# --- paths -------------------------------------------------------------------------------------------------------
+
+
+class ModelRoots:
+    """Which paths clients may name: those of the models that the operator named, and what lies below a root.
+
+    Links are resolved first, those inside of a checkpoint too. Whoever can write below a root is trusted not to
+    exchange files meanwhile.
+    """
+
+    def __init__(self, roots: Iterable[str | os.PathLike] = (), models: Iterable[AsModelConfig] = ()):
+        """`roots`: directories, "/" for no limit; ValueError for one that is not there. `models`: the operator's."""
+        self._roots = []
+        for root in roots:
+            if not os.path.isdir(root):
+                raise ValueError(f"--model-root {root}: there is no such directory")
+            self._roots.append(os.path.realpath(root))
+        named = [Path(path) for config in models for _, path in _paths(config)]
+        beside = [path.with_suffix(".asparam") for path in named if path.suffix == ".asgraph"]
+        self._named = {os.path.realpath(path) for path in named + beside}
+
+    def check_model(self, config: AsModelConfig) -> None:
+        """Raises AllSparkError (denied) unless all paths of a model may be opened."""
+        for name, path in _paths(config):
+            self.check(name, path)
+
+    def check(self, name: str, path: str) -> None:
+        """Raises AllSparkError (denied) unless `path`, given by a client as `name`, may be opened."""
+        resolved = os.path.realpath(path)
+        if resolved in self._named:
+            return
+        within = [root for root in self._roots if _inside(resolved, root)]
+        if not within:
+            raise self._denied(f"{name}={path!r} is outside of the directories that clients of this server may name")
+        for part in _parts(resolved):
+            if not any(_inside(os.path.realpath(part), root) for root in self._roots):
+                raise self._denied(f"{name}={path!r}: {os.path.basename(part)!r} links to a file outside of the "
+                                   "directories that clients of this server may name")
+
+    def _denied(self, why: str) -> AllSparkError:
+        allowed = f"allowed: below {', '.join(self._roots)}" if self._roots else "none is allowed"
+        return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                             f"{why} ({allowed}); the server's --model-root DIR allows more")
+
+
+def _paths(config: AsModelConfig) -> Iterator[tuple[str, str]]:
+    for name in ("model_path", "weights_path", "draft_model"):
+        if path := os.fspath(getattr(config, name)):
+            yield name, path
+
+
+def _inside(path: str, directory: str) -> bool:
+    return os.path.commonpath((path, directory)) == directory
+
+
+def _parts(path: str) -> Iterator[str]:
+    """The files that loading `path` may open besides it: those of its directory, and of the folders of a tokenizer."""
+    directory = Path(path) if os.path.isdir(path) else Path(path).parent
+    for folder in (directory, Path(path).with_suffix(".tokenizer")):
+        for part in (folder, folder / "additional_chat_templates"):
+            try:
+                with os.scandir(part) as entries:
+                    yield from (entry.path for entry in entries if entry.is_symlink())
+            except OSError:     # it is not there, or cannot be read: then not by the loader either
+                continue

@@ -1,0 +1,105 @@
+"""Opens the addresses of a service: host:port, with TLS or without, and Unix sockets."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import stat
+from typing import Iterator
+
+import grpc
+import grpc.aio
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import TlsConfig
+
+from .access import is_unix
+
+logger = logging.getLogger(__name__)
+
+
+def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int) -> str:
+    """Make `server` listen; returns the address with the port that it got. `tls` is for TCP, `socket_mode` for Unix
+    sockets. Raises AllSparkError naming what is wrong."""
+    unix = is_unix(address)
+    if unix:
+        address = "unix:" + _check_socket(address)
+    elif ":" not in address:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"address {address!r} is neither host:port nor unix:/path")
+    credentials = _credentials(tls) if tls is not None and not unix else None
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(address, credentials)
+        else:
+            with _umask(0o777 & ~socket_mode):      # a socket is made with its mode: there is no moment without
+                port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        port, cause = 0, error
+    else:
+        cause = None
+    if port == 0:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                            f"cannot listen on {address}: the port is in use, or the host is not this machine's"
+                            ) from cause
+    return address if unix else f"{address.rsplit(':', 1)[0]}:{port}"
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def _check_socket(address: str) -> str:
+    """The absolute path of "unix:PATH" or "unix:///PATH", free to be bound: a socket nobody listens on is removed."""
+    path = address[len("unix:"):]
+    path = os.path.abspath("/" + path.lstrip("/") if path.startswith("//") else path)
+    if len(os.fsencode(path)) > 107:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"the socket path {path} has {len(os.fsencode(path))} bytes; Unix allows 107")
+    if not os.path.isdir(os.path.dirname(path)):
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                            f"cannot listen on unix:{path}: there is no directory {os.path.dirname(path)}")
+    if not os.path.lexists(path):
+        return path
+    probe = socket.socket(socket.AF_UNIX)
+    probe.settimeout(2.0)
+    try:
+        probe.connect(path)
+    except ConnectionRefusedError:
+        if not os.path.islink(path) and not _is_socket(path):
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                                f"cannot listen on unix:{path}: the path exists and is not a socket") from None
+        logger.warning("removing the stale socket %s: nobody listens on it", path)
+        os.unlink(path)
+        return path
+    except OSError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot listen on unix:{path}: {error}") from error
+    finally:
+        probe.close()
+    raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
+                        f"cannot listen on unix:{path}: the address is in use, another server listens there")
+
+
+def _is_socket(path: str) -> bool:
+    return stat.S_ISSOCK(os.lstat(path).st_mode)
+
+
+def _credentials(tls: TlsConfig) -> grpc.ServerCredentials:
+    if not tls.cert or not tls.key:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "tls needs cert and key, two PEM files")
+    try:
+        with open(tls.key, "rb") as key, open(tls.cert, "rb") as cert:
+            pair = (key.read(), cert.read())
+        ca = None
+        if tls.ca:
+            with open(tls.ca, "rb") as file:
+                ca = file.read()
+    except OSError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"a TLS file cannot be read: {error}") from error
+    return grpc.ssl_server_credentials([pair], root_certificates=ca, require_client_auth=ca is not None)
