@@ -227,7 +227,7 @@ class ModelRoots:
             raise self._denied(f"{name}={path!r} is outside of the directories that clients of this server may name")
         for part in _parts(resolved):
             if not any(_inside(os.path.realpath(part), root) for root in self._roots):
-                raise self._denied(f"{name}={path!r}: {os.path.basename(part)!r} links to a file outside of the "
+                raise self._denied(f"{name}={path!r}: {os.path.basename(part)!r} is a link to outside of the "
                                    "directories that clients of this server may name")
 
     def _denied(self, why: str) -> AllSparkError:
@@ -247,12 +247,13 @@ def _inside(path: str, directory: str) -> bool:
 
 
 def _parts(path: str) -> Iterator[str]:
-    """The files that loading `path` may open besides it: those of its directory, and of the folders of a tokenizer."""
-    directory = Path(path) if os.path.isdir(path) else Path(path).parent
-    for folder in (directory, Path(path).with_suffix(".tokenizer")):
+    """What loading `path` may open besides it: links to files in its directory, and the folders of a tokenizer."""
+    folders = [Path(path)] if os.path.isdir(path) else [Path(path).parent, Path(path).with_suffix(".tokenizer")]
+    for folder in folders:
         for part in (folder, folder / "additional_chat_templates"):
+            yield str(part)
             try:
                 with os.scandir(part) as entries:
-                    yield from (entry.path for entry in entries if entry.is_symlink())
+                    yield from (entry.path for entry in entries if entry.is_symlink() and not entry.is_dir())
             except OSError:     # it is not there, or cannot be read: then not by the loader either
                 continue
