@@ -113,27 +113,30 @@ class Session:
         """Send a request and wait for the answer; raises what the engine raised, or Unavailable."""
         message = convert.request_to_pb(request.spec)
         message.generated.extend(request.received)
-        self._check_size(message)
         request.answered.clear()
-        request.refusal = None
-        with self._lock:
-            if self.broken is not None:
-                raise _unavailable(self.broken, self.address)
-            request.session, request.wire_id = self, next(self._ids)
-            self._live[request.wire_id] = request
-            self._outbox.put(pb.SessionRequest(start=pb.StartRequest(id=request.wire_id, request=message)))
+        request.refusal = self._too_large(message)
+        if request.refusal is not None:
+            request.answered.set()
+        else:
+            with self._lock:
+                if self.broken is not None:
+                    raise _unavailable(self.broken, self.address)
+                request.session, request.wire_id = self, next(self._ids)
+                self._live[request.wire_id] = request
+                self._outbox.put(pb.SessionRequest(start=pb.StartRequest(id=request.wire_id, request=message)))
         request.answered.wait()
         if request.refusal is not None:
             raise request.refusal
 
-    def _check_size(self, message: pb.GenerateRequest) -> None:
-        """Refuse here what the server would not take: it would end the stream that all requests share."""
+    def _too_large(self, message: pb.GenerateRequest) -> AllSparkError | None:
+        """The refusal of what the server would not take: it would end the stream that all requests share."""
         most = self.info.max_message_bytes if self.info is not None else 0
         size = message.ByteSize() + _ENVELOPE_BYTES
-        if 0 < most < size:
-            raise AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
-                                f"the request is a message of {size} bytes, and the server at {self.address} takes at "
-                                f"most {most} (its --max-message-mib)")
+        if not 0 < most < size:
+            return None
+        return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                             f"the request is a message of {size} bytes, and the server at {self.address} takes at "
+                             f"most {most} (its --max-message-mib)")
 
     def stop(self, request: Request) -> None:
         """Ask for a request's end."""

@@ -46,7 +46,8 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
-_RECEIVE_SECONDS = 60.0     # for the first message of a call to arrive
+#: how long a session may stay without its first message, and other calls, whose message may be large
+HELLO_SECONDS, _RECEIVE_SECONDS = 10.0, 60.0
 _QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
@@ -240,8 +241,8 @@ class Service:
         reader = None
         try:
             try:
-                first = self._parse(pb.SessionRequest, await _receive(context), context)
-            except ValueError as error:
+                first = self._parse(pb.SessionRequest, await _receive(context, HELLO_SECONDS), context)
+            except (ValueError, AllSparkError) as error:
                 await _abort(context, error)
             if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:
                 spoken = f"version {first.hello.protocol}" if first.HasField("hello") else "no version"
@@ -434,18 +435,18 @@ class Service:
         self._roots.check("as_param_path", request.param_path)
         return pb.FileInformation(**vars(self._engine.get_file_information(request.graph_path, request.param_path)))
 
-    async def _check_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+    async def _health_request(self, context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckRequest:
         try:
-            request = self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
-        except ValueError as error:
+            return self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
+        except (ValueError, AllSparkError) as error:
             await _abort(context, error)
+
+    async def _check_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+        request = await self._health_request(context)
         await context.write((await self._health.Check(request, context)).SerializeToString())
 
     async def _follow_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
-        try:
-            request = self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
-        except ValueError as error:
-            await _abort(context, error)
+        request = await self._health_request(context)
         await self._health.Watch(request, _Writer(context))
 
     async def _reflect(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
@@ -492,12 +493,13 @@ class _RareLog:
         self._more = 0
 
 
-async def _receive(context: grpc.aio.ServicerContext) -> bytes:
-    """The first message of a call. Raises ValueError if none comes."""
+async def _receive(context: grpc.aio.ServicerContext, seconds: float = _RECEIVE_SECONDS) -> bytes:
+    """The first message of a call. Raises ValueError or AllSparkError if none comes."""
     try:
-        data = await asyncio.wait_for(context.read(), _RECEIVE_SECONDS)
+        data = await asyncio.wait_for(context.read(), seconds)
     except asyncio.TimeoutError:
-        raise ValueError(f"no message came within {_RECEIVE_SECONDS:g} s") from None
+        raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                            f"a call's first message must come within {seconds:g} s") from None
     if data is grpc.aio.EOF:
         raise ValueError("the call ended before its first message")
     return data

@@ -41,9 +41,9 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         self._source = source
         self._compiled: dict[str, jinja2.Template] = {}
-        description = json.loads(backend.to_str())
-        self._characters_per_token = characters_per_token(description)
-        self._decoder = decoder = description.get("decoder")
+        self._characters_per_token = characters_per_token(backend)
+        decoder = json.loads(backend.to_str()).get("decoder")
+        self._decoder = decoder
         self._exact = decoders.chain(decoder) is not None
         if not self._exact:
             logger.info("%s: decoder %s is streamed by decoding a window again", source, decoder.get("type"))

@@ -1,39 +1,43 @@
-"""How much text a token can stand for, from a tokenizer.json: what is longer than all tokens need not be tokenized."""
+"""How much text a token can stand for: what is longer than all tokens of a prompt need not be tokenized."""
 
 from __future__ import annotations
 
+import json
 from typing import Any, Optional
+
+import tokenizers
 
 _COMPOSED = 4  # characters that NFC makes one of, at most: Greek letters with three marks
 
 
-def characters_per_token(description: dict[str, Any]) -> Optional[int]:
+def characters_per_token(backend: tokenizers.Tokenizer) -> Optional[int]:
     """The most characters of a text that one token covers, or None where that has no bound that is sure: a tokenizer
     may drop blanks, or make one unknown token of any number of characters."""
-    model = description.get("model") or {}
-    normalizers = _flat(description.get("normalizer"), "normalizers")
-    pre_tokenizers = _flat(description.get("pre_tokenizer"), "pretokenizers")
-    added = description.get("added_tokens") or []
-    if (
-        model.get("type") != "BPE"
-        or not all(map(_keeps_all, normalizers + pre_tokenizers))
-        or any(token.get("lstrip") or token.get("rstrip") for token in added)  # these swallow blanks around them
-    ):
+    if not isinstance(backend.model, tokenizers.models.BPE):
         return None
-    vocabulary = model.get("vocab") or {}
-    if any(part["type"] == "ByteLevel" for part in normalizers + pre_tokenizers):
-        complete = all(character in vocabulary for character in _byte_alphabet())
+    parts = _parts(backend.normalizer, "normalizers") + _parts(backend.pre_tokenizer, "pretokenizers")
+    added = backend.get_added_tokens_decoder().values()
+    if not all(map(_keeps_all, parts)) or any(token.lstrip or token.rstrip for token in added):
+        return None  # blanks around added tokens may go with them
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        needed = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    elif backend.model.byte_fallback:
+        needed = [f"<0x{byte:02X}>" for byte in range(256)]
     else:
-        complete = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
-    if not complete:
         return None
-    longest = max(map(len, [*vocabulary, *(token["content"] for token in added)]))
-    return longest * (_COMPOSED if any(part["type"] == "NFC" for part in normalizers) else 1)
+    if not all(text in vocabulary for text in needed):
+        return None  # a byte may be unknown
+    return max(map(len, vocabulary)) * (_COMPOSED if "NFC" in kinds else 1)
 
 
-def _flat(part: Optional[dict[str, Any]], inner: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
+def _parts(component: Any, inner: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as the list of those that it consists of, in the form of tokenizer.json."""
+    return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
+
+
+def _flat(part: dict[str, Any], inner: str) -> list[dict[str, Any]]:
     return [p for one in part[inner] for p in _flat(one, inner)] if part["type"] == "Sequence" else [part]
 
 
@@ -45,9 +49,3 @@ def _keeps_all(part: dict[str, Any]) -> bool:
     if part["type"] in ("Split", "Punctuation"):
         return part.get("behavior") != "Removed"
     return part["type"] in ("NFC", "Prepend", "ByteLevel", "Metaspace", "Digits")
-
-
-def _byte_alphabet() -> list[str]:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel.alphabet()

@@ -13,8 +13,10 @@ import unicodedata
 
 import grpc
 import pytest
+import tokenizers
 from allspark_launch.cli import main
-from allspark_launch.pool import Pool, TEMPLATES
+from allspark_launch.pool import TEMPLATES, Pool
+from tokenizers import models, normalizers, pre_tokenizers
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
@@ -62,7 +64,7 @@ TLS = ["--tls-cert", "c.pem", "--tls-key", "k.pem"]
 ])  # fmt: skip
 def test_an_open_tcp_door_is_refused(words, token_file, capsys):
     words = [token_file if word == "TOKENS" else word for word in words]
-    assert main(["serve", "--dry-run", *words]) == 1
+    assert main(["serve", "--dry-run", *words]) != 0
     error = capsys.readouterr().err
     assert "refusing to serve on" in error and words[-1] in error or "example" in error or "0.0.0.0" in error
     for way in ("unix:/path", "--token-file", "--tls-cert", "--tls-ca", "--insecure"):
@@ -463,24 +465,41 @@ def test_nfc_makes_one_of_four_characters_at_most():
     assert max(len(unicodedata.normalize("NFD", c)) for c in every) <= text_size._COMPOSED
 
 
-BYTES = {"type": "ByteLevel"}
-
-
-@pytest.mark.parametrize("change, bound", [
-    ({}, 7), ({"normalizer": {"type": "NFC"}}, 28), ({"normalizer": {"type": "Strip"}}, None),
-    ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}}, None),
-    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES, {"type": "Split", "behavior": "Isolated"}]}}, 7),
-    ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES, {"type": "Split", "behavior": "Removed"}]}}, None),
-    ({"pre_tokenizer": {"type": "Whitespace"}}, None), ({"pre_tokenizer": None}, None),
-    ({"added_tokens": [{"content": "<|longer|>"}]}, 10), ({"added_tokens": [{"content": "x", "rstrip": True}]}, None),
-    ({"model": {"type": "WordPiece", "vocab": {}}}, None),
-])  # fmt: skip
-def test_characters_per_token(change, bound):
-    from tokenizers import pre_tokenizers
-
+def byte_level(**changes) -> tokenizers.Tokenizer:
     vocabulary = {c: i for i, c in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "sevenxx"])}
-    description = {"model": {"type": "BPE", "vocab": vocabulary}, "pre_tokenizer": BYTES, **change}
-    assert characters_per_token(description) == bound
+    made = tokenizers.Tokenizer(changes.pop("model", models.BPE(vocabulary, [])))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel()
+    made.add_special_tokens(changes.pop("added", []))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def byte_fallback(bytes_known=256):
+    vocabulary = {c: i for i, c in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(bytes_known)), "sevenxx"])}
+    return models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+
+
+SPLIT = tokenizers.Regex(r"\\s+")
+
+
+@pytest.mark.parametrize("changes, bound", [
+    ({}, 7), ({"normalizer": normalizers.NFC()}, 28), ({"normalizer": normalizers.Strip()}, None),
+    ({"normalizer": normalizers.Sequence([normalizers.NFC(), normalizers.NFKC()])}, None),
+    ({"normalizer": normalizers.Replace("  ", "")}, None), ({"normalizer": normalizers.Replace(" ", "_")}, 7),
+    ({"pre_tokenizer": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(SPLIT, "isolated"), pre_tokenizers.ByteLevel()])}, 7),
+    ({"pre_tokenizer": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(SPLIT, "removed"), pre_tokenizers.ByteLevel()])}, None),
+    ({"pre_tokenizer": pre_tokenizers.Whitespace()}, None), ({"pre_tokenizer": None}, None),
+    ({"added": [tokenizers.AddedToken("<|longer|>")]}, 10),
+    ({"added": [tokenizers.AddedToken("x", rstrip=True)]}, None),
+    ({"model": models.WordPiece({"x": 0}, unk_token="x")}, None),
+    ({"model": byte_fallback(), "pre_tokenizer": pre_tokenizers.Metaspace()}, 7),
+    ({"model": byte_fallback(255), "pre_tokenizer": None}, None),
+])  # fmt: skip
+def test_characters_per_token(changes, bound):
+    assert characters_per_token(byte_level(**changes)) == bound
 
 
 def test_logs_of_refusals_are_few(caplog):

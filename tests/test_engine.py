@@ -376,3 +376,69 @@ def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     run(engine, [1, 2, 3], max_new_tokens=3)
+
+
+class CountingTokenizer:
+    """A tokenizer's part in starting requests: one id a character, and how often it was asked."""
+
+    def __init__(self):
+        self.encoded = 0
+
+    def longest_text(self, tokens):
+        return tokens
+
+    def apply_chat_template(self, messages):
+        return messages[0]["content"]
+
+    def encode(self, text, add_special_tokens=True):
+        self.encoded += 1
+        return [ord(c) for c in text]
+
+
+@pytest.mark.parametrize("inputs", [{"text": "abc"}, {"messages": [{"role": "user", "content": "abc"}]}])
+def test_a_full_queue_refuses_before_the_prompt_is_read(make_engine, inputs):
+    engine = make_engine(config(engine_max_batch=1, max_queue=1), delay=0.01)
+    tokenizer = engine._models["m"].tokenizer = CountingTokenizer()
+    spec = {"eos_token_id": -1, "max_length": 200}
+    for _ in range(2):
+        engine.start_request("m", {"input_ids": [1]}, spec)
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", inputs, spec, match="max_queue=1")
+    assert tokenizer.encoded == 0
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_a_text_that_cannot_fit_is_not_tokenized(make_engine, kind):
+    engine = make_engine(config(engine_max_length=100, engine_max_batch=1, max_queue=0))
+    tokenizer = engine._models["m"].tokenizer = CountingTokenizer()
+
+    def inputs(length):
+        return {"text": "a" * length} if kind == "text" else {"messages": [{"role": "user", "content": "a" * length}]}
+
+    for _ in range(5):      # places in the queue are given back
+        refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", inputs(101),
+                match="a text of 101 characters: more than the 100 .*engine_max_length of model 'm'")
+    assert tokenizer.encoded == 0
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, "m", inputs(100),
+            match="the prompt has 100 tokens")
+    assert tokenizer.encoded == 1 and run(engine, [1], max_new_tokens=3) == expected_output([1], 3)
+
+
+def test_what_may_not_be_opened_is_not_restored(make_engine, tmp_path):
+    path = str(tmp_path / "state.json")
+    make_engine(state_file=path).close()
+
+    def check(config):
+        raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED, f"{config.model_path} is outside")
+
+    engine = make_engine(None, state_file=path)
+    assert engine.restore(check) == [] and list(engine.failures()) == ["m"]
+    again = make_engine(None, state_file=path)
+    assert again.restore() == ["m"] and again.failures() == {}
+
+
+def test_failures_of_models_are_told(make_engine):
+    engine = make_engine(fail_at=0)
+    assert engine.failures() == {}
+    _, handle, _ = engine.start_request("m", {"input_ids": [1]})
+    engine.sync_request("m", handle)
+    assert engine.failures() == {"m": "rank 1 was lost"}
