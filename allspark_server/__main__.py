@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     rank0 = p.add_argument_group("rank 0")
     rank0.add_argument("--address", action="append", default=[],
-                       help="host:port or unix:/path to serve on; repeatable (default: a Unix socket of this user's, or "
+                       help="host:port or unix:/path to serve on; repeatable (default: a Unix socket of this user, or "
                             "127.0.0.1:50051 where clients need a token or a certificate, or with --insecure)")
     rank0.add_argument("--model", action="append", default=[], metavar="DIR|JSON",
                        help="a checkpoint, or an AsModelConfig as JSON, to load and start; repeatable")
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     rank0.add_argument("--socket-mode", type=socket_mode, default=0o600, metavar="MODE",
                        help="of Unix sockets (default 0600: this user alone)")
     rank0.add_argument("--model-root", action="append", default=[], metavar="DIR",
-                       help="clients may name models below this directory; repeatable (default: those of --model alone)")
+                       help="clients may name models below this directory; repeatable (default: only those of --model)")
     rank0.add_argument("--max-message-mib", type=int, default=16, metavar="N",
                        help="the largest message taken from a client (default %(default)s)")
     return p

@@ -111,7 +111,7 @@ model_root, max_message_mib, state_file, log_level""")
                    help="of clients with a certificate, where there is no token file (default admin)")
     p.add_argument("--insecure", action="store_true",
                    help="serve TCP addresses though whoever reaches them may do everything")
-    p.add_argument("--socket-mode", default=None, metavar="MODE", help="of Unix sockets (default 0600: this user alone)")
+    p.add_argument("--socket-mode", default=None, metavar="MODE", help="of Unix sockets (default 0600: only this user)")
     p.add_argument("--model-root", action="append", default=[], metavar="DIR",
                    help="clients may install models from below this directory; repeatable (default: only those named "
                         "by --model)")
@@ -197,7 +197,8 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
     if options.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
-             "tls_ca", "tls_role", "insecure", "socket_mode", "model_root", "max_message_mib", "state_file", "log_level")
+             "tls_ca", "tls_role", "insecure", "socket_mode", "model_root", "max_message_mib", "state_file",
+             "log_level")
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 
