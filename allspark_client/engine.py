@@ -38,7 +38,7 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def start_model(self, model_name: str) -> AsStatus:
-        """Let an installed model take requests."""
+        """Let an installed model take requests; one that has failed is loaded again."""
 
     @abstractmethod
     def stop_model(self, model_name: str) -> AsStatus:
@@ -113,7 +113,10 @@ class AbstractEngine(ABC):
 
     @abstractmethod
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
-        """Free the request, cancelling it if it is live. The handle becomes invalid; the queue stays readable."""
+        """Free the request, cancelling it if it is live. The handle becomes invalid; the queue stays readable.
+
+        The handles of requests that ended long ago, thousands before this one, become invalid by themselves.
+        """
 
     @abstractmethod
     def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:

@@ -18,7 +18,6 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import engine as engine_module
-from allspark_server import served_model as served_model_module
 from allspark_server.cache import SpanPool
 from allspark_server.engine import Engine
 from allspark_server.request import QueueSink
@@ -474,7 +473,6 @@ def test_handles_that_nobody_releases_do_not_pile_up(make_engine, monkeypatch):
 
 
 def test_waiting_prompts_are_limited_in_tokens(make_engine, monkeypatch):
-    monkeypatch.setattr(served_model_module, "_QUEUED_TOKENS", 1000)
     engine = make_engine(config(engine_max_batch=1, cache_span_size=16), num_spans=60, delay=0.01)
     monkeypatch.setattr(engine._models["m"], "_max_queued_tokens", 1000)
     generate = {"eos_token_id": -1, "max_new_tokens": 20}

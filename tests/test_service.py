@@ -190,6 +190,29 @@ def test_one_message_a_step(served):
     channel.close()
 
 
+def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
+    def seconds_to_take(waiting: int) -> float:
+        notices = []
+        session = Session(None, lambda *notice: notices.append(notice))
+        for i in range(waiting + 3):
+            session._register(i)
+            session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
+        session.take()
+        notices.clear()
+        for token in range(5):
+            for i in range(3):
+                _RequestSink(session, i).on_token(7, 0, token, None, [], None, 0)
+        assert notices == [(session, False)]
+        began = time.perf_counter()
+        events = session.take()
+        taken = time.perf_counter() - began
+        assert [list(event.elements[0].ids) for event in events] == [[0, 1, 2, 3, 4]] * 3
+        return taken
+
+    few, many = (min(seconds_to_take(waiting) for _ in range(3)) for waiting in (10, 20_000))
+    assert many < 10 * few
+
+
 def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():
     backlog, news = Backlog(limit=100), []
     small, large = (Session(None, lambda session, now: news.append(session), 80, backlog) for _ in range(2))
