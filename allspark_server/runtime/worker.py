@@ -95,7 +95,7 @@ class Heartbeat:
         one, count in its window, and end the process if the window says that the group was aborted."""
         self._member = member
         member.progress = self.progress
-        member.on_served = lambda: self.send(served=True)
+        member.on_served = self.send
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
@@ -114,6 +114,8 @@ class Heartbeat:
         began = self._member.step_began if self._member else 0.0
         if began:
             details["step_seconds"] = time.monotonic() - began
+        if self._member is not None and self._member.served:
+            details["served"] = True
         if "error" in details:
             details["error"] = details["error"][:MAX_ERROR]
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
