@@ -260,6 +260,17 @@ def test_a_frozen_rank_is_replaced(pair):
     assert len(greedy(pair.engine, "m", [5, 6, 7], 4)) == 4
 
 
+@pytest.mark.slow
+def test_a_group_that_serves_between_kills_is_always_started_again(pair):
+    """More kills, each soon after a start, than lives that serve nothing are allowed to be."""
+    for _ in range(7):
+        before = wait_for(lambda: len(ranks_of(pair.supervisor)) == 2 and ranks_of(pair.supervisor))
+        assert len(greedy(pair.engine, "m", [5, 6, 7], 2)) == 2
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(lambda: not any(any(command_of(p)) for p in before.values()))
+    assert len(greedy(pair.engine, "m", [5, 6, 7], 2)) == 2
+
+
 # ---- both MPI installations, by hand, and as a user ----------------------------------------------------------------
 
 @pytest.mark.parametrize("source", MPIS)

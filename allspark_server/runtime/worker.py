@@ -95,7 +95,7 @@ class Heartbeat:
         self._busy_since = busy_since or (lambda: member.step_began)
         self._member = member
         member.progress = self.progress
-        member.on_served = lambda: self.send(served=True)
+        member.on_served = self.send
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
@@ -114,6 +114,8 @@ class Heartbeat:
         began = self._busy_since()
         if began:
             details["step_seconds"] = time.monotonic() - began
+        if self._member is not None and self._member.served:
+            details["served"] = True
         if "error" in details:
             details["error"] = details["error"][:MAX_ERROR]
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
