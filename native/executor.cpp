@@ -128,6 +128,12 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     if (std::isnan(otherwise)) throw std::invalid_argument("op " + type + " needs attribute " + name);
     return otherwise;
   };
+  // Counts, widths and positions of any model; products of two fit 64 bits.
+  auto whole = [&](const char* name, double otherwise = NAN) {
+    const double value = get(name, otherwise);
+    if (!(std::abs(value) <= 1 << 24)) throw std::invalid_argument("op " + type + ": attribute " + name + " is " + std::to_string(value));
+    return (int)value;
+  };
   auto need = [&](size_t n_in, size_t n_out, size_t least_weights, size_t most_weights) {
     if (op.inputs.size() != n_in || op.outputs.size() != n_out || op.weights.size() < least_weights || op.weights.size() > most_weights)
       throw std::invalid_argument("op " + type + ": wrong number of inputs, outputs or weights");
@@ -150,13 +156,14 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
   switch (op.type) {
     case OpType::rotary_table:
       need(0, 0, 1, 1);
+      if (rotary_.dim) throw std::invalid_argument("op rotary_table: there can be one");
       rotary_ = {vectors_.at(op.weights[0]), (float)get("attention_factor", 1), get("dynamic", 0) != 0, get("base", 0),
-                 get("factor", 1), get("original_max", 0), (int)get("rotary_dim")};
+                 get("factor", 1), get("original_max", 0), whole("rotary_dim")};
       vector_is(op.weights[0], rotary_.dim / 2);
       break;
     case OpType::embedding:
       need(0, 1, 1, 1);
-      op.vocab_begin = (int)get("vocab_begin");
+      op.vocab_begin = whole("vocab_begin");
       width_is(op.outputs[0], matrices_.at(op.weights[0]).packed.k, "output");
       if (out(op).logit_rows) throw std::invalid_argument("op embedding: its output must have a row for each token");
       break;
@@ -182,8 +189,8 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       [[fallthrough]];
     case OpType::rope:
       if (op.inputs.empty() || op.inputs.size() > 1) throw std::invalid_argument("op " + type + " takes one input, changed in place");
-      op.offset = (int)get("offset"), op.heads = (int)get("heads"), op.head_dim = (int)get("head_dim");
-      op.rotary_dim = (int)get("rotary_dim", op.head_dim);
+      op.offset = whole("offset"), op.heads = whole("heads"), op.head_dim = whole("head_dim");
+      op.rotary_dim = whole("rotary_dim", op.head_dim);
       if (op.offset < 0 || op.heads < 0 || op.head_dim < 1 || op.rotary_dim < 0 || op.rotary_dim > op.head_dim || op.rotary_dim % 2 ||
           op.offset + (long)op.heads * op.head_dim > tensors_.at(op.inputs[0]).width)
         throw std::invalid_argument("op " + type + " reaches past its input");
@@ -192,15 +199,16 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       break;
     case OpType::span_attention: {
       need(1, 1, 0, 0);
-      op.layer = (int)get("layer");
+      op.layer = whole("layer");
       AttentionShape s;
-      s.q_heads = (int)get("q_heads"), s.kv_heads = (int)get("kv_heads"), s.head_dim = (int)get("head_dim");
+      s.q_heads = whole("q_heads"), s.kv_heads = whole("kv_heads"), s.head_dim = whole("head_dim");
       s.padded_dim = (s.head_dim + 15) / 16 * 16;
-      s.q_head_begin = (int)get("q_head_begin", 0), s.group = (int)get("group"), s.kv_begin = (int)get("kv_begin", 0);
+      s.q_head_begin = whole("q_head_begin", 0), s.group = whole("group"), s.kv_begin = whole("kv_begin", 0);
       s.scale = (float)get("scale");
-      width_is(op.inputs[0], (long)(s.q_heads + 2 * s.kv_heads) * s.head_dim, "input");
+      width_is(op.inputs[0], (s.q_heads + 2l * s.kv_heads) * s.head_dim, "input");
       width_is(op.outputs[0], (long)s.q_heads * s.head_dim, "output");
-      if (op.layer < 0 || s.head_dim < 1 || s.group < 1 || s.q_heads < 1 || s.kv_heads < 1 || tensors_[op.inputs[0]].logit_rows)
+      if (op.layer < 0 || s.head_dim < 1 || s.group < 1 || s.q_heads < 1 || s.kv_heads < 1 || s.q_head_begin < 0 || s.kv_begin < 0 ||
+          (s.kv_begin + s.kv_heads + 1l) * s.group > 1 << 28 || tensors_[op.inputs[0]].logit_rows)
         throw std::invalid_argument("op span_attention: a layer, head_dim, group or number of heads that cannot be");
       if (shape_.head_dim && !(shape_ == s)) throw std::invalid_argument("all layers must have the same attention shape");
       shape_ = s;
@@ -217,11 +225,12 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       break;
     case OpType::select_rows:
       need(1, 1, 0, 0);
+      if (in(op).logit_rows) throw std::invalid_argument("op select_rows: its input must have a row for each token");
       width_is(op.outputs[0], in(op).width, "output");
       break;
     case OpType::sample:
       need(1, 0, 0, 0);
-      op.vocab_begin = (int)get("vocab_begin"), op.vocab_size = (int)get("vocab_size");
+      op.vocab_begin = whole("vocab_begin"), op.vocab_size = whole("vocab_size");
       if (op.vocab_begin < 0 || (long)op.vocab_begin + in(op).width > op.vocab_size || !in(op).logit_rows)
         throw std::invalid_argument("op sample: logits [" + std::to_string(op.vocab_begin) + ", " + std::to_string((long)op.vocab_begin + in(op).width) +
                                     ") are not within a vocabulary of " + std::to_string(op.vocab_size));

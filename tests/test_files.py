@@ -248,3 +248,46 @@ def test_tokenizer_files_that_are_none(tiny_model, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON: it is nested too deeply"):
         Tokenizer.from_dir(tmp_path)
+
+
+def test_ops_that_reach_past_their_buffers():
+    """What the executor refuses because it would read where nothing is."""
+    from allspark_server import _native
+
+    executor = _native.Executor()
+    table = [executor.add_vector([1.0] * n) for n in (8, 1)]
+    rows, some = executor.add_tensor(32), executor.add_tensor(32, True)
+    executor.add_op("rotary_table", [], [], [table[0]], {"rotary_dim": 16})
+    attention = {"layer": 0, "q_heads": 2, "kv_heads": 1, "head_dim": 8, "group": 2, "scale": 1}
+    for op, inputs, weights, attrs, problem in (
+        ("rotary_table", [], [table[1]], {"rotary_dim": 2}, "there can be one"),  # rope has the first one's width
+        ("select_rows", [some], [], {}, "a row for each token"),
+        ("rope", [rows], [], {"offset": 1e30, "heads": 1, "head_dim": 16}, "offset is 1"),
+        ("span_attention", [rows], [], {**attention, "group": 1 << 24, "kv_begin": 1 << 24}, "cannot be"),
+    ):
+        outputs = [executor.add_tensor(16)] if op == "span_attention" else [some] if op == "select_rows" else []
+        with pytest.raises(ValueError, match=problem):
+            executor.add_op(op, inputs, outputs, weights, attrs)
+
+
+@pytest.fixture
+def render():
+    from allspark_server.templates import Renderer
+
+    renderer = Renderer()
+    yield lambda template: renderer.render(template, {"messages": []})
+    renderer._running().kill()
+    renderer._process.communicate()
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**10 }}", "{{ [0] * 10**10 }}", "{{ 2**(10**10) }}", "{{ 'x'|center(10**10) }}",
+    "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+])  # fmt: skip
+def test_templates_without_end(template, render):
+    """Each is refused in bounded time and memory, and the next one is rendered."""
+    with pytest.raises(ValueError, match="takes more than 2 s of a processor or 1024 MiB|failed on the messages|gives more than"):
+        render(template)
+    assert render("a{{ 1 + 1 }}") == "a2"
