@@ -291,3 +291,27 @@ def test_templates_without_end(template, render):
     with pytest.raises(ValueError, match="takes more than 2 s of a processor or 1024 MiB|failed on the messages|gives more than"):
         render(template)
     assert render("a{{ 1 + 1 }}") == "a2"
+
+
+def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
+    """A text on which a pattern backtracks without end makes its Rust code panic, which is no Exception."""
+    from allspark_server.text import Tokenizer
+
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    loaded = Tokenizer.from_dir(tokenizer_folder(tmp_path, tokenizer))
+    with pytest.raises(ValueError, match="the tokenizer of .* failed: Onig"):
+        loaded.encode("a" * 60 + "b")
+    assert loaded.encode("ab")
+
+
+def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
+    """Loading takes no time for ids that are not there."""
+    from allspark_server.text import Tokenizer
+
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["Ú"] = 999_999_999
+    folder = tokenizer_folder(tmp_path, tokenizer)
+    words = [sys.executable, "-c", f"from allspark_server.text import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
+    subprocess.run(words, check=True, timeout=10)
+    assert Tokenizer.from_dir(folder).encode("fox")
