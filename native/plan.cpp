@@ -34,7 +34,7 @@ struct Reader {
 Plan Plan::parse(const std::string& bytes) {
   if (bytes.size() % 4) throw std::invalid_argument("step plan: length must be a multiple of 4");
   std::vector<int32_t> words(bytes.size() / 4);
-  std::memcpy(words.data(), bytes.data(), bytes.size());
+  if (!words.empty()) std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader in{words.data(), words.data() + words.size()};
   if (in.next() != kMagic) throw std::invalid_argument("not a step plan of this version");
   Plan plan;

@@ -75,6 +75,7 @@ def run(kind: type[Target], seed: int, blocks: range, folder: Path, findings: Fi
             print(f"{kind.name}: {done} inputs, {done / (now - began):.0f}/s, {accepted} accepted, {peak_mib():.0f} MiB", flush=True)
         if count is not None and done >= count:
             break
+    target.finish()
     faulthandler.cancel_dump_traceback_later()
     os.close(current)
     seconds = time.monotonic() - began

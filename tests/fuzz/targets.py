@@ -63,6 +63,9 @@ class Target:
     def one(self, rng: Random) -> bool:
         raise NotImplementedError
 
+    def finish(self) -> None:
+        """The last block has ended."""
+
 
 def tensors_of(config: dict[str, Any], folder: Path) -> None:
     """A checkpoint of random weights."""
@@ -223,6 +226,7 @@ class Messages(Target):
     """Every message that either side of the wire decodes; what is decoded is encoded again."""
 
     name, share = "wire", 0.3
+    engine = None
 
     def prepare(self) -> None:
         config = GenerateConfig.parse({"top_k": 5, "seed": 7, "eos_token_id": [2, 3], "stop_words_ids": [[1, 2]], "n": 2,
@@ -257,10 +261,15 @@ class Messages(Target):
         from allspark_server.session import Session
         from fake_group import FakeGroup
 
+        self.finish()
         self.engine = Engine(group=FakeGroup())
         self.engine.install_model(AsModelConfig(model_name="m", model_path="/x"))
         self.engine.start_model("m")
         self.session = Session(self.engine, lambda session, now: None)
+
+    def finish(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
 
     def one(self, rng: Random) -> bool:
         message, texts, handle = rng.choice(self.seeds)
