@@ -228,8 +228,9 @@ void bind_executor(py::module_& m) {
 void bind_window(py::module_& m) {
   py::class_<Window, std::shared_ptr<Window>>(m, "Window", "Shared memory between the ranks of a host (native/window.h).")
       .def_static("bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1, "Bytes each rank allocates and zeroes.")
-      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double>(), py::arg("rank"), py::arg("size"), py::arg("addresses"),
-           py::arg("spin"), py::arg("timeout"))
+      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double, double>(), py::arg("rank"), py::arg("size"), py::arg("addresses"),
+           py::arg("spin"), py::arg("timeout"), py::arg("beat_seconds") = 1.0)
+      .def("close", &Window::close, py::call_guard<py::gil_scoped_release>(), "No more beats; before the memory goes away.")
       .def("publish",
            [](Window& w, int kind, const py::bytes& payload) {
              const std::string bytes = payload;
@@ -264,15 +265,13 @@ void bind_window(py::module_& m) {
              return list;
            },
            py::arg("payload"))
-      .def("abort", &Window::abort, py::arg("message"))
+      .def("abort", &Window::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("aborted",
            [](const Window& w) -> py::object {
              std::string message;
              if (!w.aborted(message)) return py::none();
              return py::str(message);
            })
-      .def("beat", &Window::beat)
-      .def("beats", &Window::beats)
       .def_property_readonly("rank", &Window::rank)
       .def_property_readonly("size", &Window::size);
 }

@@ -35,29 +35,34 @@ void Pool::pin(int index) {
 }
 
 void Pool::fail(const char* what) {
-  std::lock_guard<std::mutex> lock(error_mutex_);
-  if (!failed_) error_ = what;
-  failed_ = true;
+  {
+    std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!failed_) error_ = what;
+    failed_ = true;
+  }
+  barrier_.phase.wake();
 }
 
-bool Pool::barrier() {
-  if (size_ > 1) {
-    const uint32_t phase = phase_.value.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      phase_failed_.store(failed_.load(std::memory_order_relaxed), std::memory_order_relaxed);
-      phase_.publish(phase + 1);
-    } else {
-      int spins = spin_ ? kSpins : 0;
-      while (phase_.value.load(std::memory_order_acquire) == phase) {
-        if (spins-- > 0) cpu_pause();
-        else phase_.sleep(phase, 100'000'000);
-      }
-    }
-  } else {
-    phase_failed_.store(failed_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+void Pool::meet(Meeting& meeting, bool failure_ends_it) {
+  if (size_ == 1) return;
+  const uint32_t phase = meeting.phase.value.load(std::memory_order_acquire);
+  if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+    meeting.arrived.store(0, std::memory_order_relaxed);
+    meeting.phase.publish(phase + 1);
+    return;
   }
-  return !phase_failed_.load(std::memory_order_relaxed);
+  int spins = spin_ ? kSpins : 0;
+  while (meeting.phase.value.load(std::memory_order_acquire) == phase) {
+    if (failure_ends_it && failed_.load(std::memory_order_acquire)) return;
+    if (spins-- > 0) cpu_pause();
+    else meeting.phase.sleep(phase, 100'000'000);
+  }
+}
+
+// Who has failed does not come to this barrier, so nobody leaves it as complete: true means that all have come.
+bool Pool::barrier() {
+  if (!failed_.load(std::memory_order_acquire)) meet(barrier_, true);
+  return !failed_.load(std::memory_order_acquire);
 }
 
 void Pool::worker(int index) {
@@ -72,7 +77,7 @@ void Pool::worker(int index) {
     seen++;
     if (stopping_) return;
     guard([&] { (*task_)(index); });
-    barrier();
+    meet(end_, false);
   }
 }
 
@@ -83,10 +88,11 @@ void Pool::run(const std::function<void(int)>& f) {
     pinned_by = this;
   }
   failed_ = false;
+  barrier_.arrived.store(0, std::memory_order_relaxed);  // of a run that failed
   task_ = &f;
   if (size_ > 1) start_.publish(start_.value.load(std::memory_order_relaxed) + 1);
   guard([&] { f(0); });
-  barrier();
+  meet(end_, false);
   if (failed_) throw std::runtime_error(error_);
 }
 

@@ -23,10 +23,10 @@ class Pool {
   int size() const { return size_; }
   // Runs f(0) ... f(size-1) and waits for all. The first exception of any of them is thrown here.
   void run(const std::function<void(int)>& f);
-  // For use inside f: waits until every thread has come here. Returns false, to all alike, if a thread has failed before:
-  // then f must return. Every thread must come to every barrier: what may throw between two belongs into a guard.
+  // For use inside f: waits until every thread has come here, or one has failed. True: all have come. False: f must return; from
+  // the failure on no barrier of this run waits or returns true, so that it does not matter which ones the failed thread missed.
   bool barrier();
-  // For use inside f, around the body of a phase: an exception is kept for run() to throw.
+  // For use inside f, around the body of a phase: an exception is kept for run() to throw, and ends the barriers' waits.
   template <typename F>
   void guard(F&& body) {
     try {
@@ -37,6 +37,12 @@ class Pool {
   }
 
  private:
+  // Where all threads meet.
+  struct Meeting {
+    alignas(64) Signal phase;
+    alignas(64) std::atomic<int> arrived{0};
+  };
+  void meet(Meeting& meeting, bool failure_ends_it);
   void fail(const char* what);
   void stop();
   void worker(int index);
@@ -48,10 +54,8 @@ class Pool {
   std::vector<std::thread> threads_;
   const std::function<void(int)>* task_ = nullptr;
   alignas(64) Signal start_;
-  alignas(64) Signal phase_;
-  alignas(64) std::atomic<int> arrived_{0};
+  Meeting barrier_, end_;  // end_: of a run, to which a failed thread comes too
   alignas(64) std::atomic<bool> failed_{false};
-  std::atomic<bool> phase_failed_{false};  // failed_ as it was when the last of the threads came to the barrier
   std::atomic<bool> stopping_{false};
   std::mutex error_mutex_;
   std::string error_;

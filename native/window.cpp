@@ -17,20 +17,35 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 
 }  // namespace
 
-Window::Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout)
-    : rank_(rank), size_(size), spin_(spin), timeout_(timeout) {
+Window::Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout, double beat_seconds)
+    : rank_(rank), size_(size), spin_(spin), timeout_(timeout), watched_(std::max(size, 0)) {
   if (size < 1 || rank < 0 || rank >= size || (int)addresses.size() != size)
     throw std::invalid_argument("window: rank " + std::to_string(rank) + " of " + std::to_string(size) + " with " +
                                 std::to_string(addresses.size()) + " segments; one segment a rank is needed");
+  if (!(beat_seconds > 0)) throw std::invalid_argument("window: beat_seconds must be positive");
   for (uintptr_t a : addresses) {
     if (a == 0 || a % 64 != 0) throw std::invalid_argument("window: segments must be aligned to 64 bytes");
     segments_.push_back(reinterpret_cast<Segment*>(a));
   }
+  beating_ = std::thread([this, pause = std::chrono::duration<double>(beat_seconds)] {
+    std::unique_lock<std::mutex> lock(closing_);
+    do segments_[rank_]->beats.fetch_add(1, std::memory_order_relaxed);
+    while (!closed_.wait_for(lock, pause, [this] { return is_closed_; }));
+  });
+}
+
+void Window::close() {
+  {
+    std::lock_guard<std::mutex> lock(closing_);
+    is_closed_ = true;
+  }
+  closed_.notify_all();
+  if (beating_.joinable()) beating_.join();
 }
 
 bool Window::aborted(std::string& message) const {
   for (const Segment* s : segments_)
-    if (s->aborted.load(std::memory_order_acquire)) {
+    if (s->aborted.load(std::memory_order_acquire) == 2) {
       message.assign(s->message, strnlen(s->message, sizeof s->message));
       return true;
     }
@@ -44,14 +59,32 @@ void Window::check_abort() const {
 
 void Window::abort(const std::string& message) {
   Segment* own = segments_[rank_];
-  if (own->aborted.load()) return;
-  std::strncpy(own->message, message.c_str(), sizeof own->message - 1);
-  own->aborted.store(1, std::memory_order_release);
+  uint32_t nobody = 0;
+  if (!own->aborted.compare_exchange_strong(nobody, 1)) return;  // another thread of this rank was first
+  size_t length = std::min(message.size(), sizeof own->message - 1);
+  while (length < message.size() && length > 0 && (message[length] & 0xc0) == 0x80) length--;  // whole characters
+  std::memcpy(own->message, message.data(), length);
+  own->message[length] = 0;
+  own->aborted.store(2, std::memory_order_release);
   for (Segment* s : segments_) {  // wake every sleeper; waits look at `aborted` when they wake
     for (Lane& lane : s->lanes) lane.signal.wake();
     s->command.wake();
     s->taken.wake();
   }
+}
+
+void Window::check_silence(int peer, const char* what) {
+  Watched& watched = watched_[peer];
+  const uint64_t beats = segments_[peer]->beats.load(std::memory_order_relaxed), own = segments_[rank_]->beats.load(std::memory_order_relaxed);
+  if (beats != watched.beats.load(std::memory_order_relaxed)) {
+    watched.beats.store(beats, std::memory_order_relaxed), watched.since.store(own, std::memory_order_relaxed);
+    return;
+  }
+  if (own < watched.since.load(std::memory_order_relaxed) + kSilentBeats) return;
+  const std::string message = "rank " + std::to_string(rank_) + " waited for rank " + std::to_string(peer) + " in " + what + ", but that is silent: "
+                              "its process has ended or is stopped; the group is given up";
+  abort(message);
+  throw std::runtime_error(message);
 }
 
 void Window::wait(Signal& signal, uint32_t target, int peer, const char* what) {
@@ -65,6 +98,7 @@ void Window::wait(Signal& signal, uint32_t target, int peer, const char* what) {
     const uint32_t seen = signal.value.load(std::memory_order_acquire);
     if (reached(seen, target)) return;
     check_abort();
+    check_silence(peer, what);
     if (seconds_since(start) > timeout_) {
       const std::string message = "rank " + std::to_string(rank_) + " waited " + std::to_string((int)timeout_) + " s for rank " +
                                   std::to_string(peer) + " in " + what + "; the group is given up";
@@ -187,18 +221,13 @@ bool Window::wait_command(double timeout, int& kind, std::string& payload) {
       continue;
     }
     check_abort();
+    if (rank_ != 0) check_silence(0, "waiting for a command");
     const double left = timeout - seconds_since(start);
     if (left <= 0 && payload.empty()) return false;
     if (left <= -timeout_) throw std::runtime_error("rank 0 stopped in the middle of a command");
     // Commands wake the sleeper at once; the long slice only bounds how late an abort is seen (it also wakes).
     root->command.sleep(seen, (long)(std::clamp(left, 0.001, 0.9) * 1e9));
   }
-}
-
-std::vector<uint64_t> Window::beats() const {
-  std::vector<uint64_t> all;
-  for (const Segment* s : segments_) all.push_back(s->beats.load(std::memory_order_relaxed));
-  return all;
 }
 
 }  // namespace as

@@ -69,6 +69,21 @@ def test_many_rows_long_rows_and_many_panels_in_bfloat16():
         assert np.all(np.abs(got - x.astype(np.float64) @ weights.astype(np.float64).T) <= 64 * 2.0**-24 * bound)
 
 
+@pytest.mark.parametrize("dtype, threads, k", [("bfloat16", 1, 2112), ("bfloat16", 2, 2049), ("int8", 1, 4224), ("int8", 2, 4097)])
+def test_the_shortest_pieces_of_k_and_as_many_panels_as_they_allow(dtype, threads, k):
+    """Tiles keep the sums of a group of panels while K passes in pieces: the shorter those, the more panels are in a group."""
+    rng = np.random.default_rng(k)
+    n, m = 448 * threads, 256
+    executor = _native.Executor(num_threads=threads)
+    weights, x = rng.normal(size=(n, k)).astype(np.float32), rng.normal(size=(m, k)).astype(np.float32)
+    handle = matrix(executor, weights, dtype)
+    used = np.stack([executor.read_row(handle, row) for row in range(n)]).astype(np.float64)
+    exact = from_bf16(to_bf16(x)) if dtype == "bfloat16" and _native.isa() in ("amx", "avx512_bf16") else x
+    allowed = {"bfloat16": 64 * 2.0**-24, "int8": 2.0**-14}[dtype]  # int8: activations of 16 bits
+    bound = np.abs(x).astype(np.float64) @ np.abs(used).T
+    assert np.all(np.abs(executor.multiply(handle, x, n) - exact.astype(np.float64) @ used.T) <= allowed * bound)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matmul_bits_do_not_depend_on_rows_threads_or_place(dtype):
     rng = np.random.default_rng(0)
@@ -257,6 +272,7 @@ def test_ops_that_would_leave_their_memory_are_refused(message, op, attributes):
         executor.add_op(op, inputs, outputs, weights, attributes)
 
 
+@pytest.mark.skipif("ALLSPARK_SANITIZE" in os.environ, reason="sanitizers take terabytes of addresses")
 def test_threads_that_cannot_be_had_are_an_error():
     program = ("import resource; from allspark_server import _native\n"
                "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"

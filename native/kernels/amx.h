@@ -9,6 +9,7 @@
 
 #include "bf16.h"
 #include "format.h"
+#include "simd.h"
 
 namespace as {
 namespace AS_ISA {
@@ -41,29 +42,25 @@ template <int T> void tile_store(void* p, long stride) {
 }
 template <int C, int A, int B> void tile_dot_bf16() {
   auto& t = emulated_tiles;
-  auto value = [&](int tile, int row, int i) {
-    uint16_t bits;
-    std::memcpy(&bits, t.data[tile][row] + 2 * i, 2);
-    return bf16_to_float(bits);
-  };
-  for (int r = 0; r < t.config.rows[C]; r++)
-    for (int pair = 0; pair < 16; pair++)
-      for (int n = 0; n < 16; n++) {
-        float c;
-        std::memcpy(&c, t.data[C][r] + 4 * n, 4);
-        c += value(A, r, 2 * pair) * value(B, pair, 2 * n) + value(A, r, 2 * pair + 1) * value(B, pair, 2 * n + 1);
-        std::memcpy(t.data[C][r] + 4 * n, &c, 4);
-      }
+  const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+  auto first = [&](__m512i x) { return (__m512)_mm512_slli_epi32(x, 16); };
+  auto second = [&](__m512i x) { return (__m512)_mm512_and_si512(x, high); };
+  for (int r = 0; r < t.config.rows[C]; r++) {
+    __m512 c = _mm512_loadu_ps(t.data[C][r]);
+    for (int i = 0; i < 16; i++) {
+      const __m512i a = four_bytes_everywhere(t.data[A][r] + 4 * i), b = _mm512_loadu_si512(t.data[B][i]);
+      c = _mm512_add_ps(c, _mm512_add_ps(_mm512_mul_ps(first(a), first(b)), _mm512_mul_ps(second(a), second(b))));
+    }
+    _mm512_storeu_ps(t.data[C][r], c);
+  }
 }
 template <int C, int A, int B> void tile_dot_s8u8() {
   auto& t = emulated_tiles;
-  for (int r = 0; r < t.config.rows[C]; r++)
-    for (int n = 0; n < 16; n++) {
-      int32_t c;
-      std::memcpy(&c, t.data[C][r] + 4 * n, 4);
-      for (int i = 0; i < 64; i++) c += (int8_t)t.data[A][r][i] * (uint8_t)t.data[B][i / 4][4 * n + i % 4];
-      std::memcpy(t.data[C][r] + 4 * n, &c, 4);
-    }
+  for (int r = 0; r < t.config.rows[C]; r++) {
+    __m512i c = _mm512_loadu_si512(t.data[C][r]);
+    for (int i = 0; i < 16; i++) c = _mm512_dpbusd_epi32(c, _mm512_loadu_si512(t.data[B][i]), four_bytes_everywhere(t.data[A][r] + 4 * i));
+    _mm512_storeu_si512(t.data[C][r], c);
+  }
 }
 
 #else

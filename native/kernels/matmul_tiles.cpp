@@ -44,10 +44,21 @@ constexpr size_t kStayBytes = 1 << 20;        // at most
 constexpr int kWhole = 48, kCut = 32;         // steps up to which K stays in one piece, and of the pieces otherwise
 constexpr int kRows = 256;                    // rows of a block, where K is in pieces
 constexpr size_t kGroupBytes = 640 << 10;     // of panels, for which the rows pass: a third of the second level
-constexpr int kGroup = (int)(kGroupBytes / ((kWhole + 1) / 2 * kPanelStepBytes));  // most panels whose K is in pieces
 constexpr int kChunk = 8;                     // steps of a widened piece of a panel: 16 KB
 constexpr int kPrefetch = 4096;               // bytes ahead, where weights come from memory
 static_assert(NR == 2 * kTile);
+
+// Pieces of K, the longest of them, and how many panels' such pieces make a group.
+constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 1) / kCut; }
+constexpr int longest_of(int steps) { return (steps + cuts_of(steps) - 1) / cuts_of(steps); }
+constexpr int panels_of_group(int steps) { return (int)(kGroupBytes / ((size_t)longest_of(steps) * kPanelStepBytes)); }
+// The most that any K has. Among n + 1 cuts' the shortest are longer than among n's: a few of them say it for all.
+constexpr int most_panels() {
+  int most = 0;
+  for (int steps = kWhole + 1; steps <= 8 * kCut; steps++) most = std::max(most, panels_of_group(steps));
+  return most;
+}
+constexpr int kGroup = most_panels();
 
 struct BFloat {
   static constexpr int kStep = 32;  // k of a step
@@ -151,7 +162,8 @@ void stream(const char* a, long lda, long second, const char* b, int steps, char
   if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
 }
 
-constexpr int kKept = std::max(kGroup * kRows, 4 * kStay);  // rows of accumulators: two pairs of panels, or a group
+// Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or one block's.
+constexpr int kKept = std::max(kGroup * kRows, 4 * std::max(kStay, kPair));
 alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
 // Rows of the output that are fetched before they are written to. Every line of it is another one, and a write that has to wait
@@ -204,7 +216,7 @@ class Product {
   // finish.begin(unit), then finish.row(row, sums...) for each row.
   Product(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights, Finish& finish)
       : a_(a), values_at_(at.values_at), second_(F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride), m_(m), u0_(u0), u1_(u1),
-        half_(w.panels() / 2), steps_((w.k + F::kStep - 1) / F::kStep), cuts_(steps_ <= kWhole ? 1 : (steps_ + kCut - 1) / kCut),
+        half_(w.panels() / 2), steps_((w.k + F::kStep - 1) / F::kStep), cuts_(cuts_of(steps_)),
         weights_(weights), waiting_(finish, steps_ / cuts_) {}
 
   void run() {
@@ -267,7 +279,8 @@ class Product {
 
   // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
   void pieces() {
-    const int longest = (steps_ + cuts_ - 1) / cuts_, most = std::max<int>(1, kGroupBytes / ((size_t)Parts * longest * kPanelStepBytes));
+    static_assert(Parts <= kGroup && kRows % kPair == 0);
+    const int most = std::max(1, panels_of_group(steps_) / Parts);
     const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kRows / F::kPlanes);
     for (int m0 = 0; m0 < m_; m0 += height) {
       const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;

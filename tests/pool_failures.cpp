@@ -1,0 +1,51 @@
+// A thread that fails before a barrier which the others come to: no op can be made to do that from Python.
+#include <atomic>
+#include <cstdio>
+#include <stdexcept>
+
+#include "pool.h"
+
+int main() {
+  constexpr int kThreads = 3, kBarriers = 3;
+  for (const bool spin : {true, false}) {
+    as::Pool pool(kThreads, {}, spin);
+    for (int round = 0; round < 100; round++)
+      for (int bad = 0; bad < kThreads; bad++)
+        for (int at = 0; at < kBarriers; at++) {
+          std::atomic<int> passed{0};
+          // As a step has it: ops in guards, with barriers within and after them.
+          auto op = [&](int thread) {
+            for (int i = 0; i < kBarriers; i++) {
+              if (thread == bad && i == at) throw std::runtime_error("thread " + std::to_string(bad) + " at " + std::to_string(at));
+              if (!pool.barrier()) return;
+              passed++;
+            }
+          };
+          std::string error;
+          try {
+            pool.run([&](int thread) {
+              for (int i = 0; i < 3; i++) {
+                pool.guard([&] { op(thread); });
+                if (!pool.barrier()) return;
+                passed = 1000;
+              }
+            });
+          } catch (const std::exception& e) {
+            error = e.what();
+          }
+          if (error != "thread " + std::to_string(bad) + " at " + std::to_string(at) || passed > at * kThreads) {
+            std::printf("error '%s', %d barriers passed\n", error.c_str(), passed.load());
+            return 1;
+          }
+          std::atomic<int> arrived{0}, together{0};
+          pool.run([&](int) {
+            arrived++;
+            if (pool.barrier() && arrived == kThreads) together++;
+          });
+          if (together != kThreads) {
+            std::printf("after a failure %d threads of %d met\n", together.load(), kThreads);
+            return 1;
+          }
+        }
+  }
+}
