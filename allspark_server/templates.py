@@ -1,7 +1,7 @@
 """Chat templates (jinja2), rendered in a process of their own.
 
-A template is a checkpoint's code. The sandbox keeps it from everything but its time and its memory, which a process can be
-limited in: one that loops or grows ends, and the next request starts another. This file is that process' whole program, too.
+A template is a checkpoint's code. jinja2's sandbox bounds neither its time nor its memory; a process can be limited in
+both: one that loops or grows ends, and the next request starts another. This file is that process' whole program, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text; ValueError, to be put after "the chat template", when there is none. variables: as JSON has them."""
+        """The text; ValueError, to be put after "the chat template", if none. variables: what JSON can hold."""
         try:
             request = json.dumps([template, variables]).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
@@ -45,7 +45,7 @@ class Renderer:
         with self._lock:
             answer = self._ask(request)
         if not answer:
-            raise ValueError(f"takes more than {SECONDS:g} s of a processor or {MEMORY_BYTES >> 20} MiB for the messages")
+            raise ValueError(f"takes more than {SECONDS:g} s of a processor or {MEMORY_BYTES >> 20} MiB of memory")
         kind, text = json.loads(answer)
         if kind != "text":
             raise ValueError(text)
@@ -59,8 +59,13 @@ class Renderer:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             # It ends when it can read no more from this one.
-            self._process = subprocess.Popen([sys.executable, "-c", RUN, __file__], cwd="/", stdin=subprocess.PIPE,
-                                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", RUN, __file__],
+                cwd="/",
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
         return self._process
 
     def _ask(self, request: bytes) -> bytes:

@@ -43,7 +43,7 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates or {})
         self._source = source
         with decoders.named_errors(f"{source} has a decoder that is unknown"):
-            # Its own form alone: writing all of a tokenizer goes through every id up to the highest, of which a file has any.
+            # Its own form alone: writing all of a tokenizer goes through every id up to the highest, which may be any.
             decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._decoder = decoder
         self._exact = decoders.chain(decoder) is not None

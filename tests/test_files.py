@@ -1,5 +1,5 @@
-"""Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused by
-name."""
+"""Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused
+by name."""
 
 from __future__ import annotations
 
@@ -89,14 +89,19 @@ def test_what_opens(tmp_path):
         read_file(tmp_path / "a", 9)
     with pytest.raises(AllSparkError, match="is a directory: expected a regular file"):
         open_regular(tmp_path)
-    for path, problem in (("nowhere", "does not exist"), ("a/b", "Not a directory"), ("x" * 5000, "File name too long"),
-                          ("a\0b", "null byte")):
+    for path, problem in (
+        ("nowhere", "does not exist"),
+        ("a/b", "Not a directory"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "null byte"),
+    ):
         with pytest.raises(AllSparkError, match=problem):
             open_regular(tmp_path / path)
 
 
 @pytest.mark.parametrize("text, problem", [
-    ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "digits"), (b"\xff", "not valid JSON"), ("[]", "list"),
+    ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "digits"), (b"\xff", "not valid JSON"),
+    ("[]", "list"),
 ])  # fmt: skip
 def test_json_that_breaks_parsers(text, problem, tmp_path):
     (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -141,7 +146,7 @@ def safetensors(path: Path, header: dict, data: int) -> Path:
     ({"a": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, "impossible shape"),
     ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "shape"),
     ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, "unknown dtype"),
-    ({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}, "inside the one before"),
+    ({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}, "but the one before ends at 8"),
     ({"__metadata__": {"format": 3}}, "__metadata__"),
 ])  # fmt: skip
 def test_safetensors_headers(header, problem, tmp_path):
@@ -203,7 +208,7 @@ def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
 
 
 def test_ops_that_cannot_be(tiny_model, tmp_path):
-    """Each op of an .asgraph in turn loses something: the model is refused, and nothing is indexed that is not there."""
+    """Each op of an .asgraph in turn loses something: the model is refused, nothing is indexed that is not there."""
     from allspark_client import AsModelConfig
     from allspark_server.hf import HuggingFaceModel
     from allspark_server.runtime.runner import ModelRunner
@@ -217,8 +222,12 @@ def test_ops_that_cannot_be(tiny_model, tmp_path):
         if op.type in seen:
             continue
         seen.add(op.type)
-        for field, problem in (("inputs", "op .* has 0 inputs"), ("outputs", "0 outputs"), ("weights", "0 weights"),
-                               ("attrs", rf"op {i} \({op.type}\) of the model's graph cannot be")):
+        for field, problem in (
+            ("inputs", "op .* has 0 inputs"),
+            ("outputs", "0 outputs"),
+            ("weights", "0 weights"),
+            ("attrs", rf"op {i} \({op.type}\) of the model's graph cannot be"),
+        ):
             if not len(getattr(op, field)):
                 continue
             spoilt = type(good).FromString(good.SerializeToString())
@@ -281,14 +290,17 @@ def render():
 
 
 @pytest.mark.parametrize("template", [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{{ 'x' * 10**10 }}", "{{ [0] * 10**10 }}", "{{ 2**(10**10) }}", "{{ 'x'|center(10**10) }}",
     "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
 ])  # fmt: skip
 def test_templates_without_end(template, render):
     """Each is refused in bounded time and memory, and the next one is rendered."""
-    with pytest.raises(ValueError, match="takes more than 2 s of a processor or 1024 MiB|failed on the messages|gives more than"):
+    with pytest.raises(
+        ValueError,
+        match="takes more than 2 s of a processor or 1024 MiB of memory|failed on the messages|gives more than",
+    ):
         render(template)
     assert render("a{{ 1 + 1 }}") == "a2"
 
@@ -298,7 +310,12 @@ def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
     from allspark_server.text import Tokenizer
 
     tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
-    tokenizer["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     loaded = Tokenizer.from_dir(tokenizer_folder(tmp_path, tokenizer))
     with pytest.raises(ValueError, match="the tokenizer of .* failed: Onig"):
         loaded.encode("a" * 60 + "b")

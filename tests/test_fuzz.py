@@ -7,7 +7,16 @@ import pytest
 from fuzz.__main__ import BLOCK, Findings, run
 from fuzz.targets import TARGETS
 
-BLOCKS = {"plan": 12, "wire": 8, "safetensors": 6, "index": 4, "config": 4, "graph": 3, "tokenizer": 2, "tokenizer_config": 1}
+BLOCKS = {
+    "plan": 12,
+    "wire": 8,
+    "safetensors": 6,
+    "index": 4,
+    "config": 4,
+    "graph": 3,
+    "tokenizer": 2,
+    "tokenizer_config": 1,
+}
 
 
 @pytest.mark.parametrize("kind", TARGETS, ids=lambda kind: kind.name)

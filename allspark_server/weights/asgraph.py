@@ -112,8 +112,10 @@ def from_message(message: pb.Graph) -> Graph:
             raise ValueError(f"it holds the unknown op {op.type!r}")
         inputs, outputs, least, most = OP_TYPES[op.type]
         if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
-            raise ValueError(f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} "
-                             f"weights: expected {inputs}, {outputs} and {least} to {most}")
+            raise ValueError(
+                f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} weights: "
+                f"expected {inputs}, {outputs} and {least} to {most}"
+            )
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in graph.tensors]
         unknown += [n for n in op.weights if n not in graph.weights]
         if unknown:
