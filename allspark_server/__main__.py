@@ -26,7 +26,7 @@ from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 logger = logging.getLogger("allspark_server")
 
 # How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
-# differ by minutes when one node's pages come from a slow disk; dead ranks are noticed by heartbeat long before.
+# differ by minutes when one node's pages come from a slow disk; dead and stopped ranks are noticed within seconds.
 PEER_TIMEOUT_SECONDS = 900.0
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -114,6 +114,7 @@ class Rank:
             serve(member)
         if self.heartbeat:
             self.heartbeat.stop()
+        window.close()
         world.finalize()
 
     def _handle_signals(self) -> None:

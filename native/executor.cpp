@@ -307,22 +307,58 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
     if (op.type == OpType::rms_norm) widest = std::max(widest, in(op).width);
   norms_ = Buffer((size_t)pool_.size() * widest * sizeof(float), "norms");
   cosine_.resize((size_t)max_rows * rotary_.dim / 2), sine_.resize(cosine_.size());
-  slots_.assign(max_slots, {});
+  slots_.assign(max_slots, {}), outlook_.assign(max_slots, {});
   rows_.reserve(max_rows), logit_rows_.reserve(max_slots);
   blobs_.resize(max_slots);
   allocated_ = true;
 }
 
-// Brings the slots up to date and lists the step's rows.
-void Executor::begin_step(const Plan& plan) {
-  auto slot_of = [&](int i) -> Slot& {
+// Throws on a plan that the slots, the cache or the buffers do not allow. Changes nothing but `outlook_`.
+void Executor::check(const Plan& plan) {
+  auto slot_of = [&](int i) -> Outlook& {
     if (i < 0 || i >= max_slots_) throw std::invalid_argument("step plan: slot " + std::to_string(i) + " is not in 0..." + std::to_string(max_slots_ - 1));
-    return slots_[i];
+    return outlook_[i];
   };
+  auto begin = [&](int i) {
+    Outlook& slot = slot_of(i);
+    const Slot& now = slots_[i];
+    slot = {now.live, (long)now.history.size(), (long)now.spans.size(), now.cached};
+  };
+  for (int i : plan.free) begin(i);
+  for (const NewSequence& s : plan.fresh) begin(s.slot);
+  for (const Work& w : plan.work) begin(w.slot);
   for (int i : plan.free) slot_of(i).live = false;
   for (const NewSequence& s : plan.fresh) {
-    Slot& slot = slot_of(s.slot);
-    if (slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " is in use");
+    if (slot_of(s.slot).live) throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " is in use");
+    slot_of(s.slot) = {true, (long)s.history.size(), 0, 0};
+  }
+  long rows = 0, samples = 0;
+  for (const Work& w : plan.work) {
+    Outlook& slot = slot_of(w.slot);
+    if (!slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(w.slot) + " has no sequence");
+    slot.history += (long)w.append.size(), slot.spans += (long)w.spans.size();
+    for (int32_t s : w.spans)
+      if (s < 0 || s >= num_spans_) throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." + std::to_string(num_spans_ - 1));
+    const long end = (long)w.start + w.count;
+    if (w.start < 0 || w.count < 1 || end > slot.history || end > max_length_ || slot.spans * span_size_ < end ||
+        (slot.cached > 0 && w.start != slot.cached) || (slot.cached == 0 && w.start % span_size_ != 0))
+      throw std::invalid_argument("step plan: positions " + std::to_string(w.start) + "..." + std::to_string(end) + " of slot " + std::to_string(w.slot) +
+                                  " do not follow its " + std::to_string(slot.cached) + " cached positions, or history (" +
+                                  std::to_string(slot.history) + ") or spans (" + std::to_string(slot.spans) + ") do not cover them");
+    if (w.sample && end != slot.history) throw std::invalid_argument("step plan: only a sequence's last row can sample");
+    slot.cached = (int)end;
+    rows += w.count, samples += w.sample;
+  }
+  if (rows > max_rows_ || samples > max_slots_)
+    throw std::invalid_argument("step plan: " + std::to_string(rows) + " rows, " + std::to_string(samples) + " that sample; at most " +
+                                std::to_string(max_rows_) + " and " + std::to_string(max_slots_) + " fit");
+}
+
+// Brings the slots up to date with a plan that was checked, and lists the step's rows.
+void Executor::begin_step(const Plan& plan) {
+  for (int i : plan.free) slots_[i].live = false;
+  for (const NewSequence& s : plan.fresh) {
+    Slot& slot = slots_[s.slot];
     slot.live = true;
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.clear();
@@ -330,34 +366,19 @@ void Executor::begin_step(const Plan& plan) {
   }
   rows_.clear(), logit_rows_.clear();
   for (const Work& w : plan.work) {
-    Slot& slot = slot_of(w.slot);
-    if (!slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(w.slot) + " has no sequence");
+    Slot& slot = slots_[w.slot];
     slot.history.insert(slot.history.end(), w.append.begin(), w.append.end());
-    for (int32_t s : w.spans) {
-      if (s < 0 || s >= num_spans_) throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." + std::to_string(num_spans_ - 1));
-      slot.spans.push_back(s);
-    }
-    const int end = w.start + w.count;
-    if (w.start < 0 || w.count < 1 || end > (int)slot.history.size() || end > max_length_ || (long)slot.spans.size() * span_size_ < end ||
-        (slot.cached > 0 && w.start != slot.cached) || (slot.cached == 0 && w.start % span_size_ != 0))
-      throw std::invalid_argument("step plan: positions " + std::to_string(w.start) + "..." + std::to_string(end) + " of slot " + std::to_string(w.slot) +
-                                  " do not follow its " + std::to_string(slot.cached) + " cached positions, or history (" +
-                                  std::to_string(slot.history.size()) + ") or spans (" + std::to_string(slot.spans.size()) + ") do not cover them");
-    for (int p = w.start; p < end; p++) rows_.push_back({w.slot, p, slot.history[p]});
-    slot.cached = end;
-    if (w.sample) {
-      if (end != (int)slot.history.size()) throw std::invalid_argument("step plan: only a sequence's last row can sample");
-      logit_rows_.push_back((int)rows_.size() - 1);
-    }
+    slot.spans.insert(slot.spans.end(), w.spans.begin(), w.spans.end());
+    for (int p = w.start; p < w.start + w.count; p++) rows_.push_back({w.slot, p, slot.history[p]});
+    slot.cached = w.start + w.count;
+    if (w.sample) logit_rows_.push_back((int)rows_.size() - 1);
   }
-  if ((int)rows_.size() > max_rows_ || (int)logit_rows_.size() > max_slots_)
-    throw std::invalid_argument("step plan: " + std::to_string(rows_.size()) + " rows, " + std::to_string(logit_rows_.size()) + " that sample; at most " +
-                                std::to_string(max_rows_) + " and " + std::to_string(max_slots_) + " fit");
 }
 
 StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   if (!allocated_) throw std::invalid_argument("allocate() before step()");
   const Plan plan = Plan::parse(bytes);
+  check(plan);
   begin_step(plan);
   output_ = {};
   want_logits_ = want_logits;

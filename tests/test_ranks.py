@@ -421,6 +421,8 @@ def threads(monkeypatch):
     for t in running:
         t.join(10)
         assert not t.is_alive()
+    for window in windows:
+        window.close()
 
 
 def test_ranks_agree_on_the_cache(threads):

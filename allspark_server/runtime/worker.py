@@ -86,13 +86,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more beats; to be called before the window's memory goes away, at a clean end."""
+        """No more datagrams, and no more looks at the window: to be called before its memory goes away, at a clean end."""
         self._stop.set()
         self._thread.join()
 
     def watch(self, member: Member) -> None:
-        """From now on also tell of the member's loads and how long its step has been going on, count in its window,
-        and end the process if the window says that the group was aborted."""
+        """From now on also tell of the member's loads and how long its step has been going on, and end
+        the process if the window says that the group was aborted."""
         self._member = member
         member.progress = self.progress
 
@@ -127,8 +127,6 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             window = self._member.window if self._member else None
-            if window is not None:
-                window.beat()
             message = window.aborted() if window is not None else None
             if message:
                 time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better
