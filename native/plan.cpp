@@ -34,7 +34,7 @@ struct Reader {
 Plan Plan::parse(const std::string& bytes) {
   if (bytes.empty() || bytes.size() % 4) throw std::invalid_argument("step plan: length must be a multiple of 4, got " + std::to_string(bytes.size()));
   std::vector<int32_t> words(bytes.size() / 4);
-  if (!words.empty()) std::memcpy(words.data(), bytes.data(), bytes.size());
+  std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader in{words.data(), words.data() + words.size()};
   if (in.next() != kMagic) throw std::invalid_argument("not a step plan of this version");
   Plan plan;
