@@ -74,7 +74,8 @@ def sanitizers() -> list[str]:
                          "with commas between them; thread does not go with address")
     if not named:
         return []
-    return [f"-fsanitize={','.join(named)}", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    more = ["-fsanitize=float-cast-overflow"] if "undefined" in named else []
+    return [f"-fsanitize={','.join(named)}", *more, "-fno-sanitize-recover=undefined,float-cast-overflow", "-fno-omit-frame-pointer", "-g1", "-O1"]
 
 
 def chosen(isas: dict) -> dict:

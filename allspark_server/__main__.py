@@ -28,7 +28,7 @@ from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 logger = logging.getLogger("allspark_server")
 
 # How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
-# differ by minutes when one node's pages come from a slow disk; dead ranks are noticed by heartbeat long before.
+# differ by minutes when one node's pages come from a slow disk; dead and stopped ranks are noticed within seconds.
 PEER_TIMEOUT_SECONDS = 900.0
 
 
@@ -139,6 +139,7 @@ class Rank:
             serve(member)
         if self.heartbeat:
             self.heartbeat.stop()
+        window.close()
         world.finalize()
 
     def _handle_signals(self) -> None:

@@ -19,7 +19,7 @@ from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import TENSORS_HASH, OpenedModel, open_model, tensors_hash
-from allspark_server.weights.files import read_json
+from allspark_server.weights.files import open_regular, read_json
 from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import ITEM_BYTES
@@ -192,7 +192,8 @@ class HuggingFaceModel:
         if (self.path / "tokenizer.json") in found:
             folder.mkdir(exist_ok=True)
             for file in found:
-                shutil.copyfile(file, folder / file.name)
+                with open_regular(file) as source, open(folder / file.name, "wb") as target:
+                    shutil.copyfileobj(source, target)
 
     def _graph(self, how: Quantization | None) -> Graph:
         """The op list of what is serialized."""

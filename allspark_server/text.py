@@ -1,4 +1,4 @@
-"""Text in and out: tokenizers (tokenizer.json), chat templates (jinja2, sandboxed) and streaming detokenization."""
+"""Text in and out: tokenizers (tokenizer.json), chat templates and streaming detokenization."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
 
 from . import decoders
+from .templates import renderer
 from .text_size import characters_per_token
 from .weights.files import MIB, parse_json, read_file
 
@@ -47,9 +43,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self._source = source
-        self._compiled: dict[str, jinja2.Template] = {}
         with decoders.named_errors(f"{source} has a decoder that is unknown"):
-            # Its own form alone: writing all of a tokenizer goes through every id up to the highest, of which a file has any.
+            # Its own form alone: writing all of a tokenizer goes through every id up to the highest, which may be any.
             decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         self._characters_per_token = characters_per_token(backend)
         self._decoder = decoder
@@ -78,7 +73,10 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_buffer(data)
         config = _read_object(path / "tokenizer_config.json")
         special = _special_tokens({**_read_object(path / "special_tokens_map.json"), **config})
-        return cls(backend, special, _chat_templates(path, config), str(path))
+        templates = _chat_templates(path, config)
+        if templates:
+            renderer().start()
+        return cls(backend, special, templates, str(path))
 
     @property
     def vocab_size(self) -> int:
@@ -142,35 +140,25 @@ class Tokenizer:
         ):
             raise ValueError("tools must be a list of JSON schemas (dicts)")
         name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
+        variables = {
+            **self.special_tokens,
+            "documents": None,
+            **kwargs,
+            "messages": [_as_seen(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         template = self._template(name)
-        variables = {**self.special_tokens, "documents": None, **kwargs}
         try:
-            return template.render(
-                messages=[_as_seen(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self._source} refused the messages: {error}") from error
-        except (
-            TypeError,
-            KeyError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-            ZeroDivisionError,
-        ) as error:
-            raise ValueError(
-                f"the chat template of {self._source} failed on the messages: {type(error).__name__}: {error}"
-            ) from error
+            return renderer().render(template, variables)
+        except ValueError as error:
+            raise ValueError(f"the chat template of {self._source} {error}") from error
 
     def encode_chat(self, messages: Sequence[dict], **kwargs: Any) -> list[int]:
         """Ids of rendered messages; the template writes the special tokens itself. kwargs: see apply_chat_template."""
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 
-    def _template(self, name: str) -> jinja2.Template:
+    def _template(self, name: str) -> str:
         if name not in self.chat_templates:
             raise ValueError(
                 f"{self._source} has no chat template"
@@ -180,14 +168,7 @@ class Tokenizer:
                     else "; send text or ids instead"
                 )
             )
-        if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self.chat_templates[name])
-            except jinja2.TemplateSyntaxError as error:
-                raise ValueError(
-                    f"the chat template of {self._source} has an error in line {error.lineno}: {error.message}"
-                ) from error
-        return self._compiled[name]
+        return self.chat_templates[name]
 
 
 # ---- files --------------------------------------------------------------------------------------------------
@@ -270,40 +251,6 @@ def _read_template(file: Path) -> str:
 
 
 # ---- chat templates -----------------------------------------------------------------------------------------
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}…{% endgeneration %} marks what the assistant said, for training; here it passes its body on."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
-
-    def _pass_on(self, caller):
-        return caller()
-
-
-def _raise_exception(message: str):
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # jinja2's own filter escapes for HTML, which prompts must not have.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> jinja2.Environment:
-    """What chat templates of published checkpoints are written for. Sandboxed: a template is a checkpoint's code."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
 
 
 def _as_seen(message: dict) -> dict:

@@ -14,19 +14,30 @@ namespace as {
 
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
+namespace {
+
+void expect(bool as_said, const char* what) {
+  if (!as_said) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
 void bind_kernels(py::module_& m) {
   py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
   k.def("rms_norm", [](Floats x, Floats w, float eps) {
+    expect(w.size() == x.size(), "rms_norm: x and w must be of one length");
     Floats y(x.size());
     kernels().rms_norm(x.data(), w.data(), y.mutable_data(), (int)x.size(), eps);
     return y;
   });
   k.def("silu_mul", [](Floats gate, Floats up) {
+    expect(up.size() == gate.size(), "silu_mul: gate and up must be of one length");
     Floats y(gate.size());
     kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
     return y;
   });
   k.def("rope", [](Floats x, Floats cosine, Floats sine) {
+    expect(sine.size() == cosine.size() && x.size() == 2 * cosine.size(), "rope: x must be twice as long as cosine and sine");
     Floats y(x.size());
     std::copy_n(x.data(), x.size(), y.mutable_data());
     kernels().rope(y.mutable_data(), cosine.data(), sine.data(), (int)cosine.size());
@@ -36,8 +47,11 @@ void bind_kernels(py::module_& m) {
       "attend",
       [](Floats q, Floats keys, Floats values, std::vector<int> limits, float scale, int span_size, const std::string& dtype) {
         // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
+        expect(q.ndim() == 2 && keys.ndim() == 2 && values.ndim() == 2, "attend: q, keys and values must be 2-D");
         const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0);
-        if (rows > kTileRows || tokens > kBlockTokens || (int)limits.size() != rows) throw std::invalid_argument("at most 16 rows, 128 tokens, a limit a row");
+        expect(rows >= 1 && rows <= kTileRows && tokens >= 1 && tokens <= kBlockTokens && (int)limits.size() == rows,
+               "attend: at most 16 rows, 128 tokens, a limit a row");
+        expect(keys.shape(1) == dim && values.shape(0) == tokens && values.shape(1) == dim, "attend: keys and values must be [tokens, dim]");
         const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
         const int count = (tokens + span_size - 1) / span_size;
         std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <climits>
 #include <optional>
 
 #include "bindings.h"
@@ -188,6 +189,11 @@ void bind_executor(py::module_& m) {
       .def("multiply",
            [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
               std::optional<py::array_t<float, py::array::c_style | py::array::forcecast>> bias) {
+             const int n = e.out_features(id), k = e.in_features(id);
+             if (x.ndim() != 2 || x.shape(1) != k || out_features != n || (bias && (bias->ndim() != 1 || bias->shape(0) != n)))
+               throw std::invalid_argument("multiply: a matrix of " + std::to_string(n) + " x " + std::to_string(k) + " takes x [rows, " +
+                                           std::to_string(k) + "], out_features " + std::to_string(n) + " and no bias or one of " + std::to_string(n));
+             if (x.shape(0) > INT_MAX / 2) throw std::invalid_argument("multiply: too many rows");
              py::array_t<float> y({x.shape(0), (py::ssize_t)out_features});
              const float *xp = x.data(), *bp = bias ? bias->data() : nullptr;
              float* yp = y.mutable_data();

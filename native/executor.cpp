@@ -128,6 +128,12 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     if (std::isnan(otherwise)) throw std::invalid_argument("op " + type + " needs attribute " + name);
     return otherwise;
   };
+  // Counts, widths and positions of any model; products of two fit 64 bits.
+  auto whole = [&](const char* name, double otherwise = NAN) {
+    const double value = get(name, otherwise);
+    if (!(std::abs(value) <= 1 << 24)) throw std::invalid_argument("op " + type + ": attribute " + name + " is " + std::to_string(value));
+    return (int)value;
+  };
   auto need = [&](size_t n_in, size_t n_out, size_t least_weights, size_t most_weights) {
     if (op.inputs.size() != n_in || op.outputs.size() != n_out || op.weights.size() < least_weights || op.weights.size() > most_weights)
       throw std::invalid_argument("op " + type + ": wrong number of inputs, outputs or weights");
@@ -150,13 +156,14 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
   switch (op.type) {
     case OpType::rotary_table:
       need(0, 0, 1, 1);
+      if (rotary_.dim) throw std::invalid_argument("op rotary_table: there can be one");
       rotary_ = {vectors_.at(op.weights[0]), (float)get("attention_factor", 1), get("dynamic", 0) != 0, get("base", 0),
-                 get("factor", 1), get("original_max", 0), (int)get("rotary_dim")};
+                 get("factor", 1), get("original_max", 0), whole("rotary_dim")};
       vector_is(op.weights[0], rotary_.dim / 2);
       break;
     case OpType::embedding:
       need(0, 1, 1, 1);
-      op.vocab_begin = (int)get("vocab_begin");
+      op.vocab_begin = whole("vocab_begin");
       width_is(op.outputs[0], matrices_.at(op.weights[0]).packed.k, "output");
       if (out(op).logit_rows) throw std::invalid_argument("op embedding: its output must have a row for each token");
       break;
@@ -182,8 +189,8 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       [[fallthrough]];
     case OpType::rope:
       if (op.inputs.empty() || op.inputs.size() > 1) throw std::invalid_argument("op " + type + " takes one input, changed in place");
-      op.offset = (int)get("offset"), op.heads = (int)get("heads"), op.head_dim = (int)get("head_dim");
-      op.rotary_dim = (int)get("rotary_dim", op.head_dim);
+      op.offset = whole("offset"), op.heads = whole("heads"), op.head_dim = whole("head_dim");
+      op.rotary_dim = whole("rotary_dim", op.head_dim);
       if (op.offset < 0 || op.heads < 0 || op.head_dim < 1 || op.rotary_dim < 0 || op.rotary_dim > op.head_dim || op.rotary_dim % 2 ||
           op.offset + (long)op.heads * op.head_dim > tensors_.at(op.inputs[0]).width)
         throw std::invalid_argument("op " + type + " reaches past its input");
@@ -192,15 +199,16 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       break;
     case OpType::span_attention: {
       need(1, 1, 0, 0);
-      op.layer = (int)get("layer");
+      op.layer = whole("layer");
       AttentionShape s;
-      s.q_heads = (int)get("q_heads"), s.kv_heads = (int)get("kv_heads"), s.head_dim = (int)get("head_dim");
+      s.q_heads = whole("q_heads"), s.kv_heads = whole("kv_heads"), s.head_dim = whole("head_dim");
       s.padded_dim = (s.head_dim + 15) / 16 * 16;
-      s.q_head_begin = (int)get("q_head_begin", 0), s.group = (int)get("group"), s.kv_begin = (int)get("kv_begin", 0);
+      s.q_head_begin = whole("q_head_begin", 0), s.group = whole("group"), s.kv_begin = whole("kv_begin", 0);
       s.scale = (float)get("scale");
-      width_is(op.inputs[0], (long)(s.q_heads + 2 * s.kv_heads) * s.head_dim, "input");
+      width_is(op.inputs[0], (s.q_heads + 2l * s.kv_heads) * s.head_dim, "input");
       width_is(op.outputs[0], (long)s.q_heads * s.head_dim, "output");
-      if (op.layer < 0 || s.head_dim < 1 || s.group < 1 || s.q_heads < 1 || s.kv_heads < 1 || tensors_[op.inputs[0]].logit_rows)
+      if (op.layer < 0 || s.head_dim < 1 || s.group < 1 || s.q_heads < 1 || s.kv_heads < 1 || s.q_head_begin < 0 || s.kv_begin < 0 ||
+          (s.kv_begin + s.kv_heads + 1l) * s.group > 1 << 28 || tensors_[op.inputs[0]].logit_rows)
         throw std::invalid_argument("op span_attention: a layer, head_dim, group or number of heads that cannot be");
       if (shape_.head_dim && !(shape_ == s)) throw std::invalid_argument("all layers must have the same attention shape");
       shape_ = s;
@@ -217,11 +225,12 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
       break;
     case OpType::select_rows:
       need(1, 1, 0, 0);
+      if (in(op).logit_rows) throw std::invalid_argument("op select_rows: its input must have a row for each token");
       width_is(op.outputs[0], in(op).width, "output");
       break;
     case OpType::sample:
       need(1, 0, 0, 0);
-      op.vocab_begin = (int)get("vocab_begin"), op.vocab_size = (int)get("vocab_size");
+      op.vocab_begin = whole("vocab_begin"), op.vocab_size = whole("vocab_size");
       if (op.vocab_begin < 0 || (long)op.vocab_begin + in(op).width > op.vocab_size || !in(op).logit_rows)
         throw std::invalid_argument("op sample: logits [" + std::to_string(op.vocab_begin) + ", " + std::to_string((long)op.vocab_begin + in(op).width) +
                                     ") are not within a vocabulary of " + std::to_string(op.vocab_size));
@@ -298,22 +307,58 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
     if (op.type == OpType::rms_norm) widest = std::max(widest, in(op).width);
   norms_ = Buffer((size_t)pool_.size() * widest * sizeof(float), "norms");
   cosine_.resize((size_t)max_rows * rotary_.dim / 2), sine_.resize(cosine_.size());
-  slots_.assign(max_slots, {});
+  slots_.assign(max_slots, {}), outlook_.assign(max_slots, {});
   rows_.reserve(max_rows), logit_rows_.reserve(max_slots);
   blobs_.resize(max_slots);
   allocated_ = true;
 }
 
-// Brings the slots up to date and lists the step's rows.
-void Executor::begin_step(const Plan& plan) {
-  auto slot_of = [&](int i) -> Slot& {
+// Throws on a plan that the slots, the cache or the buffers do not allow. Changes nothing but `outlook_`.
+void Executor::check(const Plan& plan) {
+  auto slot_of = [&](int i) -> Outlook& {
     if (i < 0 || i >= max_slots_) throw std::invalid_argument("step plan: slot " + std::to_string(i) + " is not in 0..." + std::to_string(max_slots_ - 1));
-    return slots_[i];
+    return outlook_[i];
   };
+  auto begin = [&](int i) {
+    Outlook& slot = slot_of(i);
+    const Slot& now = slots_[i];
+    slot = {now.live, (long)now.history.size(), (long)now.spans.size(), now.cached};
+  };
+  for (int i : plan.free) begin(i);
+  for (const NewSequence& s : plan.fresh) begin(s.slot);
+  for (const Work& w : plan.work) begin(w.slot);
   for (int i : plan.free) slot_of(i).live = false;
   for (const NewSequence& s : plan.fresh) {
-    Slot& slot = slot_of(s.slot);
-    if (slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " is in use");
+    if (slot_of(s.slot).live) throw std::invalid_argument("step plan: slot " + std::to_string(s.slot) + " is in use");
+    slot_of(s.slot) = {true, (long)s.history.size(), 0, 0};
+  }
+  long rows = 0, samples = 0;
+  for (const Work& w : plan.work) {
+    Outlook& slot = slot_of(w.slot);
+    if (!slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(w.slot) + " has no sequence");
+    slot.history += (long)w.append.size(), slot.spans += (long)w.spans.size();
+    for (int32_t s : w.spans)
+      if (s < 0 || s >= num_spans_) throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." + std::to_string(num_spans_ - 1));
+    const long end = (long)w.start + w.count;
+    if (w.start < 0 || w.count < 1 || end > slot.history || end > max_length_ || slot.spans * span_size_ < end ||
+        (slot.cached > 0 && w.start != slot.cached) || (slot.cached == 0 && w.start % span_size_ != 0))
+      throw std::invalid_argument("step plan: positions " + std::to_string(w.start) + "..." + std::to_string(end) + " of slot " + std::to_string(w.slot) +
+                                  " do not follow its " + std::to_string(slot.cached) + " cached positions, or history (" +
+                                  std::to_string(slot.history) + ") or spans (" + std::to_string(slot.spans) + ") do not cover them");
+    if (w.sample && end != slot.history) throw std::invalid_argument("step plan: only a sequence's last row can sample");
+    slot.cached = (int)end;
+    rows += w.count, samples += w.sample;
+  }
+  if (rows > max_rows_ || samples > max_slots_)
+    throw std::invalid_argument("step plan: " + std::to_string(rows) + " rows, " + std::to_string(samples) + " that sample; at most " +
+                                std::to_string(max_rows_) + " and " + std::to_string(max_slots_) + " fit");
+}
+
+// Brings the slots up to date with a plan that was checked, and lists the step's rows.
+void Executor::begin_step(const Plan& plan) {
+  for (int i : plan.free) slots_[i].live = false;
+  for (const NewSequence& s : plan.fresh) {
+    Slot& slot = slots_[s.slot];
     slot.live = true;
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.clear();
@@ -321,34 +366,19 @@ void Executor::begin_step(const Plan& plan) {
   }
   rows_.clear(), logit_rows_.clear();
   for (const Work& w : plan.work) {
-    Slot& slot = slot_of(w.slot);
-    if (!slot.live) throw std::invalid_argument("step plan: slot " + std::to_string(w.slot) + " has no sequence");
+    Slot& slot = slots_[w.slot];
     slot.history.insert(slot.history.end(), w.append.begin(), w.append.end());
-    for (int32_t s : w.spans) {
-      if (s < 0 || s >= num_spans_) throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." + std::to_string(num_spans_ - 1));
-      slot.spans.push_back(s);
-    }
-    const int end = w.start + w.count;
-    if (w.start < 0 || w.count < 1 || end > (int)slot.history.size() || end > max_length_ || (long)slot.spans.size() * span_size_ < end ||
-        (slot.cached > 0 && w.start != slot.cached) || (slot.cached == 0 && w.start % span_size_ != 0))
-      throw std::invalid_argument("step plan: positions " + std::to_string(w.start) + "..." + std::to_string(end) + " of slot " + std::to_string(w.slot) +
-                                  " do not follow its " + std::to_string(slot.cached) + " cached positions, or history (" +
-                                  std::to_string(slot.history.size()) + ") or spans (" + std::to_string(slot.spans.size()) + ") do not cover them");
-    for (int p = w.start; p < end; p++) rows_.push_back({w.slot, p, slot.history[p]});
-    slot.cached = end;
-    if (w.sample) {
-      if (end != (int)slot.history.size()) throw std::invalid_argument("step plan: only a sequence's last row can sample");
-      logit_rows_.push_back((int)rows_.size() - 1);
-    }
+    slot.spans.insert(slot.spans.end(), w.spans.begin(), w.spans.end());
+    for (int p = w.start; p < w.start + w.count; p++) rows_.push_back({w.slot, p, slot.history[p]});
+    slot.cached = w.start + w.count;
+    if (w.sample) logit_rows_.push_back((int)rows_.size() - 1);
   }
-  if ((int)rows_.size() > max_rows_ || (int)logit_rows_.size() > max_slots_)
-    throw std::invalid_argument("step plan: " + std::to_string(rows_.size()) + " rows, " + std::to_string(logit_rows_.size()) + " that sample; at most " +
-                                std::to_string(max_rows_) + " and " + std::to_string(max_slots_) + " fit");
 }
 
 StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   if (!allocated_) throw std::invalid_argument("allocate() before step()");
   const Plan plan = Plan::parse(bytes);
+  check(plan);
   begin_step(plan);
   output_ = {};
   want_logits_ = want_logits;

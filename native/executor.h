@@ -93,6 +93,7 @@ class Executor {
   // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
 
+  int out_features(int id) const { return matrices_.at(id).packed.n; }
   int in_features(int id) const { return matrices_.at(id).packed.k; }
   int group(int id) const { return matrices_.at(id).packed.group; }
   // out [in features]: a row of a matrix as its format recovers it.
@@ -118,6 +119,12 @@ class Executor {
     SamplingParams sampling;
     std::vector<int32_t> history, spans;
     int cached = 0;  // positions whose keys and values are in the cache
+  };
+  // What a plan would make of a slot: sizes only.
+  struct Outlook {
+    bool live;
+    long history, spans;
+    int cached;
   };
   struct Row {
     int slot, position, token;
@@ -146,6 +153,7 @@ class Executor {
   void add_norm(const Op& op, int thread);
 
   void plan_buffers();
+  void check(const Plan& plan);
   void begin_step(const Plan& plan);
   void make_tiles(const Plan& plan);
   void run_op(Op& op, int thread);
@@ -219,6 +227,7 @@ class Executor {
 
   // of the current step
   std::vector<Slot> slots_;
+  std::vector<Outlook> outlook_;       // of the slots that a plan names
   std::vector<Row> rows_;
   std::vector<int> logit_rows_;        // rows that sample
   std::vector<Tile> tiles_;

@@ -32,7 +32,7 @@ struct Reader {
 }  // namespace
 
 Plan Plan::parse(const std::string& bytes) {
-  if (bytes.size() % 4) throw std::invalid_argument("step plan: length must be a multiple of 4");
+  if (bytes.empty() || bytes.size() % 4) throw std::invalid_argument("step plan: length must be a multiple of 4, got " + std::to_string(bytes.size()));
   std::vector<int32_t> words(bytes.size() / 4);
   std::memcpy(words.data(), bytes.data(), bytes.size());
   Reader in{words.data(), words.data() + words.size()};

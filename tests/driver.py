@@ -12,6 +12,8 @@ from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
 
+MAPPED = []     # memory of windows stays: they beat in it as long as they live
+
 
 class Driver:
     """One sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
@@ -31,8 +33,9 @@ class Driver:
             return [None]
         from allspark_server import _native
         size = -(-_native.Window.bytes_needed(world) // PAGE) * PAGE
-        self.memory = np.zeros(size * world + PAGE, np.uint8)
-        first = -(-self.memory.ctypes.data // PAGE) * PAGE
+        memory = np.zeros(size * world + PAGE, np.uint8)
+        MAPPED.append(memory)
+        first = -(-memory.ctypes.data // PAGE) * PAGE
         addresses = [first + rank * size for rank in range(world)]
         return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,3 +23,76 @@ def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_
                     ROOT / "native" / "pool.cpp", "-o", program], check=True, env=clean)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("x, out_features, bias", [
+    ((3, 31), 5, None), ((3, 33), 5, None), ((32,), 5, None), ((1, 3, 32), 5, None), ((3, 32), 4, None), ((3, 32), 6, None), ((3, 32), -1, None),
+    ((3, 32), 5, (4,)), ((3, 32), 5, (5, 1)),
+])
+def test_products_of_shapes_that_do_not_fit_are_refused(x, out_features, bias):
+    executor = _native.Executor(num_threads=2)
+    handle = executor.add_matrix(5, 32, "float32")
+    executor.fill_matrix(handle, np.ones((5, 32), np.float32), "F32")
+    with pytest.raises(ValueError, match="5 x 32"):
+        executor.multiply(handle, np.ones(x, np.float32), out_features, None if bias is None else np.ones(bias, np.float32))
+    assert np.all(executor.multiply(handle, np.ones((2, 32), np.float32), 5) == 32)
+    assert executor.multiply(handle, np.ones((0, 32), np.float32), 5).shape == (0, 5)
+    with pytest.raises(IndexError):
+        executor.multiply(handle + 1, np.ones((2, 32), np.float32), 5)
+
+
+def small_model():
+    """A vocabulary, an attention layer that changes logits, a sampler: 4 slots, 8 spans of 16 tokens, at most 64 rows."""
+    executor = _native.Executor(num_threads=2)
+    rng = np.random.default_rng(0)
+    weights = []
+    for n, k in ((40, 16), (48, 16), (40, 16)):
+        weights.append(executor.add_matrix(n, k, "float32"))
+        executor.fill_matrix(weights[-1], rng.normal(size=(n, k)).astype(np.float32), "F32")
+    hidden, qkv, mixed, last, logits = (executor.add_tensor(*a) for a in ((16,), (48,), (16,), (16, True), (40, True)))
+    executor.add_op("embedding", [], [hidden], weights[:1], {"vocab_begin": 0})
+    executor.add_op("linear", [hidden], [qkv], weights[1:2], {})
+    executor.add_op("span_attention", [qkv], [mixed], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": 16, "group": 1, "scale": 0.25})
+    executor.add_op("select_rows", [mixed], [last], [], {})
+    executor.add_op("linear", [last], [logits], weights[2:], {})
+    executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 40})
+    executor.allocate(64, 4, 100, 1, 1, 16, 16, 8, "float32")
+    return executor
+
+
+def fresh(slot, prompt):
+    return NewSlot(slot, prompt, SamplingParams(do_sample=False, prompt_len=len(prompt)).encode())
+
+
+HUGE = 2**31 - 1
+BAD_PLANS = {
+    "positions": StepPlan(free=[0], new=[fresh(0, [9] * 20), fresh(1, [1] * 9)], work=[WorkItem(1, 0, 9, True, [], [4]), WorkItem(0, 16, HUGE, False, [], [5])]),
+    "in use": StepPlan(new=[fresh(1, [7]), fresh(0, [7])]),
+    "no sequence": StepPlan(free=[0], work=[WorkItem(0, 3, 1, True, [3], [])]),
+    "span 8": StepPlan(work=[WorkItem(0, 3, 1, True, [3], [7, 8])]),
+    "span -1": StepPlan(work=[WorkItem(0, 3, 1, True, [3], [-1])]),
+    "slot 4": StepPlan(free=[0, 4]),
+    "last row": StepPlan(work=[WorkItem(0, 3, 1, True, [3, 4], [])]),
+    "65 rows": StepPlan(free=[0], new=[fresh(0, [3] * 33), fresh(1, [3] * 32)],
+                        work=[WorkItem(0, 0, 33, True, [], [0, 1, 2]), WorkItem(1, 0, 32, True, [], [3, 4])]),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PLANS)
+def test_a_refused_plan_leaves_the_executor_as_it_was(message):
+    begin = StepPlan(new=[fresh(0, [5, 6, 7])], work=[WorkItem(0, 0, 3, True, [], [2])]).encode()
+    go_on = StepPlan(work=[WorkItem(0, 3, 1, True, [11], [])]).encode()
+    untouched, tried = small_model(), small_model()
+    for executor in (untouched, tried):
+        executor.step(begin)
+    with pytest.raises(ValueError, match=message):
+        tried.step(BAD_PLANS[message].encode())
+    expected, got = (executor.step(go_on, True) for executor in (untouched, tried))
+    assert np.array_equal(expected.logits, got.logits) and expected.tokens[0] == got.tokens[0]
+
+
+def test_bytes_that_are_no_plan_are_refused():
+    executor = small_model()
+    for data in (b"", b"abc", b"abcd", bytes(400)):
+        with pytest.raises(ValueError, match="step plan"):
+            executor.step(data)

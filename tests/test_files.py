@@ -1,5 +1,5 @@
-"""Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused by
-name."""
+"""Files that a client or a checkpoint names may be anything: each is opened, read and parsed within bounds, or refused
+by name."""
 
 from __future__ import annotations
 
@@ -89,14 +89,19 @@ def test_what_opens(tmp_path):
         read_file(tmp_path / "a", 9)
     with pytest.raises(AllSparkError, match="is a directory: expected a regular file"):
         open_regular(tmp_path)
-    for path, problem in (("nowhere", "does not exist"), ("a/b", "Not a directory"), ("x" * 5000, "File name too long"),
-                          ("a\0b", "null byte")):
+    for path, problem in (
+        ("nowhere", "does not exist"),
+        ("a/b", "Not a directory"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "null byte"),
+    ):
         with pytest.raises(AllSparkError, match=problem):
             open_regular(tmp_path / path)
 
 
 @pytest.mark.parametrize("text, problem", [
-    ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "digits"), (b"\xff", "not valid JSON"), ("[]", "list"),
+    ("[" * 100_000, "nested too deeply"), ('{"a": ' + "9" * 5000 + "}", "digits"), (b"\xff", "not valid JSON"),
+    ("[]", "list"),
 ])  # fmt: skip
 def test_json_that_breaks_parsers(text, problem, tmp_path):
     (tmp_path / "x.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -141,7 +146,7 @@ def safetensors(path: Path, header: dict, data: int) -> Path:
     ({"a": {"dtype": "F32", "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, "impossible shape"),
     ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "shape"),
     ({"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, "unknown dtype"),
-    ({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}, "inside the one before"),
+    ({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}, "but the one before ends at 8"),
     ({"__metadata__": {"format": 3}}, "__metadata__"),
 ])  # fmt: skip
 def test_safetensors_headers(header, problem, tmp_path):
@@ -203,7 +208,7 @@ def test_graphs_that_cannot_be(graph, change, problem, tmp_path):
 
 
 def test_ops_that_cannot_be(tiny_model, tmp_path):
-    """Each op of an .asgraph in turn loses something: the model is refused, and nothing is indexed that is not there."""
+    """Each op of an .asgraph in turn loses something: the model is refused, nothing is indexed that is not there."""
     from allspark_client import AsModelConfig
     from allspark_server.hf import HuggingFaceModel
     from allspark_server.runtime.runner import ModelRunner
@@ -217,8 +222,12 @@ def test_ops_that_cannot_be(tiny_model, tmp_path):
         if op.type in seen:
             continue
         seen.add(op.type)
-        for field, problem in (("inputs", "op .* has 0 inputs"), ("outputs", "0 outputs"), ("weights", "0 weights"),
-                               ("attrs", rf"op {i} \({op.type}\) of the model's graph cannot be")):
+        for field, problem in (
+            ("inputs", "op .* has 0 inputs"),
+            ("outputs", "0 outputs"),
+            ("weights", "0 weights"),
+            ("attrs", rf"op {i} \({op.type}\) of the model's graph cannot be"),
+        ):
             if not len(getattr(op, field)):
                 continue
             spoilt = type(good).FromString(good.SerializeToString())
@@ -248,3 +257,78 @@ def test_tokenizer_files_that_are_none(tiny_model, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="tokenizer_config.json is not valid JSON: it is nested too deeply"):
         Tokenizer.from_dir(tmp_path)
+
+
+def test_ops_that_reach_past_their_buffers():
+    """What the executor refuses because it would read where nothing is."""
+    from allspark_server import _native
+
+    executor = _native.Executor()
+    table = [executor.add_vector([1.0] * n) for n in (8, 1)]
+    rows, some = executor.add_tensor(32), executor.add_tensor(32, True)
+    executor.add_op("rotary_table", [], [], [table[0]], {"rotary_dim": 16})
+    attention = {"layer": 0, "q_heads": 2, "kv_heads": 1, "head_dim": 8, "group": 2, "scale": 1}
+    for op, inputs, weights, attrs, problem in (
+        ("rotary_table", [], [table[1]], {"rotary_dim": 2}, "there can be one"),  # rope has the first one's width
+        ("select_rows", [some], [], {}, "a row for each token"),
+        ("rope", [rows], [], {"offset": 1e30, "heads": 1, "head_dim": 16}, "offset is 1"),
+        ("span_attention", [rows], [], {**attention, "group": 1 << 24, "kv_begin": 1 << 24}, "cannot be"),
+    ):
+        outputs = [executor.add_tensor(16)] if op == "span_attention" else [some] if op == "select_rows" else []
+        with pytest.raises(ValueError, match=problem):
+            executor.add_op(op, inputs, outputs, weights, attrs)
+
+
+@pytest.fixture
+def render():
+    from allspark_server.templates import Renderer
+
+    renderer = Renderer()
+    yield lambda template: renderer.render(template, {"messages": []})
+    renderer._running().kill()
+    renderer._process.communicate()
+
+
+@pytest.mark.parametrize("template", [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10**10 }}", "{{ [0] * 10**10 }}", "{{ 2**(10**10) }}", "{{ 'x'|center(10**10) }}",
+    "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% macro f(n) %}{{ f(n + 1) }}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+])  # fmt: skip
+def test_templates_without_end(template, render):
+    """Each is refused in bounded time and memory, and the next one is rendered."""
+    with pytest.raises(
+        ValueError,
+        match="takes more than 2 s of a processor or 1024 MiB of memory|failed on the messages|gives more than",
+    ):
+        render(template)
+    assert render("a{{ 1 + 1 }}") == "a2"
+
+
+def test_panic_of_the_tokenizer_is_an_error(tiny_model, tmp_path):
+    """A text on which a pattern backtracks without end makes its Rust code panic, which is no Exception."""
+    from allspark_server.text import Tokenizer
+
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    loaded = Tokenizer.from_dir(tokenizer_folder(tmp_path, tokenizer))
+    with pytest.raises(ValueError, match="the tokenizer of .* failed: Onig"):
+        loaded.encode("a" * 60 + "b")
+    assert loaded.encode("ab")
+
+
+def test_vocabulary_with_a_hole_of_any_size(tiny_model, tmp_path):
+    """Loading takes no time for ids that are not there."""
+    from allspark_server.text import Tokenizer
+
+    tokenizer = json.loads((tiny_model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["Ú"] = 999_999_999
+    folder = tokenizer_folder(tmp_path, tokenizer)
+    words = [sys.executable, "-c", f"from allspark_server.text import Tokenizer; Tokenizer.from_dir({str(folder)!r})"]
+    subprocess.run(words, check=True, timeout=10)
+    assert Tokenizer.from_dir(folder).encode("fox")

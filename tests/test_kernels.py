@@ -234,6 +234,24 @@ def test_attention_does_not_depend_on_spans_or_hide_what_is_not_finite(dtype):
             assert not np.all(np.isfinite(out[3, :80] / total[3]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_attention_takes_nothing_from_tokens_that_a_row_does_not_see(dtype, bad):
+    rng = np.random.default_rng(9)
+    tokens, dim = 93, 80
+    q, keys, values = (rng.normal(size=(n, dim)).astype(np.float32) for n in (16, tokens, tokens))
+    limits = [tokens - r // 2 for r in range(16)]
+    clean = _native.kernels.attend(q, keys, values, limits, 0.1, 32, dtype)
+    for where, array in (("key", keys), ("value", values)):
+        array = array.copy()
+        array[tokens - 3, 7] = bad  # rows from 6 on do not see it
+        got = _native.kernels.attend(q, array if where == "key" else keys, array if where == "value" else values, limits, 0.1, 32, dtype)
+        for now, before in zip(got, clean):
+            assert np.array_equal(np.asarray(now).view(np.uint32)[6:], np.asarray(before).view(np.uint32)[6:])
+        if where == "value":
+            assert not np.any(np.isfinite(got[2][:6, 7]))
+
+
 def run_with_isa(isa, code):
     return subprocess.run([sys.executable, "-c", code], env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
 

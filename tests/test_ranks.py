@@ -513,6 +513,8 @@ def threads(monkeypatch):
     for t in running:
         t.join(10)
         assert not t.is_alive()
+    for window in windows:
+        window.close()
 
 
 def load(group, name: str):

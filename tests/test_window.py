@@ -9,16 +9,20 @@ import pytest
 from allspark_server import _native
 
 
+MAPPED = []  # stays: windows beat in it until they are closed
+
+
 class Ranks:
     """`size` windows over one anonymous shared mapping, as MPI.Win.Allocate_shared would give them to processes."""
 
-    def __init__(self, size, timeout=20.0, spin=False):
+    def __init__(self, size, timeout=20.0, spin=False, beat_seconds=1.0):
         step = (_native.Window.bytes_needed(size) + 4095) // 4096 * 4096
         self.memory = mmap.mmap(-1, step * size)
         self.view = np.frombuffer(self.memory, np.uint8)
+        MAPPED.append(self.view)
         base = self.view.ctypes.data
         addresses = [base + r * step for r in range(size)]
-        self.windows = [_native.Window(r, size, addresses, spin, timeout) for r in range(size)]
+        self.windows = [_native.Window(r, size, addresses, spin, timeout, beat_seconds) for r in range(size)]
 
     def run(self, function, timeout=30):
         """Calls function(window) for every rank at once; returns results in rank order, raises the first error."""
@@ -99,8 +103,59 @@ def test_a_missing_rank_is_named_after_the_time_limit():
         ranks.windows[0].gather(b"x")
 
 
-def test_beats():
-    ranks = Ranks(2)
-    ranks.windows[1].beat()
-    ranks.windows[1].beat()
-    assert list(ranks.windows[0].beats()) == [0, 2]
+SILENT = dict(timeout=60.0, beat_seconds=0.02)
+
+
+@pytest.mark.parametrize("wait", [lambda w: w.gather(b"x"), lambda w: [w.publish(1, b""), w.publish(2, b"")]])
+def test_a_silent_rank_is_noticed_long_before_the_time_limit(wait):
+    ranks = Ranks(2, **SILENT)
+    ranks.windows[1].close()    # beats no more, as a process that ended or is stopped
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 waited for rank 1 in .* silent"):
+        wait(ranks.windows[0])
+    assert time.monotonic() - start < 10 and "silent" in ranks.windows[1].aborted()
+
+
+def test_a_rank_that_waits_for_commands_notices_that_rank_0_is_silent():
+    ranks = Ranks(2, **SILENT)
+    assert ranks.windows[1].wait_command(1.0) is None   # 50 beats: idle is not silent
+    ranks.windows[0].close()
+    with pytest.raises(RuntimeError, match="rank 1 waited for rank 0 .* silent"):
+        ranks.windows[1].wait_command(30)
+
+
+def test_a_rank_that_is_late_but_alive_is_waited_for():
+    ranks = Ranks(2, **SILENT)
+
+    def run(window):
+        time.sleep(window.rank * 1.5)   # 75 beats
+        return window.gather(b"x")
+
+    assert ranks.run(run)[0] == [b"x", b"x"]
+
+
+def test_one_of_two_threads_that_abort_at_once_is_heard_whole():
+    for _ in range(100):
+        ranks = Ranks(1)
+        messages = [letter * 1000 for letter in "ab"]
+        start, seen = threading.Barrier(3), []
+
+        def abort(message):
+            start.wait()
+            ranks.windows[0].abort(message)
+
+        threads = [threading.Thread(target=abort, args=(m,)) for m in messages]
+        for t in threads:
+            t.start()
+        start.wait()
+        while not seen or seen[-1] is None:
+            seen.append(ranks.windows[0].aborted())
+        for t in threads:
+            t.join()
+        assert {seen[-1], ranks.windows[0].aborted()} in ({m} for m in messages)
+
+
+def test_an_abort_s_message_is_cut_between_characters():
+    ranks = Ranks(1)
+    ranks.windows[0].abort("x" + 1000 * "\u00e9")
+    assert ranks.windows[0].aborted() == "x" + 509 * "\u00e9"

@@ -81,7 +81,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more beats; to be called before the window's memory goes away, at a clean end."""
+        """No more datagrams, and no more looks at the window: to be called before its memory goes away, at a clean end."""
         self._stop.set()
         self._thread.join()
 
@@ -130,8 +130,6 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             window = self._member.window if self._member else None
-            if window is not None:
-                window.beat()
             message = window.aborted() if window is not None else None
             if message:
                 time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better

@@ -95,12 +95,12 @@ def from_message(message: pb.Graph) -> Graph:
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
     for t in message.tensors:
         blocks = tuple(Block(b.width, _split_of(b, b.width)) for b in t.blocks)
-        if not blocks:
+        if not blocks or any(block.width < 1 for block in blocks):
             raise ValueError(f"buffer {t.name!r} has no columns")
         graph.tensor(t.name, blocks, t.logit_rows)
     for w in message.weights:
         parts = tuple(Part(p.tensor, p.rows, _split_of(p, p.rows)) for p in w.parts)
-        if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns):
+        if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns) or any(p.rows < 1 for p in parts):
             raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
         column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
@@ -110,14 +110,16 @@ def from_message(message: pb.Graph) -> Graph:
     for op in message.ops:
         if op.type not in OP_TYPES:
             raise ValueError(f"it holds the unknown op {op.type!r}")
-        inputs, outputs, least, most = OP_TYPES[op.type]
-        if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
-            raise ValueError(f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} "
-                             f"weights: expected {inputs}, {outputs} and {least} to {most}")
         unknown = [n for n in (*op.inputs, *op.outputs) if n not in graph.tensors]
         unknown += [n for n in op.weights if n not in graph.weights]
         if unknown:
             raise ValueError(f"op {op.type} refers to {unknown[0]!r}, which it does not define")
+        inputs, outputs, least, most = OP_TYPES[op.type]
+        if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
+            raise ValueError(
+                f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} weights: "
+                f"expected {inputs}, {outputs} and {least} to {most}"
+            )
         attrs = {n: a.integer if a.WhichOneof("value") == "integer" else a.number for n, a in sorted(op.attrs.items())}
         graph.ops.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
     return graph

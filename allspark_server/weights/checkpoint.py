@@ -150,8 +150,9 @@ class TorchSource:
         for path in files:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
-                try:  # torch maps only what it opens by name
-                    found = torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
+                held = f"/proc/self/fd/{file.fileno()}"  # torch maps only what it opens by name
+                try:
+                    found = torch.load(held, map_location="cpu", weights_only=True, mmap=True)
                 except Exception as error:  # torch raises many types; the file is foreign input
                     raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                                         f"cannot read weight file {path}: {error}") from error

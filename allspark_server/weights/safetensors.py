@@ -77,7 +77,7 @@ class SafetensorsFile:
         end = 0
         for (begin, after), name in sorted((self._check_entry(name, entry), name) for name, entry in header.items()):
             if begin < end:
-                raise _broken(self.path, f"tensor {name!r} begins at {begin}, inside the one before, which ends at {end}")
+                raise _broken(self.path, f"tensor {name!r} begins at {begin}, but the one before ends at {end}")
             end = after
         if 8 + length + end > size:
             raise _broken(self.path, f"truncated: its tensors need {8 + length + end} bytes, the file has {size}")
@@ -97,7 +97,7 @@ class SafetensorsFile:
         if offsets[1] - offsets[0] != needed:
             raise _broken(self.path, f"tensor {name!r} ({dtype}, shape {shape}) needs {needed} bytes, its data_offsets "
                                      f"{offsets} span {offsets[1] - offsets[0]}")
-        if not needed and math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # no product of its dimensions may overflow
+        if not needed and math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:  # NumPy multiplies these
             raise _broken(self.path, f"tensor {name!r} has the impossible shape {shape}")
         return offsets
 

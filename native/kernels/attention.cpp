@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <vector>
 #include "kernels.h"
 #include "simd.h"
 #include "tables.h"
@@ -170,6 +171,8 @@ void round_queries(const AttentionTile& a, int levels, char* to) {
       top = vmax(top, vmax(v, vsub(vzero(), v)));
       poison = vfma(v, vzero(), poison);
     }
+    const float unusable = vsum(poison);
+    if (unusable != 0) std::fill(x, x + padded, 0.0f), top = vzero();  // what is not finite is no integer
     const float largest = vhmax(top);
     const bool usable = largest > 1e-34f;
     const vf inverse = vset(usable ? (float)most / largest : 0.0f);
@@ -180,7 +183,7 @@ void round_queries(const AttentionTile& a, int levels, char* to) {
       rounded[d] = (int16_t)q;
       sum += q;
     }
-    factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + vsum(poison);
+    factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + unusable;
     offset[r] = factor[r] * (float)sum;
   }
 }
@@ -410,13 +413,15 @@ void attend_integers(const AttentionTile& a) {
       top = vmax(top, w);
       vstore(row + t, w);
     }
+    const float shift = lane_sum(offset);                         // NaN if any weight, scale or minimum is
+    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // no integers either
     const float largest = lane_max(top);
     const bool usable = largest > 1e-34f;  // the inverse would overflow; all of such values are their minimum
     const vf inverse = vset(usable ? 32767 / largest : 0.0f);
     for (int t = 0; t < padded; t += W) store_rounded(weights + r * kBlockTokens + t, vmul(vload(row + t), inverse));
     factor[r] = usable ? largest / 32767 : 0.0f;
     a.sum[r] = lane_sum(sum);
-    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, lane_sum(offset));  // NaN if any scale is
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, shift);
   }
   for (int r = 0; r < a.rows; r += OR)
     with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
@@ -439,7 +444,9 @@ void prepare_queries(const AttentionTile& tile, char* out) {
   }
 }
 
-void attend(const AttentionTile* tiles, int count) {
+namespace {
+
+void attend_all(const AttentionTile* tiles, int count) {
   auto one_by_one = [&](auto work) {
     for (int i = 0; i < count; i++) work(tiles[i]);
   };
@@ -453,6 +460,34 @@ void attend(const AttentionTile* tiles, int count) {
     case DType::i8: return one_by_one(attend_integers<Int8>);
     case DType::u4: return one_by_one(attend_integers<UInt4>);
   }
+}
+
+// Rows that do not see all of the tile's tokens had them with a weight of 0. If a value is not finite, 0 times it is not 0: then
+// such a row again, alone, by which it has the tokens that it sees and the bits that it has anyway.
+void mend_rows(const AttentionTile& a) {
+  const size_t padded = a.layout->padded_dim;
+  for (int r = 0; r < a.rows; r++) {
+    const int seen = a.context[r] - a.begin;
+    if (seen <= 0 || seen >= a.tokens) continue;
+    vf poison = vzero();  // NaN if any value is not finite
+    for (size_t d = 0; d < padded; d += W) poison = vfma(vload(a.out + r * padded + d), vzero(), poison);
+    if (vsum(poison) == 0) continue;
+    AttentionTile alone = a;
+    alone.rows = 1, alone.q[0] = a.q[r], alone.context[0] = a.context[r], alone.tokens = seen;
+    alone.next = a.spans, alone.cold = false;
+    alone.maximum = a.maximum + r, alone.sum = a.sum + r, alone.out = a.out + r * padded;
+    std::vector<char> query(query_bytes(*a.layout));
+    prepare_queries(alone, query.data());
+    alone.prepared = query.data();
+    attend_all(&alone, 1);
+  }
+}
+
+}  // namespace
+
+void attend(const AttentionTile* tiles, int count) {
+  attend_all(tiles, count);
+  for (int i = 0; i < count; i++) mend_rows(tiles[i]);
 }
 
 void end_attention() {

@@ -1,4 +1,4 @@
-"""Runs targets. Each input is limited in time, the process in memory; the input in progress is kept in a file, which a crash
+"""Runs targets. Each input is limited in time, the process in memory; a file names the block in progress, which a crash
 leaves behind."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import traceback
 from pathlib import Path
 from random import Random
 
-from fuzz.targets import TARGETS, Target
+from fuzz.target import Target
+from fuzz.targets import TARGETS
 
 BLOCK = 250  # inputs that share what start() made; a block is the smallest thing that can be run again
 REARM = 2.0  # seconds between settings of the watchdog: a hang is noticed so much later at most
@@ -38,17 +39,30 @@ class Findings:
         path = self.folder / f"{target.name}-{seed}-{block}-{number}"
         path.write_bytes(target.data)
         traceback.print_exception(error)
-        print(f"FOUND {key}\n  input: {path}\n  again: python -m fuzz --target {target.name} --seed {seed} --block {block}",
-              flush=True)
+        print(
+            f"FOUND {key}\n  input: {path}\n"
+            f"  again: python -m fuzz --target {target.name} --seed {seed} --block {block}",
+            flush=True,
+        )
 
 
 def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run(kind: type[Target], seed: int, blocks: range, folder: Path, findings: Findings, *, count: int | None = None,
-        limit: float = 10.0, max_rss: float = 4096.0, progress: float = 60.0) -> tuple[int, int]:
-    """(inputs, how many of them were accepted). limit: seconds an input may take. max_rss: MiB the process may ever take."""
+def run(
+    kind: type[Target],
+    seed: int,
+    blocks: range,
+    folder: Path,
+    findings: Findings,
+    *,
+    count: int | None = None,
+    limit: float = 10.0,
+    max_rss: float = 4096.0,
+    progress: float = 60.0,
+) -> tuple[int, int]:
+    """(inputs, how many of them were accepted). limit: seconds an input may take. max_rss: MiB the process may take."""
     target = kind(folder / kind.name)
     done = accepted = 0
     armed = began = told = time.monotonic()
@@ -72,14 +86,21 @@ def run(kind: type[Target], seed: int, blocks: range, folder: Path, findings: Fi
             break
         if now - told > progress:
             told = now
-            print(f"{kind.name}: {done} inputs, {done / (now - began):.0f}/s, {accepted} accepted, {peak_mib():.0f} MiB", flush=True)
+            print(
+                f"{kind.name}: {done} inputs, {done / (now - began):.0f}/s, {accepted} accepted, {peak_mib():.0f} MiB",
+                flush=True,
+            )
         if count is not None and done >= count:
             break
+    target.finish()
     faulthandler.cancel_dump_traceback_later()
     os.close(current)
     seconds = time.monotonic() - began
-    print(f"{kind.name}: {done} inputs in {seconds:.0f} s ({done / max(seconds, 1e-9):.0f}/s), {accepted} accepted, "
-          f"peak {peak_mib():.0f} MiB", flush=True)
+    print(
+        f"{kind.name}: {done} inputs in {seconds:.0f} s ({done / max(seconds, 1e-9):.0f}/s), {accepted} accepted, "
+        f"peak {peak_mib():.0f} MiB",
+        flush=True,
+    )
     return done, accepted
 
 
@@ -89,11 +110,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000, help="inputs of all targets together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--block", type=int, help="only this block")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fuzz", help="where findings are written")
+    parser.add_argument(
+        "--out", type=Path, default=Path(tempfile.gettempdir()) / "fuzz", help="where findings are written"
+    )
     parser.add_argument("--limit", type=float, default=10.0, help="seconds that an input may take")
     parser.add_argument("--max-rss", type=float, default=4096.0, help="MiB that the process may take")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    os.environ.pop("LD_PRELOAD", None)  # a sanitizer's, which the process that renders templates has no memory for
+    os.environ["RUST_BACKTRACE"] = "0"
     options.out.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in TARGETS if not options.target or kind.name in options.target]
     share = sum(kind.share for kind in kinds)
@@ -103,8 +128,16 @@ def main() -> int:
     try:
         for kind in kinds:
             blocks = itertools.count() if options.block is None else (options.block,)
-            total += run(kind, options.seed, blocks, folder, findings, limit=options.limit, max_rss=options.max_rss,
-                         count=round(options.count * kind.share / share) if options.block is None else None)[0]
+            total += run(
+                kind,
+                options.seed,
+                blocks,
+                folder,
+                findings,
+                limit=options.limit,
+                max_rss=options.max_rss,
+                count=round(options.count * kind.share / share) if options.block is None else None,
+            )[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{total} inputs, {len(findings.seen)} findings, peak {peak_mib():.0f} MiB")

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 INTEGERS = (-1, 0, 1, 2, 3, 7, 8, 15, 16, 17, 64, 127, 128, 255, 256, 1000, 32767, 32768, 65535, 65536, 10**6, 10**9,
             2**31 - 1, -2**31, 2**31, 2**32 - 1, 2**32, 2**53, 2**63 - 1, -2**63)  # fmt: skip
 REALS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-5, 1e-38, 1e-320, 3.4e38, 1e39, 1e308, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", " ", "x", "\0", "é", "🙃", "..", "/", "../x", "%s%n", "{{ x }}", "{% for i in range(9) %}x{% endfor %}", "nan",
+TEXTS = ("", "x", "\0", "é", "🙃", "..", "/", "../x", "%s%n", "{{ x }}", "{% for i in range(9) %}{% endfor %}", "nan",
          "float32", "int8", "w4a8", "default", "x" * 300)  # fmt: skip
 FIXED32 = {FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_UINT32}
 SIGNED32 = {FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_SINT32, FieldDescriptor.TYPE_SFIXED32}
@@ -46,9 +46,9 @@ def of_bytes(rng: Random, data: bytes, other: bytes = b"") -> bytes:
                 out[at:at] = out[at:end] * rng.choice((1, 2, 16))
             case 5:
                 width = rng.choice((1, 2, 4, 8))
-                out[at:at + width] = integer(rng, 8 * width, False).to_bytes(width, "little")
+                out[at : at + width] = integer(rng, 8 * width, False).to_bytes(width, "little")
             case 6:
-                out[at:] = other[rng.randrange(len(other) + 1):]
+                out[at:] = other[rng.randrange(len(other) + 1) :]
     return bytes(out)
 
 
@@ -80,7 +80,7 @@ def _json_value(rng: Random, near: Any) -> Any:
             return near + rng.choice((-1, 1))
         case 7 if isinstance(near, str) and near:
             at = rng.randrange(len(near))
-            return near[:at] + rng.choice(TEXTS) + near[at + 1:]
+            return near[:at] + rng.choice(TEXTS) + near[at + 1 :]
         case _:
             return integer(rng, 16)
 
