@@ -48,6 +48,7 @@ using MultiplyAdd = double (*)(long, float*);
 // That of the instruction set in use; null if it has none.
 MultiplyAdd integer_multiply_add() {
   [[maybe_unused]] const char* isa = kernels().name;
+  if (kernels().multiply_tiles) return [](long rounds, float*) { return kernels().multiply_tiles(rounds, true); };
 #define AS_CHOOSE(name) \
   if (!std::strcmp(isa, #name)) return name::integer_multiply_add;
 #if defined(AS_HAVE_AVX2)
@@ -110,7 +111,9 @@ class CeilingMeter {
         return (double)n;
       }));
     } else if (kind == 1) {
-      rates_[1] = std::max(rates_[1], timed(seconds, [&](int t) { return kernels().multiply_add(100'000, &keep[t]); }));
+      rates_[1] = std::max(rates_[1], timed(seconds, [&](int t) {
+        return kernels().multiply_tiles ? kernels().multiply_tiles(10'000, false) : kernels().multiply_add(100'000, &keep[t]);
+      }));
     } else if (integers_) {
       rates_[2] = std::max(rates_[2], timed(seconds, [&](int t) { return integers_(50'000, &keep[t]); }));
     }
@@ -165,7 +168,7 @@ void bind_ceilings(py::module_& m) {
            "Measures for about that long; True when all is measured.")
       .def(
           "rates", [](const CeilingMeter& self) { return std::make_tuple(self.rates()[0], self.rates()[1], self.rates()[2]); },
-          "(bytes/s read, fp32 operations/s, 8-bit operations/s or 0), the best of the slices so far.");
+          "(bytes/s read, fp32 operations/s or with tiles bfloat16 ones, 8-bit operations/s or 0), the best of the slices so far.");
   m.def(
       "measure_integer_rate",
       [](std::vector<int> cpus, int threads, int repeats) {

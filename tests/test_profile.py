@@ -109,3 +109,11 @@ def test_ceilings_are_measured_in_slices(runner, nothing_measured):
         (found.bytes_per_second, found.operations_per_second, found.integer_operations_per_second), whole
     ):
         assert figure / 3 <= part <= 3 * figure         # the same thing, on a machine with other work
+
+
+def test_8_bit_products_have_a_ceiling_at_every_level():
+    from allspark_server import _native
+    meter = _native.CeilingMeter(megabytes=32)
+    while not meter.slice(0.01):
+        pass
+    assert min(meter.rates()) > 0 and _native.measure_integer_rate(repeats=1) > 0

@@ -25,8 +25,8 @@ _MEASURED_MIB = 512  # read to measure bandwidth: much more than caches hold
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32,
-    and of 8-bit integers (0: not measured)."""
+    """What a number of threads together can do at most: bytes/s read from memory, operations/s in registers in fp32 (where
+    there are tiles: in bfloat16), and of 8-bit integers (0: not measured)."""
 
     bytes_per_second: float
     operations_per_second: float

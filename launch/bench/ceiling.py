@@ -8,11 +8,18 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of all threads together: bytes/s read from memory, multiplications and additions/s in fp32, and
-    of 8-bit integers summed in 32 bits (0: not measured)."""
+    """Measured rates of all threads together: bytes/s read from memory, multiplications and additions/s in fp32, of
+    8-bit integers summed in 32 bits, and of bfloat16 in tiles (each 0: not measured, or there are none)."""
     read: float
     fp32: float
     int8: float = 0.0
+    bf16: float = 0.0
+
+    @property
+    def floats(self) -> float:
+        """Of products that are not of 8-bit integers both. Tiles take bfloat16, and two bytes for one activation in
+        just twice the time of one: their rate is that of weights alone in 8 or 4 bits too."""
+        return max(self.fp32, self.bf16)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class Workload:
 
 
 def _bound(machine: Machine, tokens: int, read: float, products: float, attention: float, integer: bool) -> Bound:
-    """Products of matrices are of integers if `integer`; attention is always fp32."""
-    rate = machine.int8 if integer and machine.int8 else machine.fp32
-    memory, compute = read / machine.read, products / rate + attention / machine.fp32
+    """Products of matrices are of integers if `integer`; attention never is."""
+    rate = machine.int8 if integer and machine.int8 else machine.floats
+    memory, compute = read / machine.read, products / rate + attention / machine.floats
     return Bound(tokens / max(memory, compute), "memory" if memory >= compute else "compute")

@@ -28,8 +28,9 @@ def tables(run: Run) -> str:
     """Decode and prefill, a row for each engine and format, a column for each cell: the best round, the median, and the
     best round's part of the ceiling around it (m: set by memory, c: by arithmetic)."""
     best, median = run.best_machine(), run.median_machine()
+    tiles = f"{best.bf16 / 1e9:.1f} Gop/s bfloat16 tiles ({median.bf16 / 1e9:.1f}), " if best.bf16 else ""
     lines = [f"ceilings: {best.read / 1e9:.1f} GB/s read ({median.read / 1e9:.1f}), {best.fp32 / 1e9:.1f} Gop/s fp32 "
-             f"({median.fp32 / 1e9:.1f}), {best.int8 / 1e9:.1f} Gop/s int8 ({median.int8 / 1e9:.1f}); best of "
+             f"({median.fp32 / 1e9:.1f}), {tiles}{best.int8 / 1e9:.1f} Gop/s int8 ({median.int8 / 1e9:.1f}); best of "
              f"{len(run.ceilings)} measurements (median); parts are of the ceilings around each figure"]
     width = max([len(row.name) for row in run.rows] + [len("batch x prompt + output")])
     for kind in TITLES:

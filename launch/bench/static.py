@@ -218,13 +218,15 @@ class Meter:
 
     def now(self) -> Machine:
         measured = self._native.measure_ceilings(self._cpus, self._threads, 2)
-        self._run.ceilings.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2)))
+        self._run.ceilings.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2),
+                                          self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0]))
         return self._run.ceilings[-1]
 
     def around(self, before: Machine) -> Machine:
         """The higher of each ceiling: before and now."""
         now = self.now()
-        return Machine(max(before.read, now.read), max(before.fp32, now.fp32), max(before.int8, now.int8))
+        return Machine(max(before.read, now.read), max(before.fp32, now.fp32), max(before.int8, now.int8),
+                       max(before.bf16, now.bf16))
 
 
 @contextlib.contextmanager
