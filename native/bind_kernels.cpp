@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "bindings.h"
+#include "exact.h"
 #include "executor.h"
 
 namespace py = pybind11;
@@ -15,6 +16,14 @@ namespace as {
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 void bind_kernels(py::module_& m) {
+  py::module_ e = m.def_submodule("exact", "Elementary functions with the same bits everywhere (exact.h), for tests.");
+  e.def("exp", &exact::exp);
+  e.def("log", &exact::log);
+  e.def("pow", &exact::pow);
+  e.def("cos_sin", [](double x) {
+    const exact::Angle angle = exact::cos_sin(x);
+    return std::make_pair(angle.cosine, angle.sine);
+  });
   py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
   k.def("rms_norm", [](Floats x, Floats w, float eps) {
     Floats y(x.size());

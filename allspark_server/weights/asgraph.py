@@ -92,10 +92,16 @@ def from_message(message: pb.Graph) -> Graph:
         if how.unquantized not in UNQUANTIZED:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
+    ids = Split(config.vocab_size)  # how graphs of earlier builds divide the vocabulary
+
+    def split_of(message) -> Split | None:
+        split = _split_of(message)
+        return graph.vocab if split == ids else split
+
     for t in message.tensors:
-        graph.tensor(t.name, tuple(Block(b.width, _split_of(b)) for b in t.blocks), t.logit_rows)
+        graph.tensor(t.name, tuple(Block(b.width, split_of(b)) for b in t.blocks), t.logit_rows)
     for w in message.weights:
-        parts = tuple(Part(p.tensor, p.rows, _split_of(p)) for p in w.parts)
+        parts = tuple(Part(p.tensor, p.rows, split_of(p)) for p in w.parts)
         column_split = _split_of(w, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
