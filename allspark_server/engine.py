@@ -11,7 +11,6 @@ import atexit
 import copy
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import logging
@@ -40,6 +39,7 @@ from allspark_client.types import (
 from allspark_client.version import __version__
 
 from .request import QueueSink, Request, Sink, build_request
+from .runtime.digest import results_digest
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
@@ -594,16 +594,19 @@ def _of_configuration(name: str, error: Exception) -> Exception:
 
 
 def _fingerprint(info: ModelInfo) -> str:
-    facts = (_build_id(), info.isa, info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
-             info.cache_dtype, info.span_size, info.model_hash)
+    # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
+    # by any length.
+    facts = (results_digest(), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
+             info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-@functools.lru_cache(maxsize=1)
-def _build_id() -> str:
-    """The version, and a hash of the native library: two builds may round differently."""
-    spec = importlib.util.find_spec("allspark_server._native")
-    if spec is None or not spec.origin:
-        return __version__
-    with open(spec.origin, "rb") as file:
-        return f"{__version__}+{hashlib.sha256(file.read()).hexdigest()[:16]}"
+def _tokenizer_digest(directory: str) -> str:
+    """Of the files that text becomes ids and ids become text by, the chat template among them."""
+    digest = hashlib.sha256()
+    files = sorted(Path(directory).glob("*")) if directory else []
+    for path in files:
+        if path.name.startswith(("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")):
+            if path.is_file():
+                digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "bindings.h"
+#include "exact.h"
 #include "executor.h"
 
 namespace py = pybind11;
@@ -23,6 +24,14 @@ void expect(bool as_said, const char* what) {
 }  // namespace
 
 void bind_kernels(py::module_& m) {
+  py::module_ e = m.def_submodule("exact", "Elementary functions with the same bits everywhere (exact.h), for tests.");
+  e.def("exp", &exact::exp);
+  e.def("log", &exact::log);
+  e.def("pow", &exact::pow);
+  e.def("cos_sin", [](double x) {
+    const exact::Angle angle = exact::cos_sin(x);
+    return std::make_pair(angle.cosine, angle.sine);
+  });
   py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
   k.def("rms_norm", [](Floats x, Floats w, float eps) {
     expect(w.size() == x.size(), "rms_norm: x and w must be of one length");

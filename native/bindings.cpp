@@ -310,6 +310,14 @@ PYBIND11_MODULE(_native, m) {
           return as::span_layout(as::cache_dtype_of(dtype), span_size, head_dim, as::kernels().rules.bf16_pairs).bytes;
         },
         py::arg("span_size"), py::arg("head_dim"), py::arg("dtype"), "Memory of a span of the KV cache, for one layer and KV head.");
+  m.def("attention_bytes",
+        [](int threads, int max_length, int head_dim, const std::string& dtype) {
+          constexpr int kSpanSize = 128;  // of any size: what attention takes does not depend on it
+          return as::Executor::attention_bytes(as::span_layout(as::cache_dtype_of(dtype), kSpanSize, head_dim, as::kernels().rules.bf16_pairs),
+                                               threads, max_length);
+        },
+        py::arg("threads"), py::arg("max_length"), py::arg("head_dim"), py::arg("dtype"),
+        "Memory that attention over a cache of that type takes for partial results.");
   m.def("prepared_bytes",
         [](int k, const std::string& dtype, int group_size) {
           const as::Kernels& kernels = as::kernels();

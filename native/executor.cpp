@@ -293,9 +293,9 @@ void Executor::allocate(int max_rows, int max_slots, int max_length, int layers,
   plan_buffers();
   layout_ = span_layout(cache_dtype, span_size, head_dim, k_.rules.bf16_pairs);
   cache_ = Buffer(layout_.bytes * layers * num_spans * kv_heads, "the KV cache");
-  const size_t blocks = (max_length + kBlockTokens - 1) / kBlockTokens;
-  partials_ = Buffer((size_t)4 * pool_.size() * blocks * partial_floats() * sizeof(float), "partial results of attention");
-  attention_scratch_ = Buffer(pool_.size() * attention_scratch_bytes(), "scratch memory of attention");
+  const size_t partials = partials_bytes(layout_, pool_.size(), max_length);
+  partials_ = Buffer(partials, "partial results of attention");
+  attention_scratch_ = Buffer(attention_bytes(layout_, pool_.size(), max_length) - partials, "scratch memory of attention");
   size_t prepared = 0;
   for (const Op& op : ops_)
     if (op.type == OpType::linear)

@@ -101,6 +101,8 @@ class Executor {
 
   const std::vector<Op>& ops() const { return ops_; }
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
+  // Memory that attention takes for partial results and queries.
+  static size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
   size_t weight_bytes() const;
   size_t cache_bytes() const { return cache_.size(); }
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
@@ -131,9 +133,18 @@ class Executor {
   };
   // Query rows of one sequence that share a KV head: positions [position, position + positions), local q heads [head0, head1).
   struct Tile {
-    int slot, row, position, positions, kv_head, head0, head1, blocks, partial;
+    int slot, row, position, positions, kv_head, head0, head1, blocks;
+    int pair = 0;         // with blocks shared out: its first
+    bool shared = false;  // several threads have blocks of it
     int rows() const { return positions * (head1 - head0); }
     int context() const { return position + positions; }
+  };
+  // A tile's block, and what is kept of it for merging when threads share the tile.
+  enum class Kept { nothing, block, run };
+  struct Pair {
+    int tile, block;
+    Kept kept;
+    int partial;
   };
   // Adjacent tiles of one sequence and the same heads.
   struct TileGroup {
@@ -188,8 +199,9 @@ class Executor {
   void finish_rows(const Op& op, const Tile& tile, int row0, int row1, const float* result) const;
   void attend_groups(const Op& op, int thread);
   void attend_split(const Op& op, int thread);
-  size_t partial_floats() const { return (size_t)kTileRows * (shape_.padded_dim + 2); }  // maxima, sums, vectors of a tile
-  size_t attention_scratch_bytes() const;  // of a thread
+  void share_pairs();
+  void merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const;
+  static size_t partials_bytes(const SpanLayout& layout, int threads, int max_length);
   char* span_address(int layer, int span, int kv_head) const;
   // profile.cpp
   void measure_attention(const Plan& plan);
@@ -197,7 +209,7 @@ class Executor {
   void record(Op& op, int within, double seconds) const;
   // sampling.cpp
   void sample(const Op& op, int thread);
-  void exchange_samples(const Op& op);
+  void exchange_samples(bool may_narrow);
 
   int rows_of(const Tensor& t) const { return t.logit_rows ? (int)logit_rows_.size() : (int)rows_.size(); }
   std::pair<int, int> my_rows(const Tensor& t, int thread) const { return part(rows_of(t), thread, pool_.size()); }
@@ -234,8 +246,13 @@ class Executor {
   std::vector<TileGroup> groups_;
   std::atomic<int> taken_groups_{0};
   bool split_blocks_ = false;          // few tiles: threads share out (tile, block) pairs
-  std::vector<std::pair<int, int>> pairs_;
+  std::vector<Pair> pairs_;
   std::vector<std::vector<uint8_t>> blobs_;
+  struct WideRow {
+    int row;
+    Search search;
+  };
+  std::vector<WideRow> wide_;  // rows whose set is wider than the candidates
   StepOutput output_;
   bool want_logits_ = false;
   double attention_bytes_ = 0, attention_operations_ = 0;  // of one layer, while profiling

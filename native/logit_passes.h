@@ -67,11 +67,19 @@ void exp_values(const float* x, int n, float shift, float scale, float* out) {
   for (int i = 0; i < n; ++i) out[i] = exp_nonpositive((x[i] - shift) * scale);
 }
 
-void chunk_sum_exp(const float* x, int n, float shift, float scale, double* sums) {
+void chunk_sum_exp(const float* x, int n, const float* groups, float scale, float* maxima, double* sums) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
   float values[kChunk];
   for (int begin = 0; begin < n; begin += kChunk) {
     const int count = n - begin < kChunk ? n - begin : kChunk;
-    exp_values(x + begin, count, shift, scale, values);
+    float tops[kLanes];
+    for (int j = 0; j < kLanes; ++j) tops[j] = *groups++;
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      for (int j = 0; j < step; ++j) tops[j] = tops[j + step] > tops[j] ? tops[j + step] : tops[j];
+    }
+    const float top = tops[0];
+    *maxima++ = top;
+    exp_values(x + begin, count, top == kLowest ? 0.0f : top, scale, values);
     for (int i = count; i < kChunk; ++i) values[i] = 0.0f;
     float lanes[kLanes];
     for (int j = 0; j < kLanes; ++j) lanes[j] = 0.0f;

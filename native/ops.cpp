@@ -1,7 +1,7 @@
 // Ops that work row by row, and linear. Threads take contiguous rows (linear: panels of output features).
 #include <algorithm>
-#include <cmath>
 
+#include "exact.h"
 #include "executor.h"
 
 namespace as {
@@ -20,18 +20,18 @@ void Executor::rotary_table(const Op&, int thread) {
       const int length = std::max(slots_[rows_[r].slot].sampling.prompt_len, rows_[r].position + 1);
       if (length > rotary_.original_max) {
         if (length != grown_length) {
-          const double base = rotary_.base * std::pow(rotary_.factor * length / rotary_.original_max - (rotary_.factor - 1),
+          const double base = rotary_.base * exact::pow(rotary_.factor * length / rotary_.original_max - (rotary_.factor - 1),
                                                       (double)rotary_.dim / (rotary_.dim - 2));
-          for (int i = 0; i < half; i++) grown[i] = 1.0f / (float)std::pow(base, (double)((float)(2 * i) / (float)rotary_.dim));
+          for (int i = 0; i < half; i++) grown[i] = 1.0f / (float)exact::pow(base, (double)((float)(2 * i) / (float)rotary_.dim));
           grown_length = length;
         }
         inverse = grown.data();
       }
     }
     for (int i = 0; i < half; i++) {
-      const double angle = (float)rows_[r].position * inverse[i];
-      cosine_[(size_t)r * half + i] = (float)std::cos(angle) * rotary_.attention_factor;
-      sine_[(size_t)r * half + i] = (float)std::sin(angle) * rotary_.attention_factor;
+      const exact::Angle angle = exact::cos_sin((float)rows_[r].position * inverse[i]);
+      cosine_[(size_t)r * half + i] = (float)angle.cosine * rotary_.attention_factor;
+      sine_[(size_t)r * half + i] = (float)angle.sine * rotary_.attention_factor;
     }
   }
 }

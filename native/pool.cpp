@@ -1,5 +1,8 @@
 #include "pool.h"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 #include <pthread.h>
 #include <sched.h>
 
@@ -7,6 +10,33 @@
 #include <system_error>
 
 namespace as {
+namespace {
+
+// What arithmetic depends on beside its operands: rounding to nearest, denormals as they are, no exceptions. A library in the
+// user's process may have set other things (-ffast-math does) for its threads and those that they start.
+class FloatingPoint {
+ public:
+#if defined(__x86_64__)
+  FloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~FloatingPoint() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  FloatingPoint() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~FloatingPoint() { asm volatile("msr fpcr, %0" : : "r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+  FloatingPoint(const FloatingPoint&) = delete;
+  FloatingPoint& operator=(const FloatingPoint&) = delete;
+};
+
+}  // namespace
 
 Pool::Pool(int threads, std::vector<int> cpus, bool spin) : size_(threads), cpus_(std::move(cpus)), spin_(spin) {
   if (threads < 1 || threads > 1024) throw std::invalid_argument("number of threads must be 1 to 1024, got " + std::to_string(threads));
@@ -68,6 +98,7 @@ bool Pool::barrier() {
 }
 
 void Pool::worker(int index) {
+  const FloatingPoint defaults;
   pin(index);
   uint32_t seen = 0;
   while (true) {
@@ -89,6 +120,7 @@ void Pool::run(const std::function<void(int)>& f) {
     pin(0);
     pinned_by = this;
   }
+  const FloatingPoint defaults;
   failed_ = false;
   barrier_.arrived.store(0, std::memory_order_relaxed);  // of a run that failed
   task_ = &f;

@@ -2,11 +2,11 @@
 #include "sampler.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 
+#include "exact.h"
 #include "sampler_blob.h"
 
 namespace as {
@@ -89,10 +89,9 @@ struct Part {
   Header head;
   std::vector<Candidate> candidates;
   std::vector<Candidate> top;  // by raw logit; .logit is .raw
-  const uint8_t* dense = nullptr;
 };
 
-Part open_blob(const std::pair<const uint8_t*, size_t>& blob, uint32_t magic, bool with_raw) {
+Part open_blob(const std::pair<const uint8_t*, size_t>& blob) {
   Part part;
   if (blob.second < sizeof(Header)) {
     throw std::invalid_argument("sampling blob has " + std::to_string(blob.second) + " bytes; its header alone has " +
@@ -100,15 +99,13 @@ Part open_blob(const std::pair<const uint8_t*, size_t>& blob, uint32_t magic, bo
   }
   std::memcpy(&part.head, blob.first, sizeof(Header));
   const Header& head = part.head;
-  if (head.magic != magic || head.bytes > blob.second || head.n_candidates < 0 || head.n_top < 0 ||
+  if (head.magic != kCandidatesMagic || head.bytes > blob.second || head.n_candidates < 0 || head.n_top < 0 ||
       head.vocab_local < 0) {
     throw std::invalid_argument("sampling blob is not one of this version's (magic " + std::to_string(head.magic) +
                                 ", " + std::to_string(head.bytes) + " of " + std::to_string(blob.second) + " bytes)");
   }
   const size_t listed = static_cast<size_t>(head.n_candidates) + static_cast<size_t>(head.n_top);
-  const size_t dense =
-      magic == kFullMagic ? static_cast<size_t>(head.vocab_local) * sizeof(float) * (with_raw ? 2 : 1) : 0;
-  if (head.bytes != sizeof(Header) + listed * sizeof(Candidate) + dense) {
+  if (head.bytes != sizeof(Header) + listed * sizeof(Candidate)) {
     throw std::invalid_argument("sampling blob of " + std::to_string(head.bytes) +
                                 " bytes does not fit its own header");
   }
@@ -118,15 +115,14 @@ Part open_blob(const std::pair<const uint8_t*, size_t>& blob, uint32_t magic, bo
   p += part.candidates.size() * sizeof(Candidate);
   part.top.resize(head.n_top);
   if (head.n_top) std::memcpy(part.top.data(), p, part.top.size() * sizeof(Candidate));
-  part.dense = p + part.top.size() * sizeof(Candidate);
   return part;
 }
 
-std::vector<Part> open_all(const SamplingParams& params, const Blobs& blobs, uint32_t magic) {
+std::vector<Part> open_all(const Blobs& blobs) {
   if (blobs.empty()) throw std::invalid_argument("no sampling blobs to merge; one for each rank is needed");
   std::vector<Part> parts;
   parts.reserve(blobs.size());
-  for (const auto& blob : blobs) parts.push_back(open_blob(blob, magic, params.logprobs()));
+  for (const auto& blob : blobs) parts.push_back(open_blob(blob));
   return parts;
 }
 
@@ -152,9 +148,9 @@ bool begin_output(const SamplingParams& params, const std::vector<Part>& parts, 
   if (!params.logprobs()) return true;
   double sum = 0.0;
   for (const Part& part : parts) {
-    if (part.head.raw_max != kBanned) sum += part.head.raw_sum * std::exp(static_cast<double>(part.head.raw_max) - top);
+    if (part.head.raw_max != kBanned) sum += part.head.raw_sum * exact::exp(static_cast<double>(part.head.raw_max) - top);
   }
-  log_norm = top + std::log(sum);
+  log_norm = top + exact::log(sum);
   std::vector<Candidate> best;
   for (const Part& part : parts) best.insert(best.end(), part.top.begin(), part.top.end());
   std::sort(best.begin(), best.end(), better);
@@ -194,11 +190,11 @@ float highest(const std::vector<Part>& parts) {
 }
 
 // The position in `weights` where their running sum passes uniform * (sum of the first `kept`).
-size_t inverse_cdf(const std::vector<double>& weights, size_t kept, double sum, double uniform) {
+size_t inverse_cdf(const std::vector<float>& weights, size_t kept, double sum, double uniform) {
   double left = uniform * sum;
   size_t pick = 0;
   for (size_t i = 0; i < kept; ++i) {
-    if (weights[i] <= 0.0) continue;
+    if (weights[i] <= 0.0f) continue;
     pick = i;
     if (left < weights[i]) break;
     left -= weights[i];
@@ -206,92 +202,67 @@ size_t inverse_cdf(const std::vector<double>& weights, size_t kept, double sum, 
   return pick;
 }
 
-void draw_unrestricted(const SamplingParams& params, int position, const std::vector<Part>& parts, float top,
-                       double log_norm, SampleOutput& out) {
-  std::vector<double> weights;
-  double sum = 0.0;
-  for (const Part& part : parts) {
-    const bool some = part.head.winner_id >= 0;
-    weights.push_back(some ? part.head.sum * std::exp((static_cast<double>(part.head.max) - top) / params.temperature)
-                           : 0.0);
-    sum += weights.back();
+// The winner of the ranks' winners; ties go to the lowest rank, as they do to the lowest chunk within one.
+template <class Head, class HeadOf>
+const Head* best_winner(size_t count, HeadOf head_of) {
+  const Head* best = nullptr;
+  for (size_t r = 0; r < count; ++r) {
+    const Head& head = head_of(r);
+    if (head.winner_id >= 0 && (!best || head.winner_key > best->winner_key)) best = &head;
   }
-  const Header& head = parts[inverse_cdf(weights, weights.size(), sum, uniforms(params, position).first)].head;
-  choose(params, log_norm, head.winner_id, head.winner_raw, out);
+  if (!best) throw std::invalid_argument("no rank has a token to draw");
+  return best;
 }
 
-// How many of the sorted candidates are surely the best of the whole vocabulary: beyond a truncated rank's last one,
-// logits that it has not sent may come first.
-size_t safe_prefix(const std::vector<Part>& parts, const std::vector<Candidate>& sorted) {
-  size_t safe = sorted.size();
-  for (const Part& part : parts) {
-    if (!part.head.truncated) continue;
-    const auto end = std::upper_bound(sorted.begin(), sorted.end(), part.candidates.back(), better);
-    safe = std::min(safe, static_cast<size_t>(end - sorted.begin()));
-  }
-  return safe;
+// Sets out to find the last token of a set: by count first if there is a top_k, then by weight if there is a top_p.
+void begin_search(const SamplingParams& params, float top, double log_norm, Search& search) {
+  search = Search{};
+  search.top = top;
+  search.log_norm = log_norm;
+  search.by_count = params.top_k > 0;
+  search.target = search.by_count ? params.top_k : -1.0;
 }
 
-// Bins of equal width below the best logit: they keep the order between bins, so that only two ever need sorting.
-constexpr int kBins = 4096;
-constexpr float kBinsPerUnit = 64.0f;  // of (top - logit) / temperature; the last bin takes all weights below e^-64
-
-// One rank's whole shard in the second round, with weights relative to the best logit of all.
-class BinnedShard {
- public:
-  void load(const Part& part, float top, float scale) {
-    const int count = part.head.vocab_local;
-    begin_ = part.head.vocab_begin;
-    logits_.resize(count);
-    weights_.resize(count);
-    bins_.resize(count);
-    if (count) std::memcpy(logits_.data(), part.dense, logits_.size() * sizeof(float));
-    raw_ = part.dense + logits_.size() * sizeof(float);
-    logit_kernels().exp_values(logits_.data(), count, top, scale, weights_.data());
-    const float per_logit = scale * kBinsPerUnit;
-    for (int i = 0; i < count; ++i) {
-      const float depth = (top - logits_[i]) * per_logit;
-      bins_[i] = static_cast<int32_t>(depth < kBins - 1 ? depth : kBins - 1.0f);
-    }
+// The place is found, or (`all`) the set ends nowhere: what to look for next, given the weight up to there.
+void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& search) {
+  if (search.by_count && params.top_p < 1.0f) {
+    search.by_count = false;
+    search.target = static_cast<double>(mass) * static_cast<double>(params.top_p);
+    search.place = search.count = search.mass = 0;
+    search.level = 0;
+    return;
   }
+  if (all) search.place = std::numeric_limits<uint64_t>::max();
+  search.level = kLevels;
+}
 
-  void add_mass(std::vector<double>& mass) const {
-    for (size_t i = 0; i < weights_.size(); ++i) mass[bins_[i]] += weights_[i];
-  }
+}  // namespace
 
-  // Appends the bin's tokens; .raw is their weight.
-  void collect(int bin, std::vector<Candidate>& out) const {
-    for (size_t i = 0; i < bins_.size(); ++i) {
-      if (bins_[i] == bin && weights_[i] > 0.0f)
-        out.push_back({begin_ + static_cast<int32_t>(i), logits_[i], weights_[i]});
-    }
-  }
+namespace {
 
-  bool holds(int32_t id) const { return id >= begin_ && static_cast<size_t>(id - begin_) < logits_.size(); }
+// Integers of 53 bits at (seed, sample_index, position, stream).
+std::pair<uint64_t, uint64_t> random_integers(const SamplingParams& params, int position, uint32_t stream) {
+  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(params.sample_index), stream, 0};
+  uint32_t key[2] = {static_cast<uint32_t>(params.seed), static_cast<uint32_t>(params.seed >> 32)};
+  philox4x32_10(counter, key);
+  const auto integer = [](uint32_t high, uint32_t low) { return ((static_cast<uint64_t>(high) << 32) | low) >> 11; };
+  return {integer(counter[0], counter[1]), integer(counter[2], counter[3])};
+}
 
-  float raw(int32_t id) const {
-    float value;
-    std::memcpy(&value, raw_ + static_cast<size_t>(id - begin_) * sizeof(float), sizeof value);
-    return value;
-  }
-
- private:
-  int32_t begin_ = 0;
-  std::vector<float> logits_, weights_;
-  std::vector<int32_t> bins_;
-  const uint8_t* raw_ = nullptr;  // the model's own logits, if logprobs are wanted
-};
+constexpr double kUnit = 1.0 / 9007199254740992.0;  // 2^-53
 
 }  // namespace
 
 Uniforms sampling::uniforms(const SamplingParams& params, int position) {
-  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(params.sample_index), 0, 0};
-  uint32_t key[2] = {static_cast<uint32_t>(params.seed), static_cast<uint32_t>(params.seed >> 32)};
-  philox4x32_10(counter, key);
-  const auto unit = [](uint32_t high, uint32_t low) {
-    return static_cast<double>(((static_cast<uint64_t>(high) << 32) | low) >> 11) * (1.0 / 9007199254740992.0);
-  };
-  return {unit(counter[0], counter[1]), unit(counter[2], counter[3])};
+  const auto [a, b] = random_integers(params, position, 0);
+  return {static_cast<double>(a) * kUnit, static_cast<double>(b) * kUnit};
+}
+
+Uniforms sampling::chunk_uniforms(const SamplingParams& params, int position, int pair) {
+  const auto [a, b] = random_integers(params, position, 1 + static_cast<uint32_t>(pair));
+  // In (0, 1): neither has a logarithm that is 0 or infinite.
+  const auto unit = [](uint64_t x) { return (static_cast<double>(x >> 1) + 0.5) * (2.0 * kUnit); };
+  return {unit(a), unit(b)};
 }
 
 const char* describe(SampleStatus status) {
@@ -340,8 +311,13 @@ SamplingParams SamplingParams::parse(const int32_t*& p, const int32_t* end) {
   return out;
 }
 
-bool merge(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out) {
-  const std::vector<Part> parts = open_all(params, blobs, kCandidatesMagic);
+bool may_narrow(const SamplingParams& params) {
+  const Draw kind = kind_of(params);
+  return kind == Draw::nucleus || (kind == Draw::top_k && params.top_k > kCandidates);
+}
+
+bool merge(const SamplingParams& params, int position, const Blobs& blobs, Search& search, SampleOutput& out) {
+  const std::vector<Part> parts = open_all(blobs);
   double log_norm;
   if (!begin_output(params, parts, log_norm, out)) return true;
   const float top = highest(parts);
@@ -351,115 +327,106 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Sampl
   }
   const Draw kind = kind_of(params);
   if (kind == Draw::all) {
-    draw_unrestricted(params, position, parts, top, log_norm, out);
+    const Header* head = best_winner<Header>(parts.size(), [&](size_t r) -> const Header& { return parts[r].head; });
+    choose(params, log_norm, head->winner_id, head->winner_raw, out);
     return true;
   }
+  // The best of all ranks, as each has sent as many of its own.
+  const size_t most = kind == Draw::top_k ? std::min(params.top_k, kCandidates) : kCandidates;
   std::vector<Candidate> sorted;
+  bool whole = true;  // there are no others that could be drawn
   for (const Part& part : parts) {
     const auto middle = static_cast<std::ptrdiff_t>(sorted.size());
     sorted.insert(sorted.end(), part.candidates.begin(), part.candidates.end());
     std::inplace_merge(sorted.begin(), sorted.begin() + middle, sorted.end(), better);
+    whole = whole && !part.head.truncated && sorted.size() <= most;
+    sorted.resize(std::min(sorted.size(), most));
   }
   if (kind == Draw::greedy) {
     choose(params, log_norm, sorted[0].id, sorted[0].raw, out);
     return true;
   }
+  if (kind == Draw::top_k && params.top_k <= kCandidates) whole = true;
+  if (kind == Draw::top_k && !whole) {
+    begin_search(params, top, log_norm, search);
+    return false;
+  }
 
-  size_t safe = sorted.size();
-  double mass = 0.0;   // that top_p is a part of
-  bool whole = false;  // the candidates are all there is: mass is their sum
-  if (kind == Draw::top_k) {
-    safe = std::min(safe, static_cast<size_t>(params.top_k));
-    whole = true;
-  } else {
-    safe = safe_prefix(parts, sorted);
-    whole = true;
-    for (const Part& part : parts) {
-      whole = whole && !part.head.truncated;
-      if (part.head.max != kBanned)
-        mass += part.head.sum * std::exp((static_cast<double>(part.head.max) - top) / params.temperature);
-    }
-  }
-  std::vector<double> weights(safe);
+  const float scale = 1.0f / params.temperature;
+  std::vector<float> logits(sorted.size()), weights(sorted.size());
+  for (size_t i = 0; i < sorted.size(); ++i) logits[i] = sorted[i].logit;
+  logit_kernels().exp_values(logits.data(), static_cast<int>(logits.size()), top, scale, weights.data());
   double sum = 0.0;
-  for (size_t i = 0; i < safe; ++i) {
-    weights[i] = std::exp((static_cast<double>(sorted[i].logit) - top) / params.temperature);
-    sum += weights[i];
-  }
-  if (whole) mass = sum;
-  size_t kept = safe;
+  for (float weight : weights) sum += weight;
+  size_t kept = sorted.size();
   if (params.top_p < 1.0f) {
+    double mass = sum;  // that top_p is a part of
+    if (kind == Draw::nucleus) {
+      mass = 0.0;
+      for (const Part& part : parts) {
+        if (part.head.max != kBanned)
+          mass += part.head.sum * exact::exp((static_cast<double>(part.head.max) - top) * scale);
+      }
+    }
     const double need = mass * static_cast<double>(params.top_p);
     sum = 0.0;
-    for (kept = 0; kept < safe && (kept == 0 || sum < need); ++kept) sum += weights[kept];
-    if (sum < need && !whole) return false;
+    for (kept = 0; kept < sorted.size() && (kept == 0 || sum < need); ++kept) sum += weights[kept];
+    if (sum < need && !whole) {
+      begin_search(params, top, log_norm, search);
+      return false;
+    }
   }
   const size_t pick = inverse_cdf(weights, kept, sum, uniforms(params, position).first);
   choose(params, log_norm, sorted[pick].id, sorted[pick].raw, out);
   return true;
 }
 
-void merge_full(const SamplingParams& params, int position, const Blobs& blobs, SampleOutput& out) {
-  if (kind_of(params) != Draw::nucleus)
-    throw std::invalid_argument("a second round is only for a nucleus: top_k 0, top_p < 1");
-  const std::vector<Part> parts = open_all(params, blobs, kFullMagic);
-  double log_norm;
-  if (!begin_output(params, parts, log_norm, out)) return;
-  const float top = highest(parts);
-  if (top == kBanned) return choose_fallback(params, parts, log_norm, out);
-
-  const float scale = 1.0f / params.temperature;
-  thread_local std::vector<BinnedShard>
-      shards;  // kept: most of a second round's time would be the kernel's, for new pages
-  shards.resize(parts.size());
-  std::vector<double> mass(kBins, 0.0);
-  for (size_t r = 0; r < parts.size(); ++r) {
-    shards[r].load(parts[r], top, scale);
-    shards[r].add_mass(mass);
-  }
-  const auto sorted_bin = [&](int bin) {
-    std::vector<Candidate> entries;
-    for (const BinnedShard& shard : shards) shard.collect(bin, entries);
-    std::sort(entries.begin(), entries.end(), better);
-    return entries;
-  };
-
-  double need = 0.0;
-  for (double m : mass) need += m;
-  need *= static_cast<double>(params.top_p);
-  int last = -1;  // the bin that the nucleus ends in
-  double before = 0.0;
-  for (int b = 0; b < kBins; ++b) {
-    if (mass[b] <= 0.0) continue;
-    if (last >= 0) before += mass[last];
-    last = b;
-    if (before + mass[b] >= need) break;
-  }
-  const std::vector<Candidate> tail = sorted_bin(last);
-  size_t kept = 0;
-  double sum = before;
-  for (; kept < tail.size() && (kept == 0 || sum < need); ++kept) sum += tail[kept].raw;
-
-  double left = uniforms(params, position).first * sum;
-  int bin = last;
-  for (int b = 0; b < last; ++b) {
-    if (mass[b] <= 0.0) continue;
-    if (left < mass[b]) {
-      bin = b;
-      break;
+bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& search, SampleOutput& out) {
+  std::vector<NarrowedHeader> heads;
+  std::vector<Bin> bins(kBins, Bin{});
+  for (const auto& blob : blobs) {
+    NarrowedHeader head{};
+    if (blob.second >= sizeof head) std::memcpy(&head, blob.first, sizeof head);
+    if (head.magic != kNarrowedMagic || head.n_bins < 0 || head.n_bins > kBins || head.bytes > blob.second ||
+        head.bytes != sizeof head + head.n_bins * sizeof(Bin))
+      throw std::invalid_argument("sampling blob of " + std::to_string(blob.second) + " bytes is no round of a search");
+    for (int i = 0; i < head.n_bins; ++i) {
+      Bin bin;
+      std::memcpy(&bin, blob.first + sizeof head + i * sizeof bin, sizeof bin);
+      if (bin.index >= static_cast<uint32_t>(kBins)) throw std::invalid_argument("sampling blob names a bin that is none");
+      bins[bin.index].count += bin.count;
+      bins[bin.index].mass += bin.mass;
     }
-    left -= mass[b];
+    heads.push_back(head);
   }
-  const std::vector<Candidate> entries =
-      bin == last ? std::vector<Candidate>(tail.begin(), tail.begin() + kept) : sorted_bin(bin);
-  size_t pick = 0;
-  for (; pick + 1 < entries.size() && left >= entries[pick].raw; ++pick) left -= entries[pick].raw;
-  const int32_t id = entries[pick].id;
-  float raw = 0.0f;
-  for (const BinnedShard& shard : shards) {
-    if (params.logprobs() && shard.holds(id)) raw = shard.raw(id);
+  if (search.level == kLevels) {
+    const auto* head = best_winner<NarrowedHeader>(heads.size(), [&](size_t r) -> const NarrowedHeader& { return heads[r]; });
+    choose(params, search.log_norm, head->winner_id, head->winner_raw, out);
+    return true;
   }
-  choose(params, log_norm, id, raw, out);
+  uint64_t total = 0;
+  for (const Bin& bin : bins) total += bin.mass;
+  if (search.target < 0.0) search.target = static_cast<double>(total) * static_cast<double>(params.top_p);
+  const int shift = shift_of(search.level);
+  for (int b = 0; b < kBins; ++b) {
+    if (!bins[b].count) continue;
+    const uint64_t reached = search.by_count ? search.count + bins[b].count : search.mass + bins[b].mass;
+    if (static_cast<double>(reached) < search.target) {
+      search.count += bins[b].count;
+      search.mass += bins[b].mass;
+      continue;
+    }
+    search.place |= static_cast<uint64_t>(b) << shift;
+    if (bins[b].count > 1 && search.level + 1 < kLevels) {
+      ++search.level;
+    } else {
+      search.place |= (uint64_t{1} << shift) - 1;  // a single token: whatever its other digits are
+      end_search(params, false, search.mass + bins[b].mass, search);
+    }
+    return false;
+  }
+  end_search(params, true, search.mass, search);
+  return false;
 }
 
 }  // namespace as

@@ -11,7 +11,8 @@ namespace sampling {
 
 constexpr float kBanned = -std::numeric_limits<float>::infinity();
 constexpr uint32_t kCandidatesMagic = 0x43505341;  // "ASPC"
-constexpr uint32_t kFullMagic = 0x46505341;        // "ASPF"
+constexpr uint32_t kNarrowedMagic = 0x4e505341;    // "ASPN"
+constexpr int kCandidates = 1024;  // of each rank, and the most that are drawn from without a search
 
 struct Header {
   uint32_t bytes;  // of the whole blob
@@ -32,8 +33,31 @@ struct Header {
   float eos_raw;
   int32_t winner_id;  // of unrestricted sampling, -1 if the shard has nothing to draw
   float winner_raw;
+  double winner_key;
   double raw_sum;  // sum of exp(raw - raw_max); 0 unless logprobs are wanted
   double sum;      // sum of exp((logit - max) / temperature); 0 where the draw has no use for it
+};
+
+// A token's place in the order of (logit descending, id ascending): how far its logit is below the best of all ranks,
+// over the temperature, in steps of 2^-24 up to 64 (beyond, a weight is below e^-64 and never drawn), then its id. Six
+// digits of 10 bits, the first being level 0.
+constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30;
+constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
+
+// What is in a bin of a level.
+struct Bin {
+  uint32_t index, count;
+  uint64_t mass;  // of weights relative to the best logit of all, in steps of kMassUnit: sums that have no order
+};
+constexpr double kMassUnit = 1.0 / (1ull << 44);
+
+struct NarrowedHeader {
+  uint32_t bytes, magic;
+  int32_t n_bins;
+  int32_t winner_id;  // of the draw, -1 if the shard has nothing to draw
+  double winner_key;
+  float winner_raw;
+  int32_t unused;
 };
 
 struct Candidate {
@@ -59,6 +83,9 @@ struct Uniforms {
 };
 
 Uniforms uniforms(const SamplingParams& params, int position);
+
+// Two numbers in (0, 1), 53 bits each: of the chunks 2 * pair and 2 * pair + 1.
+Uniforms chunk_uniforms(const SamplingParams& params, int position, int pair);
 
 // The passes in use: the ISA's, or the baseline's.
 const LogitKernels& logit_kernels();

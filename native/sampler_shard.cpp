@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "exact.h"
 #include "sampler.h"
 #include "sampler_blob.h"
 
@@ -16,8 +17,6 @@ namespace {
 using namespace sampling;
 
 #include "logit_passes.h"
-
-constexpr int kNucleusCandidates = 1024;  // of each rank; a wider nucleus takes the second round
 
 template <class T>
 void put(std::vector<uint8_t>& blob, const T* values, size_t count) {
@@ -32,8 +31,10 @@ void put(std::vector<uint8_t>& blob, const T* values, size_t count) {
 struct Scratch {
   std::vector<float> groups;  // maxima (LogitKernels::group_max)
   std::vector<float> masked;  // logits under a mask
+  std::vector<float> kept;    // those of the set that is drawn from
   std::vector<float> order;   // for the threshold
-  std::vector<double> sums;
+  std::vector<float> maxima;  // of chunks
+  std::vector<double> sums;   // of their weights, relative to the maximum
   std::vector<int32_t> counts;  // occurrences by local id; all zero between draws
   std::vector<int32_t> touched;
   std::vector<std::pair<int32_t, float>> undo;
@@ -196,57 +197,134 @@ bool select_best(const float* x, int n, int begin, Scratch& s, int want, std::ve
   return more;
 }
 
-double total(const std::vector<double>& sums, size_t count) {
+size_t chunk_count(int n, int chunk) { return (static_cast<size_t>(n) + chunk - 1) / chunk; }
+
+// Maxima of chunks and the sums of their weights relative to them, which do not depend on where shards begin.
+void weigh_chunks(const float* x, int n, int chunk, float scale, Scratch& s) {
+  const LogitKernels& kernels = logit_kernels();
+  const size_t chunks = chunk_count(n, chunk);
+  if (s.sums.size() < chunks) s.sums.resize(chunks), s.maxima.resize(chunks);
+  if (chunk == kChunk) return kernels.chunk_sum_exp(x, n, s.groups.data(), scale, s.maxima.data(), s.sums.data());
+  for (size_t c = 0; c < chunks; ++c) {
+    const int begin = static_cast<int>(c) * chunk, count = std::min(chunk, n - begin);
+    float values[kChunk];
+    s.maxima[c] = *std::max_element(x + begin, x + begin + count);
+    s.sums[c] = 0.0;
+    if (s.maxima[c] == kBanned) continue;
+    kernels.exp_values(x + begin, count, s.maxima[c], scale, values);
+    for (int i = 0; i < count; ++i) s.sums[c] += values[i];
+  }
+}
+
+// Sum of the weights relative to `top`, the greatest of the maxima.
+double total_weight(const Scratch& s, size_t chunks, float top, float scale) {
   double sum = 0.0;
-  for (size_t c = 0; c < count; ++c) sum += sums[c];
+  for (size_t c = 0; c < chunks; ++c) {
+    const double depth = (static_cast<double>(top) - s.maxima[c]) * scale;
+    if (depth < 80.0) sum += s.sums[c] * exact::exp(-depth);
+  }
   return sum;
 }
 
-// Index drawn from exp((x[i] - shift) * scale), given the sums of its chunks; -1 if all weights are 0.
-int draw_index(const float* x, int n, float shift, float scale, const std::vector<double>& sums, double sum,
-               double uniform) {
-  const int chunks = (n + kChunk - 1) / kChunk;
-  double left = uniform * sum;
-  int chunk = -1;
-  for (int c = 0; c < chunks; ++c) {
-    if (sums[c] <= 0.0) continue;
-    chunk = c;  // the last chunk with weight takes what rounding leaves over
-    if (left < sums[c]) break;
-    left -= sums[c];
+struct Winner {
+  int index = -1;
+  double key = 0.0;
+};
+
+// Unrestricted sampling: the chunk with the greatest key log(weight) + Gumbel noise, ties to the first, and the token
+// that `second` draws in it. The key is log(sum / E) + maximum * scale with E = -log(uniform), which has an exponential
+// distribution: the chunk with the smallest E / weight, so that most need no logarithm: E >= 1 - uniform.
+Winner draw_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk, Scratch& s) {
+  const LogitKernels& kernels = logit_kernels();
+  const float scale = 1.0f / p.temperature;
+  const size_t chunks = chunk_count(n, chunk);
+  weigh_chunks(x, n, chunk, scale, s);
+  const float top = *std::max_element(s.maxima.begin(), s.maxima.begin() + chunks);
+  if (top == kBanned) return {};
+  s.order.resize(chunks);
+  kernels.exp_values(s.maxima.data(), static_cast<int>(chunks), top, scale, s.order.data());
+  constexpr double kSlack = 1.0001;  // far more than the estimates' error
+  Winner winner;
+  size_t best = 0;
+  double least = std::numeric_limits<double>::infinity();  // E / weight of the winner
+  Uniforms pair{};
+  const int first = begin / chunk;  // global number of the shard's first chunk
+  for (size_t c = 0; c < chunks; ++c) {
+    const int global = first + static_cast<int>(c);
+    if (c == 0 || global % 2 == 0) pair = chunk_uniforms(p, position, global / 2);
+    const double uniform = global % 2 ? pair.second : pair.first, weight = s.sums[c] * s.order[c];
+    if (weight <= 0.0 || 1.0 - uniform > least * weight * kSlack) continue;  // weights of 0 are below e^-87: never drawn
+    const double wait = -exact::log(uniform);
+    const double key = exact::log(s.sums[c] / wait) + static_cast<double>(s.maxima[c]) * scale;
+    if (winner.index < 0 || key > winner.key) winner = {0, key}, best = c;
+    least = std::min(least, wait / weight);
   }
-  if (chunk < 0) return -1;
-  float weights[kChunk];
-  const int begin = chunk * kChunk;
-  const int count = std::min(kChunk, n - begin);
-  logit_kernels().exp_values(x + begin, count, shift, scale, weights);
-  int pick = -1;
+  const int from = static_cast<int>(best) * chunk, count = std::min(chunk, n - from);
+  float values[kChunk];
+  kernels.exp_values(x + from, count, s.maxima[best], scale, values);
+  double sum = 0.0;
+  for (int i = 0; i < count; ++i) sum += values[i];
+  double left = uniforms(p, position).second * sum;
   for (int i = 0; i < count; ++i) {
-    if (weights[i] <= 0.0f) continue;
-    pick = begin + i;
-    if (left < weights[i]) break;
-    left -= weights[i];
+    if (values[i] <= 0.0f) continue;
+    winner.index = from + i;
+    if (left < values[i]) break;
+    left -= values[i];
   }
-  return pick;
+  return winner;
 }
 
-size_t make_blob(const SampleInput& input, int begin, int local, int vocab_size, bool dense,
-                 std::vector<uint8_t>& blob) {
+void check_shard(int begin, int local, int vocab_size) {
   if (begin < 0 || local < 0 || local > vocab_size - begin) {
     throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " +
                                 std::to_string(static_cast<int64_t>(begin) + local) + ") is outside of [0, " +
                                 std::to_string(vocab_size) + ")");
   }
+  const int chunk = chunk_of(vocab_size);
+  if (begin % chunk || (local % chunk && begin + local != vocab_size)) {
+    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " + std::to_string(begin + local) +
+                                ") is not made of whole chunks of " + std::to_string(chunk) + " ids");
+  }
+}
+
+// Applies processors and mask, and hands the processed row to `use`: the logits themselves, which are put back
+// afterwards, or a copy under a mask. s.groups must be those of the logits; they are brought up to date.
+template <class Use>
+void with_processed(const SampleInput& input, int begin, int local, Scratch& s, Use use) {
+  float* x = input.logits;
+  if (input.mask) {
+    s.masked.assign(input.logits, input.logits + local);
+    x = s.masked.data();
+  }
+  Processors processors(input, begin, local, x, s);
+  processors.run();
+  if (input.mask) {
+    for (int i = 0; i < local; ++i) {
+      const uint32_t id = static_cast<uint32_t>(begin + i);
+      if (!((input.mask[id / 32] >> (id % 32)) & 1u)) x[i] = kBanned;
+    }
+    logit_kernels().group_max(x, local, s.groups.data());
+  } else {
+    for (const auto& change : s.undo) refresh_group(x, local, change.first, s.groups.data());
+  }
+  use(x);
+  if (!input.mask) processors.undo();
+}
+
+}  // namespace
+
+size_t candidates(const SampleInput& input, int begin, int local, int vocab_size, std::vector<uint8_t>& blob) {
+  check_shard(begin, local, vocab_size);
   const SamplingParams& p = *input.params;
   const LogitKernels& kernels = logit_kernels();
   Scratch& s = scratch();
-  const size_t groups = group_count(local);
-  const size_t chunks = groups / kLanes;
+  const int chunk = chunk_of(vocab_size);
+  const size_t groups = group_count(local), chunks = chunk_count(local, chunk);
   const Draw kind = kind_of(p);
   if (s.groups.size() < groups) s.groups.resize(groups);
-  if (s.sums.size() < chunks) s.sums.resize(chunks);
 
   Header head{};
-  head.magic = dense ? kFullMagic : kCandidatesMagic;
+  head.magic = kCandidatesMagic;
   head.vocab_begin = begin;
   head.vocab_local = local;
   head.best_id = head.allowed_id = head.eos_id = head.winner_id = -1;
@@ -258,88 +336,172 @@ size_t make_blob(const SampleInput& input, int begin, int local, int vocab_size,
     head.eos_id = p.eos[0];
     head.eos_raw = raw[p.eos[0] - begin];
   }
-  const size_t start = blob.size();
   std::vector<Candidate> top, chosen;
-  std::vector<float> raw_copy;
   if (head.not_finite == 0 && head.raw_max != kBanned) {
     if (p.logprobs()) {
-      kernels.chunk_sum_exp(raw, local, head.raw_max, 1.0f, s.sums.data());
-      head.raw_sum = total(s.sums, chunks);
+      weigh_chunks(raw, local, chunk, 1.0f, s);
+      head.raw_sum = total_weight(s, chunks, head.raw_max, 1.0f);
     }
     if (p.top_logprobs > 0) select_best(raw, local, begin, s, p.top_logprobs, top);
-    const int best = first_of_value(raw, local, s.groups.data(), head.raw_max);
-    head.best_id = begin + best;
+    head.best_id = begin + first_of_value(raw, local, s.groups.data(), head.raw_max);
     head.best_raw = head.raw_max;
-    if (dense && p.logprobs()) raw_copy.assign(raw, raw + local);
-
-    float* x = input.logits;
+    head.allowed_id = head.best_id;
+    head.allowed_raw = head.best_raw;
     if (input.mask) {
-      s.masked.assign(raw, raw + local);
-      x = s.masked.data();
-    }
-    Processors processors(input, begin, local, x, s);
-    processors.run();
-    if (input.mask) {
+      head.allowed_id = -1;
+      head.allowed_raw = kBanned;
       for (int i = 0; i < local; ++i) {
         const uint32_t id = static_cast<uint32_t>(begin + i);
-        if (!((input.mask[id / 32] >> (id % 32)) & 1u)) {
-          x[i] = kBanned;
-        } else if (raw[i] > head.allowed_raw) {
+        if (((input.mask[id / 32] >> (id % 32)) & 1u) && raw[i] > head.allowed_raw) {
           head.allowed_raw = raw[i];
           head.allowed_id = begin + i;
         }
       }
-      kernels.group_max(x, local, s.groups.data());
-    } else {
-      head.allowed_id = head.best_id;
-      head.allowed_raw = head.best_raw;
-      for (const auto& change : s.undo) refresh_group(x, local, change.first, s.groups.data());
     }
-    head.max = max_of(s.groups.data(), groups);
-
-    if (dense) {
-      s.masked.assign(x, x + local);  // the processed row, kept past undo()
-    } else if (head.max != kBanned && kind == Draw::greedy) {
-      chosen.push_back({begin + first_of_value(x, local, s.groups.data(), head.max), head.max, 0.0f});
-    } else if (head.max != kBanned) {
-      const float scale = 1.0f / p.temperature;
-      if (kind != Draw::top_k) {
-        kernels.chunk_sum_exp(x, local, head.max, scale, s.sums.data());
-        head.sum = total(s.sums, chunks);
-      }
-      if (kind == Draw::all) {
-        const double uniform = uniforms(p, input.history_len).second;
-        const int winner = draw_index(x, local, head.max, scale, s.sums, head.sum, uniform);
-        if (winner >= 0) head.winner_id = begin + winner;
+    with_processed(input, begin, local, s, [&](const float* x) {
+      head.max = max_of(s.groups.data(), groups);
+      if (head.max == kBanned) return;
+      if (kind == Draw::greedy) {
+        chosen.push_back({begin + first_of_value(x, local, s.groups.data(), head.max), head.max, 0.0f});
+      } else if (kind == Draw::all) {
+        const Winner winner = draw_chunk(p, input.history_len, x, begin, local, chunk, s);
+        head.winner_id = begin + winner.index;
+        head.winner_key = winner.key;
       } else {
-        const int want = std::min(kind == Draw::top_k ? p.top_k : kNucleusCandidates, local);
-        head.truncated = select_best(x, local, begin, s, want, chosen);
+        if (kind == Draw::nucleus) {
+          const float scale = 1.0f / p.temperature;
+          weigh_chunks(x, local, chunk, scale, s);
+          head.sum = total_weight(s, chunks, head.max, scale);
+        }
+        const int want = kind == Draw::top_k ? std::min(p.top_k, kCandidates) : kCandidates;
+        head.truncated = select_best(x, local, begin, s, std::min(want, local), chosen);
       }
-    }
-    if (!input.mask) processors.undo();
+    });
     if (head.winner_id >= 0) head.winner_raw = raw[head.winner_id - begin];
     for (Candidate& c : chosen) c.raw = raw[c.id - begin];
-  } else if (dense) {
-    s.masked.assign(local, kBanned);
-    if (p.logprobs()) raw_copy.assign(local, kBanned);
   }
   head.n_candidates = static_cast<int32_t>(chosen.size());
   head.n_top = static_cast<int32_t>(top.size());
-  const size_t bytes = sizeof(Header) + (chosen.size() + top.size()) * sizeof(Candidate) +
-                       (dense ? (static_cast<size_t>(local) + raw_copy.size()) * sizeof(float) : 0);
+  const size_t bytes = sizeof(Header) + (chosen.size() + top.size()) * sizeof(Candidate);
   head.bytes = static_cast<uint32_t>(bytes);
-  blob.reserve(start + bytes);
+  blob.reserve(blob.size() + bytes);
   put(blob, &head, 1);
   put(blob, chosen.data(), chosen.size());
   put(blob, top.data(), top.size());
-  if (dense) {
-    put(blob, s.masked.data(), static_cast<size_t>(local));
-    put(blob, raw_copy.data(), raw_copy.size());
+  return bytes;
+}
+
+namespace {
+
+constexpr uint32_t kDeepest = (1u << 30) - 1;
+
+class Places {
+ public:
+  Places(float top, float scale) : top_(top), steps_(static_cast<double>(scale) * (1 << 24)) {}
+
+  // How many steps below the best logit.
+  uint32_t depth(float x) const {
+    const double depth = (static_cast<double>(top_) - x) * steps_;
+    return static_cast<uint32_t>(static_cast<int32_t>(depth < kDeepest ? depth : kDeepest));
   }
-  return blob.size() - start;
+  uint64_t of(float x, int id) const { return (static_cast<uint64_t>(depth(x)) << kIdBits) | static_cast<uint32_t>(id); }
+
+  // Logits that may have places in [first, last]: a little more, so that a comparison passes over most of the others.
+  std::pair<float, float> range(uint64_t first, uint64_t last) const {
+    const double from = static_cast<double>(first >> kIdBits), to = static_cast<double>(last >> kIdBits);
+    const double high = top_ - (from - 1.0) / steps_, low = top_ - (to + 2.0) / steps_;
+    const auto outward = [](double x, double sign) {
+      return static_cast<float>(std::max(-3e38, std::min(3e38, x + sign * 1e-6 * std::abs(x))));
+    };
+    return {to >= kDeepest ? -std::numeric_limits<float>::max() : outward(low, -1.0), outward(high, 1.0)};
+  }
+
+ private:
+  double top_, steps_;
+};
+
+// The bins of a level that hold anything, of the tokens whose digits above are those of search.place.
+void fill_bins(const float* x, int begin, int local, float scale, const Search& search, std::vector<Bin>& found) {
+  const LogitKernels& kernels = logit_kernels();
+  const Places places(search.top, scale);
+  const int shift = shift_of(search.level);
+  std::vector<Bin> bins(kBins, Bin{});
+  const auto add = [&](uint64_t place, float weight) {
+    Bin& bin = bins[(place >> shift) % kBins];
+    ++bin.count;
+    bin.mass += static_cast<uint64_t>(static_cast<int64_t>(static_cast<double>(weight) / kMassUnit));
+  };
+  if (search.level == 0) {  // of depths alone
+    for (int from = 0; from < local; from += kChunk) {
+      const int count = std::min(kChunk, local - from);
+      uint32_t depths[kChunk];
+      float weights[kChunk];
+      for (int i = 0; i < count; ++i) depths[i] = places.depth(x[from + i]);
+      kernels.exp_values(x + from, count, search.top, scale, weights);
+      for (int i = 0; i < count; ++i) {
+        if (x[from + i] != kBanned) add(static_cast<uint64_t>(depths[i]) << kIdBits, weights[i]);
+      }
+    }
+  } else {
+    const uint64_t first = search.place >> shift >> kDigitBits << kDigitBits << shift;
+    const uint64_t last = first | ((uint64_t{1} << (shift + kDigitBits)) - 1);
+    const auto [low, high] = places.range(first, last);
+    for (int from = 0; from < local; from += kChunk) {
+      const int count = std::min(kChunk, local - from);
+      int near[kChunk], n = 0;
+      for (int i = 0; i < count; ++i) near[n] = from + i, n += (x[from + i] >= low) & (x[from + i] <= high);
+      for (int k = 0; k < n; ++k) {
+        const uint64_t place = places.of(x[near[k]], begin + near[k]);
+        if (place < first || place > last) continue;
+        float weight;
+        kernels.exp_values(x + near[k], 1, search.top, scale, &weight);
+        add(place, weight);
+      }
+    }
+  }
+  for (int b = 0; b < kBins; ++b) {
+    if (!bins[b].count) continue;
+    bins[b].index = static_cast<uint32_t>(b);
+    found.push_back(bins[b]);
+  }
 }
 
 }  // namespace
+
+size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, const Search& search,
+              std::vector<uint8_t>& blob) {
+  check_shard(begin, local, vocab_size);
+  const SamplingParams& p = *input.params;
+  const float scale = 1.0f / p.temperature;
+  Scratch& s = scratch();
+  if (s.groups.size() < group_count(local)) s.groups.resize(group_count(local));
+  logit_kernels().group_max(input.logits, local, s.groups.data());
+  NarrowedHeader head{};
+  head.magic = kNarrowedMagic;
+  head.winner_id = -1;
+  std::vector<Bin> bins;
+  with_processed(input, begin, local, s, [&](const float* x) {
+    if (local == 0 || max_of(s.groups.data(), group_count(local)) == kBanned) return;
+    if (search.level < kLevels) return fill_bins(x, begin, local, scale, search, bins);
+    const Places places(search.top, scale);
+    const auto [low, high] = places.range(search.place, search.place);
+    s.kept.resize(local);
+    for (int i = 0; i < local; ++i) s.kept[i] = x[i] >= low ? x[i] : kBanned;
+    visit_at_least(s.kept.data(), local, s.groups.data(), low, [&, high = high](int i) {
+      if (x[i] <= high && places.of(x[i], begin + i) > search.place) s.kept[i] = kBanned;
+    });
+    logit_kernels().group_max(s.kept.data(), local, s.groups.data());
+    const Winner winner = draw_chunk(p, input.history_len, s.kept.data(), begin, local, chunk_of(vocab_size), s);
+    if (winner.index >= 0) head.winner_id = begin + winner.index;
+    head.winner_key = winner.key;
+  });
+  if (head.winner_id >= 0) head.winner_raw = input.logits[head.winner_id - begin];
+  head.n_bins = static_cast<int32_t>(bins.size());
+  head.bytes = static_cast<uint32_t>(sizeof head + bins.size() * sizeof(Bin));
+  put(blob, &head, 1);
+  put(blob, bins.data(), bins.size());
+  return head.bytes;
+}
 
 namespace sampling {
 
@@ -353,14 +515,5 @@ const LogitKernels& logit_kernels() {
 }  // namespace sampling
 
 void use_logit_kernels(const LogitKernels& kernels) { sampling::g_kernels = &kernels; }
-
-size_t candidates(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size,
-                  std::vector<uint8_t>& blob) {
-  return make_blob(input, vocab_begin, vocab_local, vocab_size, false, blob);
-}
-
-size_t full(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, std::vector<uint8_t>& blob) {
-  return make_blob(input, vocab_begin, vocab_local, vocab_size, true, blob);
-}
 
 }  // namespace as

@@ -7,7 +7,7 @@
 namespace as {
 namespace {
 
-constexpr int kVerdict = -1;  // command kind within a step: which rows need the second round
+constexpr int kVerdict = -1;  // command kind within a step: which rows need another round
 
 }  // namespace
 
@@ -30,11 +30,34 @@ void Executor::sample(const Op& op, int thread) {
     }
   });
   if (!pool_.barrier()) return;
-  if (thread == 0) exchange_samples(op);
+  // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
+  bool possible = false;
+  for (int r = 0; r < rows && !possible; r++) possible = may_narrow(slots_[rows_[logit_rows_[r]].slot].sampling);
+  if (!possible) {
+    if (thread == 0) exchange_samples(false);
+    return;
+  }
+  wide_.clear();
+  do {
+    pool_.guard([&] {
+      if (thread == 0) exchange_samples(true);
+    });
+    if (!pool_.barrier()) return;
+    pool_.guard([&] {
+      for (int i = thread; i < (int)wide_.size(); i += pool_.size()) {
+        const int r = wide_[i].row;
+        const Slot& slot = slots_[rows_[logit_rows_[r]].slot];
+        blobs_[r].clear();
+        const SampleInput input{&slot.sampling, slot.history.data(), (int)slot.history.size(), logits.data + (size_t)r * logits.width, nullptr};
+        narrow(input, op.vocab_begin, logits.width, op.vocab_size, wide_[i].search, blobs_[r]);
+      }
+    });
+    if (!pool_.barrier()) return;
+  } while (!wide_.empty());
 }
 
-void Executor::exchange_samples(const Op& op) {
-  const Tensor& logits = in(op);
+// Brings a round's blobs to rank 0, which draws. may_narrow: then it tells the others which rows need another round (wide_).
+void Executor::exchange_samples(bool may_narrow) {
   const int rows = (int)logit_rows_.size();
   auto slot_of = [&](int r) -> const Slot& { return slots_[rows_[logit_rows_[r]].slot]; };
   // One message a rank: the blobs of the given rows, one after the other. Calls `use` with each row's blobs in rank order.
@@ -58,38 +81,35 @@ void Executor::exchange_samples(const Op& op) {
       use(r, row);
     }
   };
-  std::vector<int> every(rows), again;
-  for (int r = 0; r < rows; r++) every[r] = r;
-  if (rank_ == 0) output_.samples.resize(rows);
-  exchange(every, [&](int r, const Blobs& blobs) {
-    if (!merge(slot_of(r).sampling, (int)slot_of(r).history.size(), blobs, output_.samples[r])) again.push_back(r);
-  });
-  // A nucleus wider than the candidates: rank 0 says for which rows. Ranks know from the plan whether that can happen.
-  const bool possible = std::any_of(every.begin(), every.end(), [&](int r) {
-    const SamplingParams& p = slot_of(r).sampling;
-    return !p.greedy() && (p.top_p < 1 || p.top_k > 0);
-  });
-  if (!possible) return;
-  if (window_ && world_ > 1) {
-    std::string payload(reinterpret_cast<const char*>(again.data()), again.size() * sizeof(int));
+  if (rank_ == 0 && wide_.empty()) output_.samples.resize(rows);
+  std::vector<WideRow> again;
+  if (wide_.empty()) {
+    std::vector<int> every(rows);
+    for (int r = 0; r < rows; r++) every[r] = r;
+    exchange(every, [&](int r, const Blobs& blobs) {
+      WideRow row{r, {}};
+      if (!merge(slot_of(r).sampling, (int)slot_of(r).history.size(), blobs, row.search, output_.samples[r])) again.push_back(row);
+    });
+  } else {
+    std::vector<int> which;
+    for (const WideRow& row : wide_) which.push_back(row.row);
+    auto next = wide_.begin();
+    exchange(which, [&](int r, const Blobs& blobs) {
+      WideRow row = *next++;
+      if (!merge_narrowed(slot_of(r).sampling, blobs, row.search, output_.samples[r])) again.push_back(row);
+    });
+  }
+  if (may_narrow && window_ && world_ > 1) {
+    std::string payload(reinterpret_cast<const char*>(again.data()), again.size() * sizeof(WideRow));
     if (rank_ == 0) window_->publish(kVerdict, payload);
     else {
       int kind = 0;
       if (!window_->wait_command(window_->timeout(), kind, payload) || kind != kVerdict) throw std::runtime_error("rank 0 sent no verdict on the nucleus");
-      again.resize(payload.size() / sizeof(int));
+      again.resize(payload.size() / sizeof(WideRow));
       std::copy_n(payload.data(), payload.size(), reinterpret_cast<char*>(again.data()));
     }
   }
-  if (again.empty()) return;
-  for (int r : again) {
-    const Slot& slot = slot_of(r);
-    blobs_[r].clear();
-    const SampleInput input{&slot.sampling, slot.history.data(), (int)slot.history.size(), logits.data + (size_t)r * logits.width, nullptr};
-    full(input, op.vocab_begin, logits.width, op.vocab_size, blobs_[r]);
-  }
-  exchange(again, [&](int r, const Blobs& blobs) {
-    merge_full(slot_of(r).sampling, (int)slot_of(r).history.size(), blobs, output_.samples[r]);
-  });
+  wide_ = std::move(again);
 }
 
 }  // namespace as

@@ -27,6 +27,12 @@ OP_TYPES = {
 }  # fmt: skip
 
 
+def _range(size: int, split: Split | None, rank: int, world: int) -> tuple[int, int]:
+    """A rank's part of `size` features; the last unit of a split may reach past them."""
+    begin, end = (0, size) if split is None else split.range_of(rank, world)
+    return begin, min(end, size)
+
+
 @dataclass(frozen=True)
 class Block:
     """Consecutive columns of an activation: `width` of the whole model, divided by `split` when there is one."""
@@ -35,7 +41,7 @@ class Block:
     split: Split | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
-        return (0, self.width) if self.split is None else self.split.range_of(rank, world)
+        return _range(self.width, self.split, rank, world)
 
     def width_of(self, rank: int, world: int) -> int:
         begin, end = self.range_of(rank, world)
@@ -63,7 +69,7 @@ class Part:
     split: Split | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
-        return (0, self.rows) if self.split is None else self.split.range_of(rank, world)
+        return _range(self.rows, self.split, rank, world)
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,11 @@ class Graph:
 
     @property
     def vocab(self) -> Split:
-        return Split(self.config.vocab_size)
+        """In the sampler's chunks (native/sampler.h, chunk_of), so that draws do not depend on the number of ranks. The
+        last one may be short."""
+        size = self.config.vocab_size
+        unit = 1 if size <= 1024 else 16 if size <= 16384 else 256
+        return Split(-(-size // unit), unit)
 
     def quantized(self, formats: Mapping[str, WeightFormat], how: StoredQuantization) -> Graph:
         """The same model with its weights stored in these formats."""

@@ -1,14 +1,15 @@
 """Inverse frequencies of the rotary embedding for each scaling type.
 
 They are computed as transformers does, in float32 with the same order of operations: a last-bit difference in a
-frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers are computed in
-double and rounded, which is within an ulp of any correct float32 power.
+frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers and logarithms are
+`decimal`'s, which are correctly rounded and so the same everywhere; the C library's and NumPy's differ between machines.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 
@@ -60,7 +61,11 @@ def _rotary_of(config: ModelConfig) -> Rotary:
 def _powers(base: float, dim: int) -> np.ndarray:
     """base ** (0, 2, 4, … / dim), float32 [dim / 2]."""
     exponents = np.arange(0, dim, 2).astype(np.float32) / np.float32(dim)
-    return np.power(np.float64(base), exponents.astype(np.float64)).astype(np.float32)
+    return np.array([float(Decimal(base) ** Decimal(float(e))) for e in exponents], np.float64).astype(np.float32)
+
+
+def _log(x: float) -> float:
+    return float(Decimal(x).ln())
 
 
 def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
@@ -81,7 +86,7 @@ def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
 
     def feature(rotations: float) -> float:
         """The feature that makes `rotations` turns within the original context."""
-        return dim * math.log(rope.original_max / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return dim * _log(rope.original_max / (rotations * 2 * math.pi)) / (2 * _log(rope.theta))
 
     low, high = feature(rope.beta_fast), feature(rope.beta_slow)
     if rope.truncate:
@@ -98,7 +103,7 @@ def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
     def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return 0.1 * weight * _log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
 
     if rope.attention_factor is not None:
         return rope.attention_factor

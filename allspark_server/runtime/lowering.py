@@ -10,7 +10,7 @@ def check_ranks(graph: Graph, world: int) -> None:
     """Every rank needs work; raises AllSparkError when the model has less than `world` of something it divides."""
     config = graph.config
     for name, units in (("query heads", config.num_heads), ("units of intermediate features", graph.intermediate.units),
-                        ("tokens in its vocabulary", config.vocab_size)):
+                        ("units of its vocabulary", graph.vocab.units)):
         if units < world:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"the model cannot be divided among {world} ranks: it has {units} {name}")

@@ -31,19 +31,12 @@ DEFAULT_STEP_TOKENS = 256
 # that is needed for even one request of full length.
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
-HEAD_PADDING = 16  # the native cache rounds a head's values up to whole vectors, at most of 16 floats
-BLOCK_TOKENS, TILE_ROWS = 128, 16  # of attention's partial results (native/kernels/kernels.h)
-GROUP_TILES = 4  # of which a thread keeps results (native/attention.cpp)
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
 
 def mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _padded(head_dim: int) -> int:
-    return -(-head_dim // HEAD_PADDING) * HEAD_PADDING
 
 
 @contextmanager
@@ -205,13 +198,11 @@ class ModelRunner:
         rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
         tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
                       for tensor in graph.tensors.values())
-        # Partial results of attention: native/executor.cpp, partials_ and attention_scratch_.
-        blocks = -(-self.config.engine_max_length // BLOCK_TOKENS)
-        partial, queries = (TILE_ROWS * (_padded(graph.config.head_dim) + n) for n in (2, 20))
-        partials = self._threads() * ((4 * blocks + GROUP_TILES + 1) * partial + GROUP_TILES * queries)
+        attention = native_library().attention_bytes(self._threads(), self.config.engine_max_length,
+                                                     graph.config.head_dim, self.cache_dtype)
         slices = {self._slice(weight) for weight in graph.weights.values() if weight.is_matrix}
         prepared = max(native_library().prepared_bytes(*one) for one in slices)
-        return 4 * (tensors + partials) + 2 * prepared * max(self._rows_of_step(), self._threads())  # prepared_, gated_
+        return 4 * tensors + attention + 2 * prepared * max(self._rows_of_step(), self._threads())  # prepared_, gated_
 
     def _span_bytes(self, graph: Graph) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""

@@ -93,13 +93,20 @@ def from_message(message: pb.Graph) -> Graph:
         if how.unquantized not in UNQUANTIZED:
             raise ValueError(f"its unquantized weights are of the unknown type {how.unquantized!r}")
         graph.quantization = StoredQuantization(_format_of(how.format), how.quantize_head, how.unquantized)
+    ids = Split(config.vocab_size)  # how graphs of earlier builds divide the vocabulary
+
+    def split_of(message, width: int) -> Split | None:
+        if width == config.vocab_size and _stored_split(message, "split") in (ids, graph.vocab):
+            return graph.vocab  # its last unit may reach past the vocabulary
+        return _split_of(message, width)
+
     for t in message.tensors:
-        blocks = tuple(Block(b.width, _split_of(b, b.width)) for b in t.blocks)
+        blocks = tuple(Block(b.width, split_of(b, b.width)) for b in t.blocks)
         if not blocks or any(block.width < 1 for block in blocks):
             raise ValueError(f"buffer {t.name!r} has no columns")
         graph.tensor(t.name, blocks, t.logit_rows)
     for w in message.weights:
-        parts = tuple(Part(p.tensor, p.rows, _split_of(p, p.rows)) for p in w.parts)
+        parts = tuple(Part(p.tensor, p.rows, split_of(p, p.rows)) for p in w.parts)
         if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns) or any(p.rows < 1 for p in parts):
             raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
         column_split = _split_of(w, w.columns, "column_split")
@@ -134,13 +141,17 @@ def _format_of(message: pb.Format) -> WeightFormat:
 
 def _split_of(message, width: int, name: str = "split") -> Split | None:
     """The split of a dimension of `width` features; None when every rank has all of them."""
-    split = getattr(message, name)
-    found = Split(split.units, split.size, split.group) if message.HasField(name) else None
-    if found is not None and (split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group
-                              or found.width != width):
+    split = _stored_split(message, name)
+    if split is not None and (split.units < 1 or split.size < 1 or split.group < 1 or split.units % split.group
+                              or split.width != width):
         raise ValueError(f"it holds a split of {split.units} units of {split.size} in groups of {split.group}, of a "
                          f"dimension of {width}")
-    return found
+    return split
+
+
+def _stored_split(message, name: str) -> Split | None:
+    split = getattr(message, name)
+    return Split(split.units, split.size, split.group) if message.HasField(name) else None
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

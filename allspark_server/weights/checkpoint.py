@@ -288,7 +288,11 @@ def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat]) -> str:
     Copies of a checkpoint have the same hash, wherever they lie and however they are serialized.
     """
     of_tensors = model.source.tensors_hash() or tensors_hash(model.graph, model.source)
-    facts = (repr(model.graph.config), of_tensors, sorted((name, str(form)) for name, form in formats.items()))
+    graph = model.graph
+    ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
+    constants = sorted((name, weight.values) for name, weight in graph.weights.items() if weight.values)
+    facts = (repr(graph.config), ops, constants, of_tensors,
+             sorted((name, str(form)) for name, form in formats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 

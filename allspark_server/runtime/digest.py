@@ -1,0 +1,130 @@
+"""What this build computes on this machine, as a digest: small models run over fixed inputs.
+
+Two machines with the same digest give the same bits: every kernel, the rotary table and the sampler have a part in it.
+Inputs come from integers alone, so that they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+
+import numpy as np
+
+from allspark_server.runtime.native import native_library
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
+LONG = 1190  # tokens: more than a run of attention's blocks
+WEIGHTS = (("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32))
+CACHES = ("float32", "bfloat16", "int8", "uint4")
+DRAWS = (
+    SamplingParams(do_sample=False, logprobs=True, top_logprobs=5),
+    SamplingParams(seed=11, logprobs=True),
+    SamplingParams(seed=12, temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.3, presence_penalty=0.2),
+    SamplingParams(seed=13, temperature=3.0, top_k=1050, top_p=0.99, logprobs=True),
+)
+
+
+def fixed_values(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """float32 values between -1 and 1 by splitmix64, exact on every machine."""
+    count = int(np.prod(shape))
+    x = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    x = (x ^ (x >> np.uint64(31))) >> np.uint64(40)
+    return (x.astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape)
+
+
+def _executor(weights: str, group: int, cache: str):
+    """A model of one layer."""
+    native = native_library()
+    e = native.Executor(num_threads=1)
+    seeds = iter(range(1, 100))
+
+    def matrix(rows: int, columns: int) -> int:
+        identity = e.add_matrix(rows, columns, weights, group)
+        e.fill_matrix(identity, fixed_values((rows, columns), next(seeds)) * np.float32(2.5 / math.sqrt(columns)), "F32")
+        return identity
+
+    def vector(size: int, middle: float = 0.0) -> int:
+        return e.add_vector(np.float32(middle) + fixed_values((size,), next(seeds)) * np.float32(0.25))
+
+    qkv_width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    x, y, qkv, context, both, hidden, last, logits = (e.add_tensor(width, rows) for width, rows in (
+        (HIDDEN, False), (HIDDEN, False), (qkv_width, False), (HEADS * HEAD_DIM, False), (2 * INNER, False),
+        (INNER, False), (HIDDEN, True), (VOCAB, True)))
+    embedding = matrix(VOCAB, HIDDEN)
+    frequencies = np.ldexp(np.float32(1), -np.arange(HEAD_DIM // 2, dtype=np.int32))  # exact
+    e.add_op("rotary_table", [], [], [e.add_vector(frequencies)], {
+        "rotary_dim": HEAD_DIM, "dynamic": 1, "base": 1e4, "factor": 2, "original_max": 1000})
+    e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
+    e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
+    e.add_op("linear", [y], [qkv], [matrix(qkv_width, HIDDEN), vector(qkv_width)], {})
+    e.add_op("head_norm", [qkv], [], [vector(HEAD_DIM, 1)],
+             {"offset": 0, "heads": HEADS, "head_dim": HEAD_DIM, "eps": 1e-6})
+    e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM})
+    e.add_op("span_attention", [qkv], [context], [], {
+        "layer": 0, "q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "group": HEADS // KV_HEADS,
+        "scale": 0.15625})
+    e.add_op("linear", [context], [y], [matrix(HIDDEN, HEADS * HEAD_DIM)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
+    e.add_op("linear", [y], [both], [matrix(2 * INNER, HIDDEN)], {})
+    e.add_op("silu_mul", [both], [hidden], [], {})
+    e.add_op("linear", [hidden], [y], [matrix(HIDDEN, INNER)], {})
+    e.add_op("add", [x, y], [x], [], {})
+    e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
+    e.add_op("select_rows", [y], [last], [], {})
+    e.add_op("linear", [last], [logits], [embedding], {})
+    e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
+    e.allocate(LONG + 16, len(DRAWS), LONG + 16, 1, KV_HEADS, HEAD_DIM, SPAN, LONG // SPAN + 16, cache)
+    return e
+
+
+def _run(executor, lengths: tuple[int, ...]) -> str:
+    """Prompts of these lengths in one step, then a step of single tokens: a digest of logits and draws."""
+    digest = hashlib.sha256()
+    spans, new, work = 0, [], []
+    for slot, length in enumerate(lengths):
+        needed = length // SPAN + 1
+        prompt = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
+        new.append(NewSlot(slot, prompt, DRAWS[slot].encode()))
+        work.append(WorkItem(slot, 0, length, True, [], list(range(spans, spans + needed))))
+        spans += needed
+    plan = StepPlan(new=new, work=work)
+    for _ in range(2):
+        result = executor.step(plan.encode(), True)
+        for array in (result.logits, result.tokens, result.logprobs, result.top_ids, result.top_logprobs):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        plan = StepPlan(work=[WorkItem(slot, length, 1, True, [int(token)])
+                              for slot, (length, token) in enumerate(zip(lengths, result.tokens))])
+    return digest.hexdigest()[:16]
+
+
+def _draw() -> str:
+    """Draws from a vocabulary of real size, in large chunks: a digest."""
+    digest = hashlib.sha256()
+    logits = fixed_values((20_000,), 1) * np.float32(6)
+    history = np.arange(0, 3000, 7, dtype=np.int32)
+    for params in DRAWS:
+        drawn = native_library().sample_once([logits[:10_240], logits[10_240:]], np.frombuffer(params.encode(), np.int32), history)
+        digest.update(repr((drawn["token"], np.float32(drawn["logprob"]).tobytes(), drawn["top_ids"])).encode())
+        digest.update(np.float32(drawn["top_logprobs"]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=1)
+def result_digests() -> dict[str, str]:
+    """Digests by case: each format of weights, draws, then each type of cache with a long prompt."""
+    found = {f"weights {weights}": _run(_executor(weights, group, "float32"), (3, 37, 1, 290))
+             for weights, group in WEIGHTS}
+    found["vocabulary"] = _draw()
+    found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache), (LONG,)) for cache in CACHES}
+    return found
+
+
+def results_digest() -> str:
+    """One digest of all."""
+    return hashlib.sha256(repr(sorted(result_digests().items())).encode()).hexdigest()[:32]

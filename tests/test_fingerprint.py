@@ -1,0 +1,106 @@
+"""What the fingerprint covers, and that results do not depend on the process's floating-point modes."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import dataclasses
+import json
+import platform
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from allspark_client.types import ModelInfo
+from allspark_server import _native, engine
+from allspark_server.models.graph import Op
+from allspark_server.runtime import digest
+from allspark_server.weights.checkpoint import model_hash, open_model
+from allspark_server.weights.formats import WeightFormat
+from record_golden import write_model
+
+INFO = ModelInfo(name="m", ranks=2, weight_dtype="bfloat16", cache_dtype="bfloat16", span_size=32, model_hash="abc")
+
+
+def test_it_is_the_same_for_the_same():
+    assert engine._fingerprint(INFO) == engine._fingerprint(dataclasses.replace(INFO, name="another", num_spans=5))
+
+
+@pytest.mark.parametrize("field, value", [("ranks", 3), ("weight_dtype", "int8"), ("weight_group_size", 64),
+                                          ("quantize_head", False), ("cache_dtype", "int8"), ("span_size", 64),
+                                          ("model_hash", "abd")])
+def test_it_changes_with_what_the_model_is(field, value):
+    assert engine._fingerprint(dataclasses.replace(INFO, **{field: value})) != engine._fingerprint(INFO)
+
+
+def test_it_changes_with_what_kernels_compute(monkeypatch):
+    before = engine._fingerprint(INFO)
+    for case, found in digest.result_digests().items():
+        changed = {**digest.result_digests(), case: found[::-1]}
+        with monkeypatch.context() as patch:
+            patch.setattr(digest, "result_digests", lambda changed=changed: changed)
+            assert engine._fingerprint(INFO) != before, case
+
+
+def test_it_changes_with_tokenizer_and_template(tmp_path):
+    seen = set()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
+        (tmp_path / name).write_text("{}")
+        seen.add(engine._fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))))
+    assert len(seen) == 3  # not with what is no part of them
+    (tmp_path / "chat_template.jinja").write_text("[]")
+    assert engine._fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))) not in seen
+
+
+def test_the_model_part_covers_ops_and_rotary_frequencies(tmp_path):
+    directory = write_model("qwen2-yarn", tmp_path / "a")
+    formats = {"x": WeightFormat("bfloat16", 0)}
+
+    def opened():
+        return open_model(str(directory), None)
+
+    first = model_hash(opened(), formats)
+    assert model_hash(opened(), formats) == first
+    assert model_hash(opened(), {"x": WeightFormat("int8", 0)}) != first
+    model = opened()
+    model.graph.ops[2] = Op(**{**model.graph.ops[2].__dict__, "attrs": {"eps": 1e-5}})
+    assert model_hash(model, formats) != first
+    model = opened()
+    frequencies = model.graph.weights["rotary.inv_freq"]
+    values = (np.nextafter(np.float32(frequencies.values[0]), np.float32(2)).item(), *frequencies.values[1:])
+    model.graph.weights["rotary.inv_freq"] = dataclasses.replace(frequencies, values=values)
+    assert model_hash(model, formats) != first
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
+    assert model_hash(opened(), formats) != first
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets MXCSR")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_flushing_denormals_in_the_process_changes_nothing(threads):
+    """MXCSR is the calling thread's, and threads inherit it."""
+    libm = ctypes.CDLL(ctypes.util.find_library("m"))
+    x, w = np.full((3, 64), 1e-25, np.float32), np.full((40, 64), 1e-15, np.float32)
+
+    def multiply():
+        executor = _native.Executor(num_threads=threads)
+        matrix = executor.add_matrix(40, 64, "float32")
+        executor.fill_matrix(matrix, w, "F32")
+        return executor.multiply(matrix, x, 40)
+
+    def flushed():
+        environment = (ctypes.c_uint32 * 8)()  # fenv_t: MXCSR is its last word
+        assert libm.fegetenv(environment) == 0
+        environment[7] |= 0x8040  # FTZ and DAZ
+        assert libm.fesetenv(environment) == 0
+        result = multiply()
+        assert libm.fegetenv(environment) == 0
+        return result, environment[7]
+
+    expected = multiply()
+    assert 0 < expected.max() < 1e-37
+    with ThreadPoolExecutor(1) as pool:
+        found, modes = pool.submit(flushed).result()
+    assert found.tobytes() == expected.tobytes()
+    assert modes & 0x8040 == 0x8040, "the caller's own modes are gone"

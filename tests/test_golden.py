@@ -1,0 +1,29 @@
+"""Ids and bits of fixed models and kernels, as recorded (record_golden.py): any that differ were changed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from allspark_server import _native
+from record_golden import FILE, run_level
+
+GOLDEN = json.loads(FILE.read_text())
+
+
+def test_levels_of_the_record_are_known():
+    known = {"avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx", "neon", "neon_dotprod", "sve256", "sve512"}
+    assert GOLDEN and set(GOLDEN) <= known
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("level", _native.isas())
+def test_bits_are_those_recorded(level):
+    if level not in GOLDEN:
+        pytest.skip(f"nothing is recorded for {level}: run tests/record_golden.py {level} on this machine")
+    found = run_level(level)
+    differing = [f"{case}: {found.get(case)}, recorded {wanted}" for case, wanted in GOLDEN[level].items()
+                 if found.get(case) != wanted]
+    assert not differing, f"{level}: {len(differing)} of {len(found)} cases differ: " + "; ".join(differing[:5])
+    assert set(found) == set(GOLDEN[level])
