@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
-import hashlib
 import itertools
 import json
 import logging
@@ -38,8 +37,8 @@ from allspark_client.types import (
 )
 from allspark_client.version import __version__
 
+from .fingerprint import fingerprint
 from .request import QueueSink, Request, Sink, build_request
-from .runtime.digest import results_digest
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
@@ -405,7 +404,7 @@ class Engine(AbstractEngine):
                     from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-                model = ServedModel(config, info, tokenizer, _fingerprint(info))
+                model = ServedModel(config, info, tokenizer, fingerprint(info))
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:
@@ -591,22 +590,3 @@ def _of_configuration(name: str, error: Exception) -> Exception:
     text = f"model {name!r} of the configuration cannot be loaded: {error}"
     passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
     return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)
-
-
-def _fingerprint(info: ModelInfo) -> str:
-    # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
-    # by any length.
-    facts = (results_digest(), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
-             info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir))
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-def _tokenizer_digest(directory: str) -> str:
-    """Of the files that text becomes ids and ids become text by, the chat template among them."""
-    digest = hashlib.sha256()
-    files = sorted(Path(directory).glob("*")) if directory else []
-    for path in files:
-        if path.name.startswith(("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges")):
-            if path.is_file():
-                digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
-    return digest.hexdigest()

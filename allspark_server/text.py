@@ -15,12 +15,12 @@ import tokenizers
 from . import decoders
 from .templates import renderer
 from .text_size import characters_per_token
-from .weights.files import MIB, parse_json, read_file
+from .weights.files import MAX_TOKENIZER_BYTES, MIB, parse_json, read_file
 
 logger = logging.getLogger(__name__)
 
 # Several times what the largest published checkpoints have.
-MAX_TOKENIZER_BYTES, MAX_TOKENIZER_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 128 * MIB, 16 * MIB, MIB
+MAX_TOKENIZER_CONFIG_BYTES, MAX_TEMPLATE_BYTES = 16 * MIB, MIB
 MAX_TEMPLATES = 64
 
 

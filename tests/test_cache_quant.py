@@ -241,10 +241,10 @@ def test_shipped_model_still_adds(engine, mode, least):
 
 def test_fingerprint_covers_the_cache():
     from allspark_client.types import ModelInfo
-    from allspark_server.engine import _fingerprint
+    from allspark_server.fingerprint import fingerprint
 
     kinds = ("float32", "bfloat16", *LEVELS)
-    assert len({_fingerprint(ModelInfo(cache_dtype=kind)) for kind in kinds}) == len(kinds)
+    assert len({fingerprint(ModelInfo(cache_dtype=kind)) for kind in kinds}) == len(kinds)
 
 
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")

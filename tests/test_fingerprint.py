@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from allspark_client.types import ModelInfo
-from allspark_server import _native, engine
+from allspark_server import _native
+from allspark_server.fingerprint import fingerprint
 from allspark_server.models.graph import Op
 from allspark_server.runtime import digest
 from allspark_server.weights.checkpoint import model_hash, open_model
@@ -24,33 +25,33 @@ INFO = ModelInfo(name="m", ranks=2, weight_dtype="bfloat16", cache_dtype="bfloat
 
 
 def test_it_is_the_same_for_the_same():
-    assert engine._fingerprint(INFO) == engine._fingerprint(dataclasses.replace(INFO, name="another", num_spans=5))
+    assert fingerprint(INFO) == fingerprint(dataclasses.replace(INFO, name="another", num_spans=5))
 
 
 @pytest.mark.parametrize("field, value", [("ranks", 3), ("weight_dtype", "int8"), ("weight_group_size", 64),
                                           ("quantize_head", False), ("cache_dtype", "int8"), ("span_size", 64),
                                           ("model_hash", "abd")])
 def test_it_changes_with_what_the_model_is(field, value):
-    assert engine._fingerprint(dataclasses.replace(INFO, **{field: value})) != engine._fingerprint(INFO)
+    assert fingerprint(dataclasses.replace(INFO, **{field: value})) != fingerprint(INFO)
 
 
 def test_it_changes_with_what_kernels_compute(monkeypatch):
-    before = engine._fingerprint(INFO)
+    before = fingerprint(INFO)
     for case, found in digest.result_digests().items():
         changed = {**digest.result_digests(), case: found[::-1]}
         with monkeypatch.context() as patch:
             patch.setattr(digest, "result_digests", lambda changed=changed: changed)
-            assert engine._fingerprint(INFO) != before, case
+            assert fingerprint(INFO) != before, case
 
 
 def test_it_changes_with_tokenizer_and_template(tmp_path):
     seen = set()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"):
         (tmp_path / name).write_text("{}")
-        seen.add(engine._fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))))
+        seen.add(fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))))
     assert len(seen) == 3  # not with what is no part of them
     (tmp_path / "chat_template.jinja").write_text("[]")
-    assert engine._fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))) not in seen
+    assert fingerprint(dataclasses.replace(INFO, tokenizer_dir=str(tmp_path))) not in seen
 
 
 def test_the_model_part_covers_ops_and_rotary_frequencies(tmp_path):

@@ -16,6 +16,7 @@ MIB = 1 << 20
 MAX_CONFIG_BYTES = 4 * MIB  # config.json, generation_config.json
 MAX_INDEX_BYTES = 32 * MIB  # *.index.json
 MAX_GRAPH_BYTES = 8 * MIB  # .asgraph
+MAX_TOKENIZER_BYTES = 128 * MIB  # tokenizer.json
 MAX_STATE_BYTES = 32 * MIB  # the engine's state file
 
 _KINDS = ((stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, Mapping
 
-from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES, AsModelConfig
+from allspark_client.config import GROUP_SIZES, UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, nearest_name
 
 if TYPE_CHECKING:

@@ -1,0 +1,33 @@
+"""What a model's fingerprint is made of: all that the bytes of its answers come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from allspark_client.types import ModelInfo
+
+from .runtime.digest import results_digest
+from .weights.files import MAX_TOKENIZER_BYTES, read_file
+
+# Files that text becomes ids and ids become text by, the chat templates among them.
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "chat_template*", "additional_chat_templates/*.jinja")
+
+
+def fingerprint(info: ModelInfo) -> str:
+    """Equal for two groups only if a request gives the same bytes on both."""
+    # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
+    # by any length.
+    facts = (results_digest(), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
+             info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir))
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _tokenizer_digest(directory: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for name in _TOKENIZER_FILES for path in Path(directory).glob(name)) if directory else ():
+        if path.is_file():
+            data = read_file(path, MAX_TOKENIZER_BYTES)
+            digest.update(f"{path.relative_to(directory)} {len(data)} ".encode() + data)
+    return digest.hexdigest()
