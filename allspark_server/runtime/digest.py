@@ -45,7 +45,8 @@ def _executor(weights: str, group: int, cache: str):
 
     def matrix(rows: int, columns: int) -> int:
         identity = e.add_matrix(rows, columns, weights, group)
-        e.fill_matrix(identity, fixed_values((rows, columns), next(seeds)) * np.float32(2.5 / math.sqrt(columns)), "F32")
+        values = fixed_values((rows, columns), next(seeds))
+        e.fill_matrix(identity, values * np.float32(2.5 / math.sqrt(columns)), "F32")
         return identity
 
     def vector(size: int, middle: float = 0.0) -> int:
@@ -109,7 +110,8 @@ def _draw() -> str:
     logits = fixed_values((20_000,), 1) * np.float32(6)
     history = np.arange(0, 3000, 7, dtype=np.int32)
     for params in DRAWS:
-        drawn = native_library().sample_once([logits[:10_240], logits[10_240:]], np.frombuffer(params.encode(), np.int32), history)
+        block = np.frombuffer(params.encode(), np.int32)
+        drawn = native_library().sample_once([logits[:10_240], logits[10_240:]], block, history)
         digest.update(repr((drawn["token"], np.float32(drawn["logprob"]).tobytes(), drawn["top_ids"])).encode())
         digest.update(np.float32(drawn["top_logprobs"]).tobytes())
     return digest.hexdigest()[:16]
