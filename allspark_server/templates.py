@@ -149,7 +149,9 @@ def _answer(template: str, variables: dict[str, Any]) -> tuple[str, str]:
 
 def main() -> None:
     """Answers lines of [template, variables] with lines of [kind, text], until there are no more."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()  # libraries may have reserved much
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     for line in sys.stdin.buffer:

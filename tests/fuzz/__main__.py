@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--max-rss", type=float, default=4096.0, help="MiB that the process may take")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    os.environ.pop("LD_PRELOAD", None)  # a sanitizer's, which the process that renders templates has no memory for
+    os.environ.pop("LD_PRELOAD", None)  # a sanitizer's, with which the process that renders templates starts slowly
     os.environ["RUST_BACKTRACE"] = "0"
     options.out.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in TARGETS if not options.target or kind.name in options.target]
