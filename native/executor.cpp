@@ -231,9 +231,8 @@ void Executor::add_op(const std::string& type, std::vector<int> inputs, std::vec
     case OpType::sample:
       need(1, 0, 0, 0);
       op.vocab_begin = whole("vocab_begin"), op.vocab_size = whole("vocab_size");
-      if (op.vocab_begin < 0 || (long)op.vocab_begin + in(op).width > op.vocab_size || !in(op).logit_rows)
-        throw std::invalid_argument("op sample: logits [" + std::to_string(op.vocab_begin) + ", " + std::to_string((long)op.vocab_begin + in(op).width) +
-                                    ") are not within a vocabulary of " + std::to_string(op.vocab_size));
+      check_shard(op.vocab_begin, in(op).width, op.vocab_size);
+      if (!in(op).logit_rows) throw std::invalid_argument("op sample: its input must have a row for each row that samples");
       break;
   }
   ops_.push_back(std::move(op));

@@ -118,6 +118,9 @@ constexpr int kLevels = 6;
 
 using Blobs = std::vector<std::pair<const uint8_t*, size_t>>;  // one for each rank, in rank order
 
+// Throws std::invalid_argument unless [begin, begin + local) can be a shard of the vocabulary.
+void check_shard(int begin, int local, int vocab_size);
+
 // Appends this shard's blob to `blob` and returns how many bytes that were. vocab_begin: the shard's first global id.
 size_t candidates(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size,
                   std::vector<uint8_t>& blob);

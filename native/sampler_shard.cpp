@@ -274,19 +274,6 @@ Winner draw_chunk(const SamplingParams& p, int position, const float* x, int beg
   return winner;
 }
 
-void check_shard(int begin, int local, int vocab_size) {
-  if (begin < 0 || local < 0 || local > vocab_size - begin) {
-    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " +
-                                std::to_string(static_cast<int64_t>(begin) + local) + ") is outside of [0, " +
-                                std::to_string(vocab_size) + ")");
-  }
-  const int chunk = chunk_of(vocab_size);
-  if (begin % chunk || (local % chunk && begin + local != vocab_size)) {
-    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " + std::to_string(begin + local) +
-                                ") is not made of whole chunks of " + std::to_string(chunk) + " ids");
-  }
-}
-
 // Applies processors and mask, and hands the processed row to `use`: the logits themselves, which are put back
 // afterwards, or a copy under a mask. s.groups must be those of the logits; they are brought up to date.
 template <class Use>
@@ -312,6 +299,19 @@ void with_processed(const SampleInput& input, int begin, int local, Scratch& s, 
 }
 
 }  // namespace
+
+void check_shard(int begin, int local, int vocab_size) {
+  if (begin < 0 || local < 0 || local > vocab_size - begin) {
+    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " +
+                                std::to_string(static_cast<int64_t>(begin) + local) + ") is outside of [0, " +
+                                std::to_string(vocab_size) + ")");
+  }
+  const int chunk = chunk_of(vocab_size);
+  if (begin % chunk || (local % chunk && begin + local != vocab_size)) {
+    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " + std::to_string(begin + local) +
+                                ") is not made of whole chunks of " + std::to_string(chunk) + " ids");
+  }
+}
 
 size_t candidates(const SampleInput& input, int begin, int local, int vocab_size, std::vector<uint8_t>& blob) {
   check_shard(begin, local, vocab_size);

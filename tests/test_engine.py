@@ -632,7 +632,7 @@ def test_what_may_not_be_opened_is_not_restored(make_engine, tmp_path):
         raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED, f"{config.model_path} is outside")
 
     engine = make_engine(None, state_file=path)
-    assert engine.restore(check) == [] and list(engine.failures()) == ["m"]
+    assert engine.restore(check=check) == [] and list(engine.failures()) == ["m"]
     again = make_engine(None, state_file=path)
     assert again.restore() == ["m"] and again.failures() == {}
 

@@ -413,7 +413,7 @@ def test_exit_status_tells_whether_to_start_again(tmp_path):
     status, error = served_by(tmp_path, address=f"unix:{tmp_path}/s", models=["/nowhere/model"])
     assert status == 78 and "model 'model' of the configuration cannot be loaded" in error
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        status, error = served_by(tmp_path, address=f"127.0.0.1:{taken.getsockname()[1]}")
+        status, error = served_by(tmp_path, address=f"127.0.0.1:{taken.getsockname()[1]}", insecure=True)
     assert status == 1 and "in use" in error
 
 
@@ -568,11 +568,11 @@ def test_the_first_step_is_told(monkeypatch):
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     group, told = LocalGroup(), []
     group.member.on_served = lambda: told.append("served")
-    group.load(AsModelConfig(model_name="step0", model_path="x"))
+    load(group, "step0")
     with pytest.raises(MemoryError):
         group.step("step0", b"")
     assert not told
-    group.load(AsModelConfig(model_name="m", model_path="x"))
+    load(group, "m")
     group.step("m", b"")
     group.step("m", b"")
     assert told == ["served"]

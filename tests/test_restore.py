@@ -19,10 +19,10 @@ class Group(FakeGroup):
         super().__init__()
         self.refused = refused
 
-    def load(self, config):
+    def start_load(self, config):
         if config.model_name in self.refused:
             raise self.refused[config.model_name]
-        return super().load(config)
+        super().start_load(config)
 
 
 MEMORY = AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR, "too large")
