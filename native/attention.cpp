@@ -14,8 +14,14 @@
 
 namespace as {
 
+namespace {
+
 constexpr int kGroupTiles = 4;
 constexpr int kRunBlocks = 8;
+
+size_t partial_floats(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
+
+}  // namespace
 
 // A layer's spans are adjacent, a span's KV heads within: [layer][span][kv head]{span_layout.h}.
 char* Executor::span_address(int layer, int span, int kv_head) const {
@@ -79,6 +85,8 @@ void Executor::share_pairs() {
       kept += shared ? count : 1;
     }
   }
+  if (kept * partial_floats(layout_) * sizeof(float) > partials_.size())
+    throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than there is room for");
 }
 
 void Executor::write_cache(const Op& op, int thread) {
@@ -163,12 +171,6 @@ void clear(float* result, size_t floats) {
   std::fill(result + kTileRows, result + floats, 0.0f);
 }
 
-}  // namespace
-
-namespace {
-
-size_t partial_floats(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
-
 // A thread's scratch memory: of a group's tiles partial results of a block, of a run and of all, then queries.
 size_t scratch_bytes(const SpanLayout& layout) {
   return kGroupTiles * (3 * partial_floats(layout) * sizeof(float) + query_bytes(layout));
@@ -186,7 +188,7 @@ void Executor::merge_ascending(const Tile& tile, int block, const float* partial
 }
 
 size_t Executor::partials_bytes(const SpanLayout& layout, int threads, int max_length) {
-  // Where one thread's part ends and the next one's begins, one tile is shared and one of its runs.
+  // Where one thread's part ends and the next one's begins, at most one tile is shared and one of its runs.
   const size_t blocks = ((size_t)max_length + kBlockTokens - 1) / kBlockTokens, runs = (blocks + kRunBlocks - 1) / kRunBlocks;
   return (size_t)(threads - 1) * (runs + kRunBlocks - 1) * partial_floats(layout) * sizeof(float);
 }

@@ -1,0 +1,133 @@
+"""Attention through the executor: one result, to the last bit, however a step's blocks of context are shared out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+
+Q_HEADS, KV_HEADS, DIM, SPAN, BLOCK, TILE_ROWS = 4, 2, 24, 32, 128, 16
+VOCAB, WIDTH = 61, (Q_HEADS + 2 * KV_HEADS) * DIM
+DTYPES = ("float32", "bfloat16", "int8", "uint4")
+CONTEXTS = (1025, 1153, 2500)   # just past a run of blocks, past the first block of the next one, within a third run
+FEW, MANY = (), (3, 40, 129, 700, 5, 64, 300, 1, 1100, 17, 90, 33)   # contexts of a step's other sequences
+GREEDY = SamplingParams(do_sample=False).encode()
+
+
+class Attention:
+    """An executor of nothing but attention: a token's queries, key and value are its embedding."""
+
+    def __init__(self, threads: int, dtype: str = "float32", max_length: int = 2560, spans: int = 400,
+                 slots: int = 16):
+        self.table = np.random.default_rng(5).normal(size=(VOCAB, WIDTH)).astype(np.float32)
+        self.table[:, :Q_HEADS * DIM] *= 3  # weights that differ
+        e = self.executor = _native.Executor(num_threads=threads)
+        table = e.add_matrix(VOCAB, WIDTH, "float32")
+        e.fill_matrix(table, self.table, "F32")
+        qkv, out, last = e.add_tensor(WIDTH), e.add_tensor(Q_HEADS * DIM), e.add_tensor(Q_HEADS * DIM, True)
+        e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
+        e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": Q_HEADS, "kv_heads": KV_HEADS,
+                                                      "head_dim": DIM, "group": Q_HEADS // KV_HEADS, "scale": DIM**-0.5})
+        e.add_op("select_rows", [out], [last], [], {})
+        e.add_op("sample", [last], [], [], {"vocab_begin": 0, "vocab_size": Q_HEADS * DIM})
+        e.allocate(2560, slots, max_length, 1, KV_HEADS, DIM, SPAN, spans, dtype)
+        self.spans = 0
+
+    def step(self, plan: StepPlan) -> np.ndarray:
+        """The attention of each sequence's last row: [sequences that sample, query heads x dim]."""
+        return self.executor.step(plan.encode(), True).logits
+
+    def take_spans(self, positions: int) -> list[int]:
+        first, self.spans = self.spans, self.spans + -(-positions // SPAN)
+        return list(range(first, self.spans))
+
+    def last_row(self, tokens: list[int], chunks: list[int], others: tuple[int, ...]) -> np.ndarray:
+        """The last token's row, after `chunks` before its own, in a step together with sequences of `others` tokens."""
+        assert sum(chunks) == len(tokens)
+        new, start, spans = [NewSlot(0, tokens, GREEDY)], 0, self.take_spans(len(tokens))
+        for count in chunks[:-1]:
+            self.step(StepPlan(new=new, work=[WorkItem(0, start, count, False, [], spans)]))
+            new, spans, start = [], [], start + count
+        work = [WorkItem(0, start, chunks[-1], True, [], spans)]
+        if others:  # all but their last tokens first, so that theirs are single ones
+            histories = [tokens_of(n, seed=n) for n in others]
+            new += [NewSlot(i, history, GREEDY) for i, history in enumerate(histories, 1)]
+            prompts = [WorkItem(i, 0, n - 1, False, [], self.take_spans(n)) for i, n in enumerate(others, 1) if n > 1]
+            self.step(StepPlan(new=new[-len(others):], work=prompts))
+            new = new[:-len(others)]
+            work += [WorkItem(i, n - 1, 1, True, [], [] if n > 1 else self.take_spans(1))
+                     for i, n in enumerate(others, 1)]
+        row = self.step(StepPlan(new=new, work=work))[0]
+        self.step(StepPlan(free=list(range(len(others) + 1))))
+        self.spans = 0
+        return row
+
+
+def tokens_of(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, n).tolist()
+
+
+def reference(table: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """The last token's attention over all, in float64."""
+    rows = table[tokens].astype(np.float64)
+    q, k, v = (part.reshape(len(tokens), -1, DIM)
+               for part in np.split(rows, [Q_HEADS * DIM, (Q_HEADS + KV_HEADS) * DIM], axis=1))
+    out = []
+    for head in range(Q_HEADS):
+        scores = k[:, head * KV_HEADS // Q_HEADS] @ q[-1, head] * DIM**-0.5
+        weights = np.exp(scores - scores.max())
+        out.append(weights / weights.sum() @ v[:, head * KV_HEADS // Q_HEADS])
+    return np.concatenate(out)
+
+
+def chunkings(n: int) -> list[list[int]]:
+    """The last token alone, the last of 100 rows, the prompt in one piece, and in unequal ones."""
+    return [[n - 1, 1], [n - 100, 100], [n], [700, n - 713, 13]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_bits_do_not_depend_on_how_blocks_are_shared_out(dtype, context):
+    """Few sequences: threads split their contexts. Many, or one thread: each tile's blocks are one thread's."""
+    tokens, rows = tokens_of(context), {}
+    for threads in (1, 2, 3, 5):
+        attention = Attention(threads, dtype)
+        for others in (FEW, (1200,), MANY):
+            for chunks in chunkings(context):
+                rows[threads, others, tuple(chunks)] = attention.last_row(tokens, chunks, others)
+    first = next(iter(rows.values()))
+    differing = [case for case, row in rows.items() if not np.array_equal(row.view(np.uint32), first.view(np.uint32))]
+    assert not differing
+    tolerance = {"float32": 2e-6, "bfloat16": 0.05, "int8": 0.05, "uint4": 0.6}[dtype]
+    np.testing.assert_allclose(first, reference(attention.table, tokens), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5, 8, 13])
+def test_partial_results_fit_whatever_the_contexts(threads):
+    """Random sets of contexts up to the longest that was announced. share_pairs() itself checks that they fit."""
+    rng = np.random.default_rng(threads)
+    longest = int(rng.integers(9, 40)) * BLOCK + 1
+    attention = Attention(threads, max_length=longest, spans=1)
+    for _ in range(150):
+        sequences = int(rng.integers(1, 2 * threads))  # fewer than 4 tiles a thread: their blocks are split
+        lengths = [longest if rng.random() < 0.4 else int(rng.integers(1, longest + 1)) for _ in range(sequences)]
+        lengths = lengths[:15]
+        work = []
+        for i, n in enumerate(lengths):  # as after a hit in the prefix cache; all spans are the one there is
+            start = (n - 1) // SPAN * SPAN
+            work.append(WorkItem(i, start, n - start, True, [], [0] * -(-n // SPAN)))
+        found = attention.step(StepPlan(new=[NewSlot(i, [1] * n, GREEDY) for i, n in enumerate(lengths)], work=work))
+        assert found.shape[0] == len(lengths) and np.isfinite(found).all()
+        attention.step(StepPlan(free=list(range(len(lengths)))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_of_partial_results_is_small(dtype):
+    """A partial result for each run of 8 blocks where threads' parts meet, not one of every block for each thread."""
+    threads, context, dim = 64, 131_072, 128
+    per_thread = _native.attention_bytes(threads, context, dim, dtype) / threads
+    every_block = 4 * (context // BLOCK) * TILE_ROWS * (2 + dim) * 4
+    assert per_thread < 8e6 and per_thread < every_block / 4
+    assert _native.attention_bytes(1, context, dim, dtype) == _native.attention_bytes(1, BLOCK, dim, dtype)
