@@ -18,7 +18,7 @@ from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
-from allspark_server.weights.checkpoint import TENSORS_HASH, OpenedModel, open_model, tensors_hash
+from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
 from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
@@ -177,12 +177,8 @@ class HuggingFaceModel:
                 self._copy_tokenizer(directory / f"{self.name}.tokenizer")
             except OSError as error:
                 raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
-            # What is converted is another model.
-            metadata = (
-                {TENSORS_HASH: tensors_hash(model.graph, model.source)} if how and self.data_type == "auto" else {}
-            )
             quantize = native_library().Executor(num_threads=physical_cores()).quantize_rows if how else None
-            write_params(graph, model.source, param_path, self.data_type, quantize, metadata)
+            write_params(graph, model.source, param_path, self.data_type, quantize)
             write_graph(graph, graph_path, text=text_graph)
         self._files = graph_path, param_path
         return self

@@ -142,6 +142,8 @@ void bind_executor(py::module_& m) {
            py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("offsets").noconvert(), py::arg("bits"),
            py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
            "Packs columns `column`... of rows that quantize_rows made of rows of `columns` values.")
+      .def("source_hash", &Executor::source_hash, py::arg("id"),
+           "A hash of all bytes that fill_matrix has read into a matrix, whatever the threads and the instruction set.")
       .def("quantize_rows",
            [](Executor& e, const py::array& a, const std::string& source, int bits, long group_size) {
              SourceRows rows = source_rows(a, source);

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "pack.h"
+#include "row_hash.h"
 
 namespace as {
 namespace {
@@ -36,7 +37,7 @@ int Executor::add_matrix(int out_features, int in_features, Format format, int g
     throw std::invalid_argument("matrix of " + std::to_string(in_features) + " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMaxIntegerK) + " in a group");
   packed.data = weights_.take(matrix_bytes(packed), "weights");
-  matrices_.push_back({packed});
+  matrices_.push_back({packed, 0});
   return (int)matrices_.size() - 1;
 }
 
@@ -81,11 +82,10 @@ long Executor::fill_matrix(int id, const SourceRows& source, long rows) {
   const long row_offset = source.row_offset, stride = source.stride;
   const Packed& m = checked_part(id, rows, row_offset, source.column, source.columns, source.group);
   std::atomic<long> bad{0};
+  std::atomic<uint64_t> hash{0};
+  const size_t item = source.type == SourceType::f32 ? 4 : 2;
   const long first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
-  pool_.run([&](int thread) {
-    const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
-    const long r0 = std::max(row_offset, (first + p0) * m.panel), r1 = std::min(row_offset + rows, (first + p1) * m.panel);
-    if (r0 >= r1) return;
+  auto fill = [&](long r0, long r1) {
     if (is_quantized(m.format)) {
       bad += k_.quantize(m, source, r0, r1);
       return;
@@ -99,7 +99,19 @@ long Executor::fill_matrix(int id, const SourceRows& source, long rows) {
     if (source.type == SourceType::f32) pack(F32{});
     else if (source.type == SourceType::f16) pack(F16{});
     else pack(BF16{});
+  };
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
+    uint64_t sum = 0;
+    for (long panel = first + p0; panel < first + p1; panel++) {
+      const long r0 = std::max(row_offset, panel * m.panel), r1 = std::min(row_offset + rows, (panel + 1) * m.panel);
+      const char* row = static_cast<const char*>(source.data) + ((r0 - row_offset) * stride + source.column) * item;
+      for (long r = r0; r < r1; r++, row += stride * item) sum += row_hash(row, m.k * item, r);  // brings the panel into the cache
+      fill(r0, r1);
+    }
+    hash += sum;
   });
+  matrices_[id].source_hash += hash;
   return bad;
 }
 

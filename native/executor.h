@@ -82,6 +82,8 @@ class Executor {
   long fill_matrix(int id, const SourceRows& source, long rows);
   // The same from rows that are quantized already.
   void fill_quantized(int id, const StoredRows& source, long rows, long row_offset, long column);
+  // Of all bytes that fill_matrix() has read into a matrix: the same with any number of threads and instruction set.
+  uint64_t source_hash(int id) const { return matrices_.at(id).source_hash; }
   // Quantizes rows into plain arrays. Returns how many values are NaN or infinite.
   long quantize(const SourceRows& source, const QuantizedRows& out, long rows);
   int add_vector(std::vector<float> values);
@@ -110,6 +112,7 @@ class Executor {
  private:
   struct Matrix {
     Packed packed;
+    uint64_t source_hash;
   };
   struct Tensor {
     int width;

@@ -25,7 +25,7 @@ class Driver:
         self.runners = [ModelRunner(self.config, rank=rank, world=world, window=window)
                         for rank, window in enumerate(self._windows(world))]
         spans = min(self._each(lambda runner: runner.load()))
-        self.infos = self._each(lambda runner: runner.allocate_cache(spans))
+        self.infos = self._each(lambda runner: runner.allocate_cache(spans, [each.digest for each in self.runners]))
         self.info = self.infos[0]
 
     def _windows(self, world: int) -> list:

@@ -37,6 +37,9 @@ class NumpyExecutor:
         self.weights[identity][rows] = np.stack([to_float32(row, source) for row in array])
         return array.size - int(np.isfinite(self.weights[identity][rows]).sum())
 
+    def source_hash(self, identity: int) -> int:
+        return 0
+
     def add_vector(self, values: np.ndarray) -> int:
         assert values.dtype == np.float32 and values.ndim == 1
         self.weights.append(values.astype(np.float64))

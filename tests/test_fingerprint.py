@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from allspark_client.types import ModelInfo
-from allspark_server import _native
+from allspark_server import HuggingFaceModel, _native
 from allspark_server.fingerprint import fingerprint
 from allspark_server.models.graph import Op
 from allspark_server.runtime import digest
 from allspark_server.weights.checkpoint import model_hash, open_model
 from allspark_server.weights.formats import WeightFormat
+from allspark_server.weights.safetensors import SafetensorsFile
+from driver import Driver
 from record_golden import write_model
 
 INFO = ModelInfo(name="m", ranks=2, weight_dtype="bfloat16", cache_dtype="bfloat16", span_size=32, model_hash="abc")
@@ -61,20 +63,67 @@ def test_the_model_part_covers_ops_and_rotary_frequencies(tmp_path):
     def opened():
         return open_model(str(directory), None)
 
-    first = model_hash(opened(), formats)
-    assert model_hash(opened(), formats) == first
-    assert model_hash(opened(), {"x": WeightFormat("int8", 0)}) != first
+    first = model_hash(opened(), formats, ["d"])
+    assert model_hash(opened(), formats, ["d"]) == first
+    assert model_hash(opened(), formats, ["e"]) != first
+    assert model_hash(opened(), {"x": WeightFormat("int8", 0)}, ["d"]) != first
     model = opened()
     model.graph.ops[2] = Op(**{**model.graph.ops[2].__dict__, "attrs": {"eps": 1e-5}})
-    assert model_hash(model, formats) != first
+    assert model_hash(model, formats, ["d"]) != first
     model = opened()
     frequencies = model.graph.weights["rotary.inv_freq"]
     values = (np.nextafter(np.float32(frequencies.values[0]), np.float32(2)).item(), *frequencies.values[1:])
     model.graph.weights["rotary.inv_freq"] = dataclasses.replace(frequencies, values=values)
-    assert model_hash(model, formats) != first
+    assert model_hash(model, formats, ["d"]) != first
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5}))
-    assert model_hash(opened(), formats) != first
+    assert model_hash(opened(), formats, ["d"]) != first
+
+
+def flip_a_sign(directory, name):
+    """Changes one value in the middle of a tensor."""
+    file = SafetensorsFile(directory / "model.safetensors")
+    begin, end = file._entries[name]["data_offsets"]
+    data = bytearray((directory / "model.safetensors").read_bytes())
+    data[file.header_bytes + begin + (end - begin) // 8 * 4 + 3] ^= 0x80
+    (directory / "model.safetensors").write_bytes(data)
+
+
+def loaded_hash(path, world=1, **fields):
+    with Driver(path, world, engine_max_length=256, cache_memory=4 << 20, **fields) as driver:
+        assert len({info.model_hash for info in driver.infos}) == 1
+        return driver.info.model_hash
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_model_part_covers_every_byte_that_is_loaded(tmp_path, world):
+    directory = write_model("qwen3", tmp_path / "a")
+    parts = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.k_norm", "mlp.up_proj",
+             "mlp.down_proj", "post_attention_layernorm")
+    names = ["model.embed_tokens.weight", "model.norm.weight", *(f"model.layers.1.{part}.weight" for part in parts)]
+    for fields in ({"weight_dtype": "bfloat16"}, {"weight_dtype": "int4", "weight_group_size": 32}):
+        first = loaded_hash(directory, world, **fields)
+        assert first == loaded_hash(directory, world, num_threads=3, **fields)
+        for name in names:
+            flip_a_sign(directory, name)
+            assert loaded_hash(directory, world, **fields) != first, name
+            flip_a_sign(directory, name)
+        assert loaded_hash(directory, world, **fields) == first
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_model_part_covers_every_byte_of_a_serialized_model(tmp_path, world, quantized):
+    directory, seen = write_model("qwen3", tmp_path / "a"), []
+    for name in (None, "model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        if name:
+            flip_a_sign(directory, name)
+        model = HuggingFaceModel(directory, "m")
+        model.serialize_to_path(None, tmp_path, enable_quant=quantized, weight_only_quant=quantized)
+        seen.append(loaded_hash(tmp_path / "m.asgraph", world))
+        if name:
+            flip_a_sign(directory, name)
+    assert len(set(seen)) == 3
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="sets MXCSR")

@@ -273,6 +273,20 @@ def test_packing_from_every_source_type_and_strided_views(dtype):
             assert np.array_equal(executor.read_row(handle, row), q[row] * scales[row] + offsets[row])
 
 
+def test_the_hash_of_a_source_is_of_its_bytes_alone():
+    """Whatever the format, threads, pieces and instruction set."""
+    array = (np.arange(80 * 300, dtype=np.uint32) * np.uint32(2654435761) >> np.uint32(18)).astype(np.uint16)
+    view, seen = array.reshape(80, 300)[:, 11:212], set()
+    for dtype, threads, pieces in ((d, t, p) for d in ("bfloat16", *FORMATS) for t in (1, 3) for p in ((80,), (29, 51))):
+        executor = _native.Executor(num_threads=threads)
+        handle, first = executor.add_matrix(80, 201, dtype, 64 if dtype in FORMATS else 0), 0
+        for rows in pieces:
+            executor.fill_matrix(handle, view[first:first + rows], "F16", first)
+            first += rows
+        seen.add(executor.source_hash(handle))
+    assert seen == {12763039719413301363}
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_non_finite_values(dtype):
     executor = _native.Executor()

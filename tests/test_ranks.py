@@ -460,7 +460,7 @@ class FakeRunner:
     """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
 
     def __init__(self, config, *, rank, world, window, cpus):
-        self.name, self.rank, self.closed = config.model_name, rank, False
+        self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
 
     def _maybe_fail(self, where: str) -> None:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):
@@ -470,7 +470,7 @@ class FakeRunner:
         self._maybe_fail("load")
         return 100 - self.rank
 
-    def allocate_cache(self, spans: int):
+    def allocate_cache(self, spans: int, digests: list[str]):
         self._maybe_fail("allocate")
         return SimpleNamespace(num_spans=spans)
 

@@ -64,7 +64,7 @@ class Group(Protocol):
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
     LOAD = 1        # JSON of the AsModelConfig
-    ALLOCATE = 2    # JSON {"name", "num_spans"}
+    ALLOCATE = 2    # JSON {"name", "num_spans", "digests"}
     POLL = 3        # answered: how the last LOAD or ALLOCATE stands
     STEP = 4        # uint16 length of the name, name, plan
     UNLOAD = 5      # name
@@ -83,9 +83,10 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: a number, that it is under way, or the error that prevented
-    it."""
+    """What one rank reports of a load or an allocation: a number and (of a load) the digest of its weights, that it is
+    under way, or the error that prevented it."""
     value: int = 0
+    digest: str = ""
     pending: bool = False
     error: str = ""         # name of the exception's class that the engine's caller is to see
     status: int = 0
@@ -146,7 +147,7 @@ class Member:
         self._affinity = os.sched_getaffinity(0)
         self._background: threading.Thread | None = None    # the last one
         self._loading = ""
-        self._phase: Future[int] = Future()     # of the load under way
+        self._phase: Future[Answer] = Future()     # of the load under way
         self._cancelled = threading.Event()
         self.served = False         # a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
@@ -157,10 +158,10 @@ class Member:
         cancelled = self._cancelled
         self._phase = self._in_background(lambda: self._load(config, cancelled))
 
-    def start_allocate(self, name: str, num_spans: int) -> None:
-        """Second phase: the KV cache, of the same size on every rank."""
+    def start_allocate(self, name: str, num_spans: int, digests: list[str]) -> None:
+        """Second phase: the KV cache, of the same size on every rank. digests: of every rank's weights."""
         cancelled = self._cancelled
-        self._phase = self._in_background(lambda: self._allocate(name, num_spans, cancelled))
+        self._phase = self._in_background(lambda: self._allocate(name, num_spans, digests, cancelled))
 
     def answer(self) -> Answer:
         """How the phase that was begun last stands."""
@@ -168,7 +169,7 @@ class Member:
             return Answer(pending=True)
         error = self._phase.exception()
         if error is None:
-            return Answer(value=self._phase.result())
+            return self._phase.result()
         logger.debug("rank %d", self.rank, exc_info=error)
         return Answer.of_exception(error)
 
@@ -197,7 +198,7 @@ class Member:
         for name in list(self.runners):
             self._unload(name)
 
-    def _in_background(self, work: Callable[[], int | None]) -> Future:
+    def _in_background(self, work: Callable[[], Answer | None]) -> Future:
         """Do work on a thread of its own, after all that was given here before."""
         before, result = self._background, Future()
 
@@ -214,7 +215,7 @@ class Member:
         self._background.start()
         return result
 
-    def _load(self, config: AsModelConfig, cancelled: threading.Event) -> int:
+    def _load(self, config: AsModelConfig, cancelled: threading.Event) -> Answer:
         from .runner import ModelRunner     # imports the native module, which `allspark` itself does not need
         name = config.model_name
 
@@ -234,13 +235,13 @@ class Member:
             raise
         self.progress(name, 1.0)
         self.runners[name] = runner
-        return spans
+        return Answer(value=spans, digest=runner.digest)
 
-    def _allocate(self, name: str, num_spans: int, cancelled: threading.Event) -> int:
+    def _allocate(self, name: str, num_spans: int, digests: list[str], cancelled: threading.Event) -> Answer:
         if cancelled.is_set():
             raise LoadCancelled(f"the load of model {name!r} was given up")
-        self.info = self.runners[name].allocate_cache(num_spans)
-        return num_spans
+        self.info = self.runners[name].allocate_cache(num_spans, digests)
+        return Answer(value=num_spans)
 
     def _unload(self, name: str) -> None:
         runner = self.runners.pop(name, None)
@@ -276,8 +277,9 @@ class LocalGroup:
         if self._allocating:
             return self.member.info
         name, spans = self._config.model_name, min(answer.value for answer in answers)
-        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans}).encode())
-        self.member.start_allocate(name, spans)
+        digests = [answer.digest for answer in answers]
+        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "digests": digests}).encode())
+        self.member.start_allocate(name, spans, digests)
         self._allocating = True
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import contextmanager
-from typing import Iterator
+from typing import Iterator, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
@@ -71,7 +71,8 @@ class ModelRunner:
         self._model: OpenedModel | None = None
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
-        self._hash = ""
+        #: of the bytes that load has read on this rank
+        self.digest = ""
 
     def load(self) -> int:
         """Opens and loads the model; returns how many spans of cache this rank can hold. AllSparkError if it cannot."""
@@ -92,16 +93,18 @@ class ModelRunner:
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
         source.verify(self.rank, self.world)
         with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
-            weights = Loader(graph, source, self._executor, self.rank, self.world, self.formats, self._report()).load()
+            loader = Loader(graph, source, self._executor, self.rank, self.world, self.formats, self._report())
+            weights = loader.load()
+        self.digest = loader.digest()
         add_ops(graph, self._executor, weights, self.rank, self.world)
-        self._hash = model_hash(self._model, self.formats)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
                     mib(self._executor.weight_bytes()), self.config.model_name, self.weight_dtype,
                     time.perf_counter() - began)
         return spans
 
-    def allocate_cache(self, num_spans: int) -> ModelInfo:
-        """Allocates KV cache and activations; the model can then run. num_spans: the least of what ranks can hold."""
+    def allocate_cache(self, num_spans: int, digests: Sequence[str] = ()) -> ModelInfo:
+        """Allocates KV cache and activations; the model can then run. num_spans: the least of what ranks can hold.
+        digests: every rank's, in order; by default this one's alone."""
         config, model = self.config, self._loaded()
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
@@ -117,7 +120,7 @@ class ModelRunner:
             span_size=config.cache_span_size, max_step_tokens=self._rows_of_step(), max_batch=config.engine_max_batch,
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
             isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
-            model_hash=self._hash, tokenizer_dir=model.tokenizer_dir,
+            model_hash=model_hash(model, self.formats, digests or [self.digest]), tokenizer_dir=model.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
             weight_group_size=self.weight_group_size, quantize_head=self.quantize_head)
 

@@ -46,7 +46,7 @@ def serve(member: Member) -> None:
             member.start_load(AsModelConfig.from_dict(json.loads(payload)))
         elif kind == Command.ALLOCATE:
             request = json.loads(payload)
-            member.start_allocate(request["name"], request["num_spans"])
+            member.start_allocate(request["name"], request["num_spans"], request["digests"])
         elif kind == Command.POLL:
             window.gather(member.answer().encode())
         elif kind == Command.UNLOAD:

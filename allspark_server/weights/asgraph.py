@@ -180,10 +180,11 @@ def read_graph(path: Path) -> Graph:
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{path} is not a readable .asgraph file: {error}") from error
 
 
-def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None,
-                 metadata: dict[str, str] | None = None) -> None:
+def write_params(
+    graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None
+) -> None:
     """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto"
-    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights. metadata: to be stored as well."""
+    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
     stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
     entries: list[tuple[str, str, tuple[int, ...]]] = []
@@ -203,7 +204,7 @@ def write_params(graph: Graph, source: Source, path: Path, dtype: str = "auto", 
         ]
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
-    write_safetensors(path, entries, {"format": PARAM_FORMAT, **(metadata or {}), **formats}, data, checksums=True)
+    write_safetensors(path, entries, {"format": PARAM_FORMAT, **formats}, data, checksums=True)
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:

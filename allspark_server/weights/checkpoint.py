@@ -13,7 +13,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Mapping, Protocol
+from typing import Iterable, Mapping, Protocol, Sequence
 
 import numpy as np
 
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-SAMPLE_BYTES, SAMPLES = 64, 16
-TENSORS_HASH = "checkpoint"  # in .asparam's metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +55,8 @@ class Source(Protocol):
     def where(self) -> str:
         """What to call the source in messages."""
 
-    def tensors_hash(self) -> str:
-        """tensors_hash of the checkpoint that these are serialized from; "" when they are that themselves."""
+    def checksum(self) -> str:
+        """Of the checksums that verify() compares, so of all tensors' bytes; "" when the format has none."""
 
 
 class SafetensorsSource:
@@ -80,7 +78,7 @@ class SafetensorsSource:
     def where(self) -> str:
         return str(self.location)
 
-    def tensors_hash(self) -> str:
+    def checksum(self) -> str:
         return ""
 
 
@@ -129,8 +127,9 @@ class ParamSource(SafetensorsSource):
                                         f"tensor {name!r} of {self.file.path} is damaged: its crc32 is {found:08x}, "
                                         f"expected {expected}")
 
-    def tensors_hash(self) -> str:
-        return self.file.metadata.get(TENSORS_HASH, "")
+    def checksum(self) -> str:
+        facts = [(name, self.get(name).dtype, self.file.metadata.get(f"crc32:{name}")) for name in sorted(self.files)]
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
 class TorchSource:
@@ -181,7 +180,7 @@ class TorchSource:
     def where(self) -> str:
         return str(self.location)
 
-    def tensors_hash(self) -> str:
+    def checksum(self) -> str:
         return ""
 
 
@@ -281,31 +280,16 @@ def _indexed(directory: Path) -> SafetensorsSource:
     return SafetensorsSource(directory, {tensor: files[name] for tensor, name in weight_map.items()})
 
 
-def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat]) -> str:
-    """A cheap identity of a model's numbers: config, tensors, and the formats that its matrices (by the weight's name)
-    have.
+def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests: Sequence[str]) -> str:
+    """An identity of a model's numbers: config, ops, every byte of the tensors, and the formats that its matrices (by
+    the weight's name) have.
 
-    Copies of a checkpoint have the same hash, wherever they lie and however they are serialized.
+    digests: Loader.digest() of every rank. Copies of a checkpoint, or of what it is serialized to, have the same hash
+    on as many ranks, wherever they lie.
     """
-    of_tensors = model.source.tensors_hash() or tensors_hash(model.graph, model.source)
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
     constants = sorted((name, weight.values) for name, weight in graph.weights.items() if weight.values)
-    facts = (repr(graph.config), ops, constants, of_tensors,
+    facts = (repr(graph.config), ops, constants, model.source.checksum() or list(digests),
              sorted((name, str(form)) for name, form in formats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-
-
-def tensors_hash(graph: Graph, source: Source) -> str:
-    """Of the name, type, shape and sampled bytes of every tensor that the graph uses."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted({part.tensor for weight in graph.weights.values() for part in weight.parts}):
-        tensor = source.get(name)
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        if tensor.data is None or tensor.data.size == 0:
-            continue
-        flat = tensor.data.reshape(-1).view(np.uint8)
-        step = max(1, (flat.size - SAMPLE_BYTES) // max(1, SAMPLES - 1))
-        for begin in range(0, max(1, flat.size - SAMPLE_BYTES + 1), step):
-            digest.update(flat[begin:begin + SAMPLE_BYTES].tobytes())
-    return digest.hexdigest()

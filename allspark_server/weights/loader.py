@@ -6,6 +6,7 @@ here; only vectors (norms, biases) are converted in Python.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Callable, Mapping
 
@@ -88,12 +89,18 @@ class Loader:
         """formats: of each matrix, by the weight's name. progress: gets (elements done, of how many)."""
         self.graph, self.source, self.executor = graph, source, executor
         self.rank, self.world, self.formats, self.progress = rank, world, formats, progress
+        self._digest = hashlib.blake2b(digest_size=16)
         self.done, self.total = 0, sum(w.elements_of(rank, world) for w in graph.weights.values())
 
     def load(self) -> dict[str, int]:
         """Fills every weight; returns the executor's id for each weight's name."""
         return {name: self._matrix(weight) if weight.is_matrix else self._vector(weight)
                 for name, weight in self.graph.weights.items()}
+
+    def digest(self) -> str:
+        """Of all bytes that load() has read: the same on every load of a checkpoint by this rank of as many. Quantized
+        tensors are not in it, see Source.checksum()."""
+        return self._digest.hexdigest()
 
     def _matrix(self, weight: Weight) -> int:
         first, last = weight.column_range_of(self.rank, self.world)
@@ -123,8 +130,10 @@ class Loader:
                 )
                 if bad:
                     self._warn(tensor, bad)
+                self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} {first} {last} ".encode())
             offset += end - begin
             self._advance((end - begin) * (last - first))
+        self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
 
     def _vector(self, weight: Weight) -> int:
@@ -134,6 +143,8 @@ class Loader:
         for part in weight.parts:
             tensor = stored_tensor(self.source, weight, part)
             begin, end = part.range_of(self.rank, self.world)
+            self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} ".encode())
+            self._digest.update(tensor.data[begin:end].tobytes())
             values = to_float32(tensor.data[begin:end], tensor.dtype)
             bad = values.size - int(np.isfinite(values).sum())
             if bad:
