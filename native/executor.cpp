@@ -391,7 +391,7 @@ StepOutput Executor::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes);
   check(plan);
   begin_step(plan);
-  output_ = {};
+  output_ = {}, wide_.clear();
   want_logits_ = want_logits;
   if (rows_.empty()) return {};
   make_tiles(plan);

@@ -92,3 +92,33 @@ void chunk_sum_exp(const float* x, int n, const float* groups, float scale, floa
     *sums++ = sum;
   }
 }
+
+void weigh_bins(const float* x, int n, float top, float scale, uint32_t* bins, uint64_t* masses) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  const double best = top, steps = steps_of(scale);
+  float weights[kChunk];
+  exp_values(x, n, top, scale, weights);
+  for (int i = 0; i < n; ++i) {
+    const uint32_t bin = static_cast<uint32_t>(depth_of(x[i], best, steps)) >> (kDepthBits - kDigitBits);
+    bins[i] = x[i] == kLowest ? static_cast<uint32_t>(kBins) : bin;
+  }
+  for (int i = 0; i < n; ++i) {
+    masses[i] = static_cast<uint64_t>(static_cast<int64_t>(static_cast<double>(weights[i]) / kMassUnit));
+  }
+}
+
+int find_between(const float* x, int n, float low, float high, int* found) {
+  uint8_t within[kChunk];
+  for (int i = 0; i < n; ++i) within[i] = static_cast<uint8_t>((x[i] >= low) & (x[i] <= high));
+  for (int i = n; i < kChunk; ++i) within[i] = 0;
+  int count = 0;
+  for (int i = 0; i < n; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, within + i, sizeof eight);
+    if (!eight) continue;
+    for (int k = i; k < i + 8; ++k) {
+      if (within[k]) found[count++] = k;
+    }
+  }
+  return count;
+}

@@ -149,6 +149,10 @@ struct LogitKernels {
   void (*chunk_sum_exp)(const float* x, int n, const float* groups, float scale, float* maxima, double* sums);
   // out[i] = exp((x[i] - shift) * scale), where x[i] <= shift; 0 below e^-87.
   void (*exp_values)(const float* x, int n, float shift, float scale, float* out);
+  // Of up to 256 logits: the bin of a search's first level (sampler_blob.h), kBins if the logit is -Inf, and the mass.
+  void (*weigh_bins)(const float* x, int n, float top, float scale, uint32_t* bins, uint64_t* masses);
+  // Lists which of up to 256 logits are in [low, high], in ascending order, and returns how many.
+  int (*find_between)(const float* x, int n, float low, float high, int* found);
 };
 void use_logit_kernels(const LogitKernels& kernels);
 

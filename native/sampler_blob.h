@@ -41,8 +41,17 @@ struct Header {
 // A token's place in the order of (logit descending, id ascending): how far its logit is below the best of all ranks,
 // over the temperature, in steps of 2^-24 up to 64 (beyond, a weight is below e^-64 and never drawn), then its id. Six
 // digits of 10 bits, the first being level 0.
-constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30;
+constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30, kDepthBits = 30;
+constexpr int32_t kDeepest = (1 << kDepthBits) - 1;
 constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
+
+inline double steps_of(float scale) { return static_cast<double>(scale) * (1 << 24); }
+
+// How many steps x is below the best logit.
+inline int32_t depth_of(float x, double top, double steps) {
+  const double depth = (top - x) * steps;
+  return static_cast<int32_t>(depth < kDeepest ? depth : kDeepest);
+}
 
 // What is in a bin of a level.
 struct Bin {

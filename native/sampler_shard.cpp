@@ -149,9 +149,13 @@ void refresh_group(const float* x, int n, int i, float* groups) {
 }
 
 float max_of(const float* groups, size_t count) {
-  float top = kBanned;
-  for (size_t g = 0; g < count; ++g) top = std::max(top, groups[g]);
-  return top;
+  float tops[kLanes];
+  std::fill_n(tops, kLanes, kBanned);
+  for (size_t g = 0; g < count; g += kLanes) {
+#pragma GCC unroll 1
+    for (int j = 0; j < kLanes; ++j) tops[j] = groups[g + j] > tops[j] ? groups[g + j] : tops[j];
+  }
+  return *std::max_element(tops, tops + kLanes);
 }
 
 // Calls visit(i) for every i with x[i] >= threshold, passing over groups that hold none. Not in the order of i.
@@ -393,18 +397,13 @@ size_t candidates(const SampleInput& input, int begin, int local, int vocab_size
 
 namespace {
 
-constexpr uint32_t kDeepest = (1u << 30) - 1;
-
 class Places {
  public:
-  Places(float top, float scale) : top_(top), steps_(static_cast<double>(scale) * (1 << 24)) {}
+  Places(float top, float scale) : top_(top), steps_(steps_of(scale)) {}
 
-  // How many steps below the best logit.
-  uint32_t depth(float x) const {
-    const double depth = (static_cast<double>(top_) - x) * steps_;
-    return static_cast<uint32_t>(static_cast<int32_t>(depth < kDeepest ? depth : kDeepest));
+  uint64_t of(float x, int id) const {
+    return (static_cast<uint64_t>(depth_of(x, top_, steps_)) << kIdBits) | static_cast<uint32_t>(id);
   }
-  uint64_t of(float x, int id) const { return (static_cast<uint64_t>(depth(x)) << kIdBits) | static_cast<uint32_t>(id); }
 
   // Logits that may have places in [first, last]: a little more, so that a comparison passes over most of the others.
   std::pair<float, float> range(uint64_t first, uint64_t last) const {
@@ -420,44 +419,47 @@ class Places {
   double top_, steps_;
 };
 
+// Calls visit(i) for every i with low <= x[i] <= high.
+template <class Visit>
+void visit_between(const float* x, int n, float low, float high, Visit visit) {
+  const LogitKernels& kernels = logit_kernels();
+  int found[kChunk];
+  for (int from = 0; from < n; from += kChunk) {
+    const int count = kernels.find_between(x + from, std::min(kChunk, n - from), low, high, found);
+    for (int k = 0; k < count; ++k) visit(from + found[k]);
+  }
+}
+
 // The bins of a level that hold anything, of the tokens whose digits above are those of search.place.
 void fill_bins(const float* x, int begin, int local, float scale, const Search& search, std::vector<Bin>& found) {
   const LogitKernels& kernels = logit_kernels();
-  const Places places(search.top, scale);
-  const int shift = shift_of(search.level);
-  std::vector<Bin> bins(kBins, Bin{});
-  const auto add = [&](uint64_t place, float weight) {
-    Bin& bin = bins[(place >> shift) % kBins];
-    ++bin.count;
-    bin.mass += static_cast<uint64_t>(static_cast<int64_t>(static_cast<double>(weight) / kMassUnit));
+  std::vector<Bin> bins(kBins + 1, Bin{});  // and one for what is banned
+  const auto add = [&](uint32_t index, uint64_t mass) {
+    ++bins[index].count;
+    bins[index].mass += mass;
   };
   if (search.level == 0) {  // of depths alone
     for (int from = 0; from < local; from += kChunk) {
       const int count = std::min(kChunk, local - from);
-      uint32_t depths[kChunk];
-      float weights[kChunk];
-      for (int i = 0; i < count; ++i) depths[i] = places.depth(x[from + i]);
-      kernels.exp_values(x + from, count, search.top, scale, weights);
-      for (int i = 0; i < count; ++i) {
-        if (x[from + i] != kBanned) add(static_cast<uint64_t>(depths[i]) << kIdBits, weights[i]);
-      }
+      uint32_t indices[kChunk];
+      uint64_t masses[kChunk];
+      kernels.weigh_bins(x + from, count, search.top, scale, indices, masses);
+      for (int i = 0; i < count; ++i) add(indices[i], masses[i]);
     }
   } else {
+    const Places places(search.top, scale);
+    const int shift = shift_of(search.level);
     const uint64_t first = search.place >> shift >> kDigitBits << kDigitBits << shift;
     const uint64_t last = first | ((uint64_t{1} << (shift + kDigitBits)) - 1);
     const auto [low, high] = places.range(first, last);
-    for (int from = 0; from < local; from += kChunk) {
-      const int count = std::min(kChunk, local - from);
-      int near[kChunk], n = 0;
-      for (int i = 0; i < count; ++i) near[n] = from + i, n += (x[from + i] >= low) & (x[from + i] <= high);
-      for (int k = 0; k < n; ++k) {
-        const uint64_t place = places.of(x[near[k]], begin + near[k]);
-        if (place < first || place > last) continue;
-        float weight;
-        kernels.exp_values(x + near[k], 1, search.top, scale, &weight);
-        add(place, weight);
-      }
-    }
+    visit_between(x, local, low, high, [&](int i) {
+      const uint64_t place = places.of(x[i], begin + i);
+      if (place < first || place > last) return;
+      uint32_t unused;
+      uint64_t mass;
+      kernels.weigh_bins(x + i, 1, search.top, scale, &unused, &mass);
+      add(static_cast<uint32_t>((place >> shift) % kBins), mass);
+    });
   }
   for (int b = 0; b < kBins; ++b) {
     if (!bins[b].count) continue;
@@ -487,8 +489,8 @@ size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, co
     const auto [low, high] = places.range(search.place, search.place);
     s.kept.resize(local);
     for (int i = 0; i < local; ++i) s.kept[i] = x[i] >= low ? x[i] : kBanned;
-    visit_at_least(s.kept.data(), local, s.groups.data(), low, [&, high = high](int i) {
-      if (x[i] <= high && places.of(x[i], begin + i) > search.place) s.kept[i] = kBanned;
+    visit_between(x, local, low, high, [&](int i) {
+      if (places.of(x[i], begin + i) > search.place) s.kept[i] = kBanned;
     });
     logit_kernels().group_max(s.kept.data(), local, s.groups.data());
     const Winner winner = draw_chunk(p, input.history_len, s.kept.data(), begin, local, chunk_of(vocab_size), s);
@@ -508,7 +510,7 @@ namespace sampling {
 static const LogitKernels* g_kernels = nullptr;  // set once at import, before any thread draws
 
 const LogitKernels& logit_kernels() {
-  static const LogitKernels baseline{group_max, chunk_sum_exp, exp_values};
+  static const LogitKernels baseline{group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
   return g_kernels ? *g_kernels : baseline;
 }
 

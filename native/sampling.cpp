@@ -37,12 +37,11 @@ void Executor::sample(const Op& op, int thread) {
     if (thread == 0) exchange_samples(false);
     return;
   }
-  wide_.clear();
-  do {
+  for (;;) {
     pool_.guard([&] {
       if (thread == 0) exchange_samples(true);
     });
-    if (!pool_.barrier()) return;
+    if (!pool_.barrier() || wide_.empty()) return;  // between these two barriers nobody changes wide_
     pool_.guard([&] {
       for (int i = thread; i < (int)wide_.size(); i += pool_.size()) {
         const int r = wide_[i].row;
@@ -53,7 +52,7 @@ void Executor::sample(const Op& op, int thread) {
       }
     });
     if (!pool_.barrier()) return;
-  } while (!wide_.empty());
+  }
 }
 
 // Brings a round's blobs to rank 0, which draws. may_narrow: then it tells the others which rows need another round (wide_).

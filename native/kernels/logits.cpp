@@ -5,17 +5,18 @@
 #include <cstring>
 #include <limits>
 
-#include "../sampler.h"
+#include "../sampler_blob.h"
 
 namespace as {
 namespace AS_ISA {
 
 namespace {
+using namespace sampling;
 #include "../logit_passes.h"
 }  // namespace
 
 const LogitKernels& logit_kernels() {
-  static const LogitKernels kernels{group_max, chunk_sum_exp, exp_values};
+  static const LogitKernels kernels{group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
   return kernels;
 }
 
