@@ -75,7 +75,8 @@ def sanitizers() -> list[str]:
     if not named:
         return []
     more = ["-fsanitize=float-cast-overflow"] if "undefined" in named else []
-    return [f"-fsanitize={','.join(named)}", *more, "-fno-sanitize-recover=undefined,float-cast-overflow", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    return [f"-fsanitize={','.join(named)}", *more, "-fno-sanitize-recover=undefined,float-cast-overflow",
+            "-fno-omit-frame-pointer", "-g1", "-O1"]
 
 
 def chosen(isas: dict) -> dict:
@@ -140,8 +141,8 @@ class BuildExt(build_ext):
                              "(ALLSPARK_CLIENT_ONLY=1 installs the client alone)")
         sanitize = sanitizers()
         if sanitize and self.inplace:
-            raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the source tree: "
-                             "tests/sanitize builds it elsewhere")
+            raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the "
+                             "source tree: tests/sanitize builds it elsewhere")
         temporary = Path(self.build_temp)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,8 @@ class BuildExt(build_ext):
                 )
         for source in ext.sources:
             jobs.append(
-                (ROOT / source, temporary / "base", [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
+                (ROOT / source, temporary / "base",
+                 [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
             )
 
         includes = [

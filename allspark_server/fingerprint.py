@@ -12,7 +12,8 @@ from .runtime.digest import results_digest
 from .weights.files import MAX_TOKENIZER_BYTES, read_file
 
 # Files that text becomes ids and ids become text by, the chat templates among them.
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "chat_template*", "additional_chat_templates/*.jinja")
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "chat_template*",
+                    "additional_chat_templates/*.jinja")
 
 
 def fingerprint(info: ModelInfo) -> str:

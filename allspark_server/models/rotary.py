@@ -2,7 +2,8 @@
 
 They are computed as transformers does, in float32 with the same order of operations: a last-bit difference in a
 frequency grows with the position, and logits must agree to 1e-4 of their standard deviation. Powers and logarithms are
-`decimal`'s, which are correctly rounded and so the same everywhere; the C library's and NumPy's differ between machines.
+`decimal`'s, which are correctly rounded and so the same everywhere; the C library's and NumPy's differ between
+machines.
 """
 
 from __future__ import annotations

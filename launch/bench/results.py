@@ -71,7 +71,8 @@ class Run:
         return self._machine(statistics.median)
 
     def _machine(self, choose: Callable[[list[float]], float]) -> Machine:
-        return Machine(*(choose([getattr(c, field) for c in self.ceilings]) for field in ("read", "fp32", "int8", "bf16")))
+        fields = ("read", "fp32", "int8", "bf16")
+        return Machine(*(choose([getattr(c, field) for c in self.ceilings]) for field in fields))
 
     def bound(self, kind: str, row: Row, cell: Cell, machine: Machine) -> Bound:
         """The ceiling of one figure. kind: "decode" or "prefill"."""

@@ -1,4 +1,4 @@
-"""Is a change slower? Two installations measured in turn on twelve named cells, the old one against itself as the noise.
+"""Is a change slower? Two installations in turn on twelve named cells, the old one against itself as the noise.
 
     paired.py OLD_PYTHON NEW_PYTHON --model CKPT [--alternations 5] [--threads N] [--json FILE]
 
