@@ -81,7 +81,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more datagrams, and no more looks at the window: to be called before its memory goes away, at a clean end."""
+        """No more datagrams, and no more looks at the window: for a clean end, before its memory goes away."""
         self._stop.set()
         self._thread.join()
 
