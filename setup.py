@@ -6,8 +6,8 @@
     python setup.py build_ext --inplace    native library only, into the source tree (for development)
     tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
-Kernels in native/kernels are compiled once per instruction set from one source; which of them runs is
-decided at import (native/isa.cpp). Nothing is compiled for the machine that happens to build.
+Kernels in native/cpu/kernels are compiled once per instruction set from one source; which of them runs is
+decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that happens to build.
 """
 import concurrent.futures
 import importlib.metadata
@@ -32,6 +32,8 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 # Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and
 # then lacks registers for the accumulators. The processors that these levels are for reorder by themselves.
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
+# Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
+ROOMS = ("batch", "bindings", "comm", "common", "cpu", "program", "sampling")
 # Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
 ISAS = {
     "x86_64": {
@@ -123,7 +125,7 @@ class BuildPy(build_py):
 
 
 class BuildExt(build_ext):
-    """Compiles the baseline sources as usual and native/kernels/*.cpp once per instruction set."""
+    """Compiles the baseline sources as usual and native/cpu/kernels/*.cpp once per instruction set."""
 
     def accepts(self, compiler, flags, program) -> bool:
         """Whether compiler and assembler know the instruction set."""
@@ -156,7 +158,7 @@ class BuildExt(build_ext):
             for name, flags in chosen(isas).items()
             if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])
         }
-        kernels = sorted((ROOT / "native" / "kernels").glob("*.cpp"))
+        kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))
         headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
         jobs = []
         for name, flags in isas.items():
@@ -168,9 +170,9 @@ class BuildExt(build_ext):
                         [*COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
                     )
                 )
-        for source in ext.sources:
+        for source in map(Path, ext.sources):
             jobs.append(
-                (ROOT / source, temporary / "base",
+                (ROOT / source, temporary / "base" / source.parent,
                  [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
             )
 
@@ -210,6 +212,7 @@ def requirements() -> dict:
         "transformers>=5.20",
         "hypothesis>=6.90",
         "matplotlib>=3.7",
+        "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
     ]
     return {"install_requires": client if CLIENT_ONLY else client + server,
@@ -222,7 +225,7 @@ def options() -> dict:
     import pybind11
     native = Extension(
         "allspark_server._native",
-        sorted(str(p.relative_to(ROOT)) for p in (ROOT / "native").glob("*.cpp")),
+        sorted(str(p.relative_to(ROOT)) for room in ROOMS for p in (ROOT / "native" / room).glob("*.cpp")),
         include_dirs=[str(ROOT / "native"), pybind11.get_include()],
         language="c++",
     )

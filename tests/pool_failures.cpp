@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <stdexcept>
 
-#include "pool.h"
+#include "cpu/pool.h"
 
 int main() {
   constexpr int kThreads = 3, kBarriers = 3;

@@ -20,7 +20,7 @@ def test_a_thread_that_fails_before_an_inner_barrier_takes_the_others_along(tmp_
     sanitize = [f"-fsanitize={names}" for names in [os.environ.get("ALLSPARK_SANITIZE")] if names]
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run([*compiler, "-std=c++17", "-O1", "-pthread", *sanitize, f"-I{ROOT / 'native'}", ROOT / "tests" / "pool_failures.cpp",
-                    ROOT / "native" / "pool.cpp", "-o", program], check=True, env=clean)
+                    ROOT / "native" / "cpu" / "pool.cpp", "-o", program], check=True, env=clean)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60, env=clean)
     assert done.returncode == 0, done.stdout + done.stderr
 

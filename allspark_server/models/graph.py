@@ -144,8 +144,8 @@ class Graph:
 
     @property
     def vocab(self) -> Split:
-        """In the sampler's chunks (native/sampler.h, chunk_of), so that draws do not depend on the number of ranks. The
-        last one may be short."""
+        """In the sampler's chunks (native/sampling/sampler.h, chunk_of), so that draws do not depend on the number of
+        ranks. The last one may be short."""
         size = self.config.vocab_size
         unit = 1 if size <= 1024 else 16 if size <= 16384 else 256
         return Split(-(-size // unit), unit)

@@ -25,7 +25,7 @@ extern "C" __attribute__((visibility("default"))) int bind(int fd, const sockadd
       v6.sin6_addr = in6addr_loopback;
       const int done = next(fd, reinterpret_cast<sockaddr*>(&v6), sizeof v6);
       if (done == 0 || errno != EADDRNOTAVAIL) return done;
-      const int only = 0;               // no interface here has IPv6: IPv4's loopback, in IPv6's spelling
+      const int only = 0;  // no interface here has IPv6: IPv4's loopback, in IPv6's spelling
       if (setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &only, sizeof only) != 0) return -1;
       inet_pton(AF_INET6, "::ffff:127.0.0.1", &v6.sin6_addr);
       return next(fd, reinterpret_cast<sockaddr*>(&v6), sizeof v6);

@@ -1,0 +1,210 @@
+// Rates beside measure_ceilings (kernels.cpp): that of 8-bit integers, and all of them measured a little at a
+// time.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <tuple>
+
+#include "cpu/kernels/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/pool.h"
+
+namespace py = pybind11;
+
+namespace as {
+
+#define AS_DECLARE(isa)                                  \
+  namespace isa {                                        \
+  double integer_multiply_add(long rounds, float* keep); \
+  }
+#if defined(AS_HAVE_AVX2)
+AS_DECLARE(avx2)
+#endif
+#if defined(AS_HAVE_AVX512)
+AS_DECLARE(avx512)
+#endif
+#if defined(AS_HAVE_AVX512_VNNI)
+AS_DECLARE(avx512_vnni)
+#endif
+#if defined(AS_HAVE_AVX512_BF16)
+AS_DECLARE(avx512_bf16)
+#endif
+#if defined(AS_HAVE_NEON)
+AS_DECLARE(neon)
+#endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+AS_DECLARE(neon_dotprod)
+#endif
+#if defined(AS_HAVE_SVE256)
+AS_DECLARE(sve256)
+#endif
+#if defined(AS_HAVE_SVE512)
+AS_DECLARE(sve512)
+#endif
+
+namespace {
+
+using MultiplyAdd = double (*)(long, float*);
+
+// That of the instruction set in use; null if it has none.
+MultiplyAdd integer_multiply_add() {
+  [[maybe_unused]] const char* isa = kernels().name;
+  if (kernels().multiply_tiles) return [](long rounds, float*) { return kernels().multiply_tiles(rounds, true); };
+#define AS_CHOOSE(name) \
+  if (!std::strcmp(isa, #name)) return name::integer_multiply_add;
+#if defined(AS_HAVE_AVX2)
+  AS_CHOOSE(avx2)
+#endif
+#if defined(AS_HAVE_AVX512)
+  AS_CHOOSE(avx512)
+#endif
+#if defined(AS_HAVE_AVX512_VNNI)
+  AS_CHOOSE(avx512_vnni)
+#endif
+#if defined(AS_HAVE_AVX512_BF16)
+  AS_CHOOSE(avx512_bf16)
+#endif
+#if defined(AS_HAVE_NEON)
+  AS_CHOOSE(neon)
+#endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+  AS_CHOOSE(neon_dotprod)
+#endif
+#if defined(AS_HAVE_SVE256)
+  AS_CHOOSE(sve256)
+#endif
+#if defined(AS_HAVE_SVE512)
+  AS_CHOOSE(sve512)
+#endif
+  return nullptr;
+}
+
+// The machine's ceilings, measured in slices of a few milliseconds for a caller who has steps to run in between.
+class CeilingMeter {
+ public:
+  CeilingMeter(std::vector<int> cpus, int threads, size_t megabytes)
+      : cpus_(std::move(cpus)),
+        threads_(threads),
+        memory_(megabytes << 20, "measuring bandwidth"),
+        integers_(integer_multiply_add()),
+        positions_(threads) {
+    for (int t = 0; t < threads; t++) positions_[t] = begin(t);
+  }
+
+  // Measures for about that long. Returns whether all is measured.
+  bool slice(double seconds) {
+    if (!touched_) {
+      timed(seconds, [&](int t) {
+        const size_t n = std::min(kTouched, end(t) - positions_[t]);
+        std::fill_n(memory_.as<float>() + positions_[t], n, 1.0f);
+        positions_[t] += n;
+        return (double)n;
+      });
+      touched_ = true;
+      for (int t = 0; t < threads_; t++) touched_ = touched_ && positions_[t] == end(t);
+      return false;
+    }
+    std::vector<float> keep(threads_);
+    const int kind = done_ % kKinds;
+    if (kind == 0) {
+      rates_[0] = std::max(rates_[0], sizeof(float) * timed(seconds, [&](int t) {
+                                        if (positions_[t] == end(t)) positions_[t] = begin(t);
+                                        const size_t n = std::min(kRead, end(t) - positions_[t]);
+                                        keep[t] += kernels().read_memory(memory_.as<float>() + positions_[t], n);
+                                        positions_[t] += n;
+                                        return (double)n;
+                                      }));
+    } else if (kind == 1) {
+      rates_[1] = std::max(rates_[1], timed(seconds, [&](int t) {
+                             return kernels().multiply_tiles ? kernels().multiply_tiles(10'000, false)
+                                                             : kernels().multiply_add(100'000, &keep[t]);
+                           }));
+    } else if (integers_) {
+      rates_[2] = std::max(rates_[2], timed(seconds, [&](int t) { return integers_(50'000, &keep[t]); }));
+    }
+    return ++done_ >= kKinds * kRepeats;
+  }
+
+  const double* rates() const { return rates_; }
+
+ private:
+  static constexpr int kKinds = 3, kRepeats = 4;
+  // Floats at a time: few enough that a thread is not much late, enough for the start of a stretch not to count.
+  static constexpr size_t kTouched = 1 << 18, kRead = 1 << 20;
+
+  size_t begin(int t) const { return memory_.size() / sizeof(float) * t / threads_; }
+  size_t end(int t) const { return begin(t + 1); }
+
+  // Each thread calls work(t), which returns how much it did, until the time is up or nothing is left: how much a
+  // second.
+  template <typename F>
+  double timed(double seconds, F&& work) {
+    using Clock = std::chrono::steady_clock;
+    Pool pool(threads_, cpus_, true);
+    std::vector<double> amounts(threads_);
+    const auto start = Clock::now(),
+               stop = start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    pool.run([&](int t) {
+      double sum = 0;
+      for (double done = 1; done > 0 && Clock::now() < stop; sum += done) done = work(t);
+      amounts[t] = sum;
+    });
+    double total = 0;
+    for (double a : amounts) total += a;
+    return total / std::chrono::duration<double>(Clock::now() - start).count();
+  }
+
+  std::vector<int> cpus_;
+  int threads_;
+  Buffer memory_;
+  MultiplyAdd integers_;
+  std::vector<size_t> positions_;
+  bool touched_ = false;
+  int done_ = 0;
+  double rates_[kKinds] = {0, 0, 0};
+};
+
+}  // namespace
+
+void bind_ceilings(py::module_& m) {
+  py::class_<CeilingMeter>(m, "CeilingMeter",
+                           "Measures what measure_ceilings and measure_integer_rate do, a little at a time.")
+      .def(py::init<std::vector<int>, int, size_t>(), py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1,
+           py::arg("megabytes") = 512)
+      .def("slice", &CeilingMeter::slice, py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
+           "Measures for about that long; True when all is measured.")
+      .def(
+          "rates",
+          [](const CeilingMeter& self) { return std::make_tuple(self.rates()[0], self.rates()[1], self.rates()[2]); },
+          "(bytes/s read, fp32 operations/s or with tiles bfloat16 ones, 8-bit operations/s or 0), the best of the "
+          "slices so far.");
+  m.def(
+      "measure_integer_rate",
+      [](std::vector<int> cpus, int threads, int repeats) {
+        py::gil_scoped_release release;
+        const MultiplyAdd work = integer_multiply_add();
+        if (!work) return 0.0;
+        Pool pool(threads, std::move(cpus), true);
+        double rate = 0;
+        for (int r = 0; r < repeats; r++) {
+          std::vector<double> operations(threads);
+          std::vector<float> keep(threads);
+          const auto start = std::chrono::steady_clock::now();
+          pool.run([&](int t) { operations[t] = work(1'000'000, &keep[t]); });
+          double total = 0;
+          for (double o : operations) total += o;
+          rate =
+              std::max(rate, total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        }
+        return rate;
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "8-bit multiplications and additions/s, summed in 32 bits, of that many threads together: the best of `repeats`. "
+      "0 if the\n"
+      "instruction set in use has none.");
+}
+
+}  // namespace as

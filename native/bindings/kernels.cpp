@@ -1,0 +1,194 @@
+// Single kernels for tests and microbenchmarks; the engine does not use these.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+
+#include "bindings/bindings.h"
+#include "common/exact.h"
+#include "cpu/executor.h"
+
+namespace py = pybind11;
+
+namespace as {
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+namespace {
+
+void expect(bool as_said, const char* what) {
+  if (!as_said) throw std::invalid_argument(what);
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  py::module_ e = m.def_submodule("exact", "Elementary functions with the same bits everywhere (exact.h), for tests.");
+  e.def("exp", &exact::exp);
+  e.def("log", &exact::log);
+  e.def("pow", &exact::pow);
+  e.def("cos_sin", [](double x) {
+    const exact::Angle angle = exact::cos_sin(x);
+    return std::make_pair(angle.cosine, angle.sine);
+  });
+  py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
+  k.def("rms_norm", [](Floats x, Floats w, float eps) {
+    expect(w.size() == x.size(), "rms_norm: x and w must be of one length");
+    Floats y(x.size());
+    kernels().rms_norm(x.data(), w.data(), y.mutable_data(), (int)x.size(), eps);
+    return y;
+  });
+  k.def("silu_mul", [](Floats gate, Floats up) {
+    expect(up.size() == gate.size(), "silu_mul: gate and up must be of one length");
+    Floats y(gate.size());
+    kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
+    return y;
+  });
+  k.def("rope", [](Floats x, Floats cosine, Floats sine) {
+    expect(sine.size() == cosine.size() && x.size() == 2 * cosine.size(),
+           "rope: x must be twice as long as cosine and sine");
+    Floats y(x.size());
+    std::copy_n(x.data(), x.size(), y.mutable_data());
+    kernels().rope(y.mutable_data(), cosine.data(), sine.data(), (int)cosine.size());
+    return y;
+  });
+  k.def(
+      "attend",
+      [](Floats q, Floats keys, Floats values, std::vector<int> limits, float scale, int span_size,
+         const std::string& dtype) {
+        // q [rows, dim], keys and values [tokens, dim] of one block; row r sees tokens [0, limits[r]).
+        expect(q.ndim() == 2 && keys.ndim() == 2 && values.ndim() == 2, "attend: q, keys and values must be 2-D");
+        const int rows = (int)q.shape(0), dim = (int)q.shape(1), tokens = (int)keys.shape(0);
+        expect(rows >= 1 && rows <= kTileRows && tokens >= 1 && tokens <= kBlockTokens && (int)limits.size() == rows,
+               "attend: at most 16 rows, 128 tokens, a limit a row");
+        expect(keys.shape(1) == dim && values.shape(0) == tokens && values.shape(1) == dim,
+               "attend: keys and values must be [tokens, dim]");
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
+        const int count = (tokens + span_size - 1) / span_size;
+        std::vector<char> memory(layout.bytes * count, (char)0xff);  // NaN wherever nothing is written
+        std::vector<const void*> spans(count);
+        for (int s = 0; s < count; s++) spans[s] = memory.data() + layout.bytes * s;
+        for (int t = 0; t < tokens; t++)
+          write_token(layout, memory.data() + layout.bytes * (t / span_size), t % span_size, keys.data(t, 0),
+                      values.data(t, 0));
+        AttentionTile a{};
+        a.rows = rows, a.scale = scale, a.tokens = tokens, a.layout = &layout, a.spans = a.next = spans.data(),
+        a.cold = true;
+        std::vector<char> queries(query_bytes(layout));
+        Floats maximum(rows), sum(rows), out({rows, layout.padded_dim});
+        for (int r = 0; r < rows; r++) a.q[r] = q.data(r, 0), a.context[r] = limits[r];
+        kernels().prepare_queries(a, queries.data());
+        a.prepared = queries.data();
+        a.maximum = maximum.mutable_data(), a.sum = sum.mutable_data(), a.out = out.mutable_data();
+        kernels().attend(&a, 1);
+        kernels().end_attention();
+        return py::make_tuple(maximum, sum, out);
+      },
+      "One block of attention: (maximum [rows], sum [rows], weighted values [rows, padded dim]).");
+  k.def(
+      "attend_seconds",
+      [](int rows, int dim, int span_size, const std::string& dtype, int tokens, int heads, std::vector<int> cpus,
+         int threads, int repeats) {
+        // Each thread has its own part of `heads` caches of `tokens` tokens, as an executor's: the heads of a span
+        // adjacent.
+        const SpanLayout layout = span_layout(cache_dtype_of(dtype), span_size, dim, kernels().rules.bf16_pairs);
+        const int spans = tokens / span_size, blocks = tokens / kBlockTokens;
+        Buffer memory(layout.bytes * spans * heads, "measuring attention");
+        std::vector<float> x((size_t)std::max(rows, 2) * dim);
+        for (size_t i = 0; i < x.size(); i++) x[i] = (float)(i * 7919 % 1009) / 1009 - 0.5f;
+        for (int t = 0; t < spans * span_size; t++)
+          for (int h = 0; h < heads; h++)
+            write_token(layout, memory.as() + layout.bytes * (t / span_size * heads + h), t % span_size, x.data(),
+                        x.data() + dim);
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        double best = 1e9;
+        for (int repeat = 0; repeat < repeats; repeat++) {
+          const auto start = std::chrono::steady_clock::now();
+          pool.run([&](int thread) {
+            std::vector<float> out((size_t)rows * (layout.padded_dim + 2));
+            const void *at[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
+            AttentionTile a{};
+            a.rows = rows, a.scale = 0.125f, a.tokens = kBlockTokens, a.layout = &layout, a.spans = at, a.next = next,
+            a.cold = true;
+            for (int r = 0; r < rows; r++) a.q[r] = x.data() + (size_t)r * dim, a.context[r] = kBlockTokens;
+            std::vector<char> queries(query_bytes(layout));
+            kernels().prepare_queries(a, queries.data());
+            a.prepared = queries.data();
+            a.maximum = out.data(), a.sum = out.data() + rows, a.out = out.data() + 2 * rows;
+            const auto [b0, b1] = part((long)blocks * heads, thread, threads);
+            for (int b = b0; b < b1; b++) {
+              const int first = b % blocks * (kBlockTokens / span_size),
+                        step = b % blocks + 1 < blocks ? kBlockTokens / span_size : 0;
+              for (int s = 0; s < kBlockTokens / span_size; s++) {
+                at[s] = memory.as() + layout.bytes * ((first + s) * heads + b / blocks);
+                next[s] = memory.as() + layout.bytes * ((first + s + step) * heads + b / blocks);
+              }
+              kernels().attend(&a, 1);
+            }
+            kernels().end_attention();
+          });
+          best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+        }
+        return std::make_pair(best, (double)memory.size());
+      },
+      py::arg("rows"), py::arg("dim"), py::arg("span_size"), py::arg("dtype"), py::arg("tokens"), py::arg("heads"),
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "(least seconds, bytes) of attending once to all of a cache that is `heads` KV heads wide, `rows` query heads "
+      "each.");
+  m.def(
+      "measure_ceilings",
+      [](std::vector<int> cpus, int threads, int repeats, size_t megabytes) {
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        Buffer memory(megabytes << 20, "measuring bandwidth");
+        const size_t floats = memory.size() / sizeof(float);
+        pool.run([&](int t) {
+          for (size_t i = floats * t / threads; i < floats * (t + 1) / threads; i++) memory.as<float>()[i] = 1;
+        });
+        using Clock = std::chrono::steady_clock;
+        double bandwidth = 0, rate = 0;
+        for (int r = 0; r < repeats; r++) {
+          std::vector<float> keep(threads);
+          auto start = Clock::now();
+          pool.run([&](int t) {
+            keep[t] = kernels().read_memory(memory.as<float>() + floats * t / threads, floats / threads);
+          });
+          bandwidth =
+              std::max(bandwidth, (double)memory.size() / std::chrono::duration<double>(Clock::now() - start).count());
+          std::vector<double> operations(threads);
+          start = Clock::now();
+          pool.run([&](int t) { operations[t] = kernels().multiply_add(3'000'000, &keep[t]); });
+          double total = 0;
+          for (double o : operations) total += o;
+          rate = std::max(rate, total / std::chrono::duration<double>(Clock::now() - start).count());
+        }
+        return std::make_pair(bandwidth, rate);
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5, py::arg("megabytes") = 512,
+      "(bytes/s read from memory, fp32 operations/s) of that many threads together: the best of `repeats`.");
+  m.def(
+      "measure_tile_ceilings",
+      [](std::vector<int> cpus, int threads, int repeats) {
+        py::gil_scoped_release release;
+        Pool pool(threads, std::move(cpus), true);
+        double rates[2] = {0, 0};
+        for (int r = 0; r < repeats && kernels().multiply_tiles; r++)
+          for (int integers = 0; integers < 2; integers++) {
+            std::vector<double> operations(threads);
+            const auto start = std::chrono::steady_clock::now();
+            pool.run([&](int t) { operations[t] = kernels().multiply_tiles(300'000, integers); });
+            double total = 0;
+            for (double o : operations) total += o;
+            rates[integers] =
+                std::max(rates[integers],
+                         total / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+          }
+        return std::make_pair(rates[0], rates[1]);
+      },
+      py::arg("cpus") = std::vector<int>{}, py::arg("threads") = 1, py::arg("repeats") = 5,
+      "(bfloat16, 8-bit operations/s) of AMX tiles from registers, of that many threads together; (0, 0) without AMX.");
+}
+
+}  // namespace as

@@ -1,0 +1,161 @@
+// Python's view of the sampler, for tests: one draw over given shards, by the very calls the executor makes.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/pool.h"
+#include "sampling/sampler.h"
+
+namespace py = pybind11;
+
+namespace as {
+
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using Ints = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using Words = py::array_t<uint32_t, py::array::c_style | py::array::forcecast>;
+
+std::vector<int> shard_starts(const std::vector<std::vector<float>>& shards) {
+  std::vector<int> starts{0};
+  for (const auto& shard : shards) starts.push_back(starts.back() + static_cast<int>(shard.size()));
+  return starts;
+}
+
+// Every rank's blob of one round. Checks what candidates() and narrow() promise: the logits are left as they were.
+template <class Round>
+std::vector<std::vector<uint8_t>> run_round(Round round, SampleInput input, std::vector<std::vector<float>>& shards) {
+  const std::vector<int> starts = shard_starts(shards);
+  std::vector<std::vector<uint8_t>> blobs(shards.size());
+  for (size_t r = 0; r < shards.size(); ++r) {
+    const std::vector<float> before = shards[r];
+    input.logits = shards[r].data();
+    const size_t bytes = round(input, starts[r], static_cast<int>(shards[r].size()), starts.back(), blobs[r]);
+    if (bytes != blobs[r].size() || blob_bytes(blobs[r].data()) != bytes)
+      throw std::logic_error("blob length is wrong");
+    for (size_t i = 0; i < before.size(); ++i) {
+      const bool both_nan = before[i] != before[i] && shards[r][i] != shards[r][i];
+      if (before[i] != shards[r][i] && !both_nan) {
+        throw std::logic_error("sampling changed logit " + std::to_string(starts[r] + i));
+      }
+    }
+  }
+  return blobs;
+}
+
+Blobs blob_views(const std::vector<std::vector<uint8_t>>& blobs) {
+  Blobs out;
+  for (const auto& blob : blobs) out.emplace_back(blob.data(), blob.size());
+  return out;
+}
+
+py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& history, const py::object& mask) {
+  std::vector<std::vector<float>> shards;
+  for (const auto& item : logits) {
+    const Floats shard = py::cast<Floats>(item);
+    shards.emplace_back(shard.data(), shard.data() + shard.size());
+  }
+  const int32_t* words = block.data();
+  const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());
+  if (words != block.data() + block.size())
+    throw std::invalid_argument("words are left over behind the sampling block");
+  SampleInput input;
+  input.params = &params;
+  input.history = history.data();
+  input.history_len = static_cast<int>(history.size());
+  Words bits;
+  if (!mask.is_none()) {
+    bits = py::cast<Words>(mask);
+    const int vocab = shard_starts(shards).back();
+    if (bits.size() < (vocab + 31) / 32) {
+      throw std::invalid_argument("mask has " + std::to_string(bits.size()) + " words; a vocabulary of " +
+                                  std::to_string(vocab) + " needs " + std::to_string((vocab + 31) / 32));
+    }
+    input.mask = bits.data();
+  }
+  SampleOutput out;
+  Search search{};
+  int rounds = 1;
+  size_t largest = 0;
+  const auto views = [&](const std::vector<std::vector<uint8_t>>& blobs) {
+    for (const auto& blob : blobs) largest = std::max(largest, blob.size());
+    return blob_views(blobs);
+  };
+  bool done = merge(params, input.history_len, views(run_round(candidates, input, shards)), search, out);
+  if (!done && !may_narrow(params)) throw std::logic_error("ranks do not expect a second round");
+  for (; !done; ++rounds) {
+    const auto round = [&](const SampleInput& in, int begin, int local, int size, std::vector<uint8_t>& blob) {
+      return narrow(in, begin, local, size, search, blob);
+    };
+    done = merge_narrowed(params, views(run_round(round, input, shards)), search, out);
+  }
+  py::dict result;
+  result["token"] = out.token;
+  result["logprob"] = out.logprob;
+  result["top_ids"] = std::vector<int32_t>(out.top_ids, out.top_ids + kMaxTopLogprobs);
+  result["top_logprobs"] = std::vector<float>(out.top_logprobs, out.top_logprobs + kMaxTopLogprobs);
+  result["status"] = out.status == SampleStatus::kOk ? std::string() : std::string(describe(out.status));
+  result["rounds"] = rounds;
+  result["largest_blob"] = largest;
+  return result;
+}
+
+// Seconds that ranks and rank 0 take for a row's draw, one after the other: the least of `repeats`.
+double sample_seconds(const Floats& logits, const Ints& block, int ranks, int repeats) {
+  const int32_t* words = block.data();
+  const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());
+  const int vocab = static_cast<int>(logits.size()), units = (vocab + chunk_of(vocab) - 1) / chunk_of(vocab);
+  std::vector<float> row(logits.data(), logits.data() + vocab);
+  std::vector<std::vector<uint8_t>> blobs(ranks);
+  SampleInput input;
+  input.params = &params;
+  const auto every_rank = [&](auto round) {
+    for (int r = 0; r < ranks; ++r) {
+      const auto [first, last] = part(units, r, ranks);
+      const int begin = first * chunk_of(vocab), end = std::min(vocab, last * chunk_of(vocab));
+      input.logits = row.data() + begin;
+      blobs[r].clear();
+      round(begin, end - begin, blobs[r]);
+    }
+  };
+  double best = 1e9;
+  for (int i = 0; i < repeats; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    Search search{};
+    SampleOutput out;
+    every_rank([&](int begin, int local, auto& blob) { candidates(input, begin, local, vocab, blob); });
+    bool done = merge(params, 0, blob_views(blobs), search, out);
+    while (!done) {
+      every_rank([&](int begin, int local, auto& blob) { narrow(input, begin, local, vocab, search, blob); });
+      done = merge_narrowed(params, blob_views(blobs), search, out);
+    }
+    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  return best;
+}
+
+}  // namespace
+
+void bind_sampler(py::module_& m) {
+  m.def("sample_once", &sample_once, py::arg("logits"), py::arg("block"), py::arg("history"),
+        py::arg("mask") = py::none(),
+        "One draw. logits: a float32 array [ranks, shard] or a list of 1-D shards of the vocabulary; block: the int32 "
+        "words of "
+        "a sampling block; history: int32 ids; mask: uint32 words, bit i%32 of word i/32 allows id i. Returns a dict: "
+        "token "
+        "(-1 with a status), logprob, top_ids, top_logprobs, status ('' if fine), rounds (1 or more), largest_blob "
+        "(bytes). Raises ValueError "
+        "for a "
+        "block or mask that is malformed.");
+  m.def("sample_seconds", &sample_seconds, py::arg("logits"), py::arg("block"), py::arg("ranks") = 1,
+        py::arg("repeats") = 5, "Seconds that one draw takes, the ranks one after the other: the least of `repeats`.");
+  m.def("chunk_of", &chunk_of, py::arg("vocab_size"), "Ids in a chunk of the vocabulary, which ranks must not share.");
+}
+
+}  // namespace as

@@ -1,0 +1,56 @@
+// Waiting on a word of memory: spin briefly, then sleep on a futex. Works between threads and, in shared memory,
+// between processes.
+#pragma once
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace as {
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A counter that others wait for. `sleepers` says whether a wake-up call is needed at all.
+struct Signal {
+  std::atomic<uint32_t> value{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  // Of a store to `value` here and the sleeper's counting of itself one comes first in the order that all agree on:
+  // either is the sleeper seen, or it sees the new value. (No fence, which ThreadSanitizer does not understand and
+  // which costs the same.)
+  void wake() {
+    if (sleepers.load(std::memory_order_seq_cst))
+      syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  void publish(uint32_t v) {
+    value.store(v, std::memory_order_seq_cst);
+    wake();
+  }
+  // Sleeps while value == seen, at most `nanoseconds` (< 1e9); may wake early.
+  void sleep(uint32_t seen, long nanoseconds) {
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (value.load(std::memory_order_seq_cst) == seen) {
+      timespec limit{0, nanoseconds};
+      syscall(SYS_futex, (uint32_t*)&value, FUTEX_WAIT, seen, &limit, nullptr, 0);
+    }
+    sleepers.fetch_sub(1, std::memory_order_relaxed);
+  }
+};
+
+// Pauses before a waiter goes to sleep: some tens of microseconds, about what a futex wake-up costs.
+constexpr int kSpins = 1500;
+
+// True once `v` has reached `target` (counters wrap around).
+inline bool reached(uint32_t v, uint32_t target) { return (int32_t)(v - target) >= 0; }
+
+}  // namespace as

@@ -1,0 +1,546 @@
+// Attention of a few query rows that share one KV head over one block of kBlockTokens tokens of context.
+//
+// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; maximum over the tokens the
+// row sees; e^(score - maximum), 0 for the others; their sum over vectors of tokens in ascending order, then over
+// lanes; out[d] = one chain over ascending tokens. Tokens a row does not see add exact zeros, so it does not matter how
+// far the tile's other rows see. Keys are stored by groups of 16 tokens (span_layout.h): a lane is a token and no score
+// needs a horizontal sum. Blocks are merged in ascending order (Milakov and Gimelshein, 2018).
+//
+// Spans are too short for the processor's own prefetching to get going: while a block is read the next one is
+// prefetched, line by line as this one's lines are used (all at once, they fill the queues and nothing runs beside
+// them: half the rate).
+//
+// float32, bfloat16 (bfloat16 in pairs: attention_bf16.cpp): score = one chain of fused multiply-adds over the head
+// dimension, times scale.
+//
+// int8, uint4: the query, once a tile, is rounded to 16 bits (an error of 2^-16 of its largest value, far under that of
+// 8-bit keys) and multiplied with the keys as they are stored, in exact integer sums: two products an instruction, no
+// conversion to float, and no order to keep. Scale and minimum of a key come to its finished score: score = (key scale
+// * f) * sum + (key minimum * (f * sum of the query)), f = query scale * scale. Values likewise: p * value scale is
+// rounded to 16 bits (2^-16 of the row's largest in the block: at the most, with all equal, half a step of 8-bit
+// values, as a rule a hundredth) and multiplied in integers, pairs of tokens; out = factor * sum + sum of p * value
+// minimum.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/tables.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+constexpr int KV = kKeyGroup / W;  // vectors of a group of keys
+// QR: rows of a score tile, QG: groups of keys of one in integers; OR, OV: rows and vectors of an output tile. Eight
+// chains hide the multipliers' latency, and the more rows, the fewer times a key or value is converted.
+#if defined(AS_ISA_AVX512)
+constexpr int QR = 8, QG = 2, OR = 8, OV = 2;
+#elif defined(AS_ISA_AVX2)
+constexpr int QR = 4, QG = 1, OR = 4, OV = 2;
+#elif defined(AS_ISA_SVE)
+constexpr int QR = 8, QG = 1, OR = 8, OV = 2;
+#else
+constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
+#endif
+
+#if defined(AS_ISA_AVX512)
+using vi = __m512i;
+inline vi izero() { return _mm512_setzero_si512(); }
+inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+inline void store_rounded(int16_t* p, vf a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
+}
+inline float lane_sum(vf a) { return _mm512_reduce_add_ps(a); }
+inline float lane_max(vf a) { return _mm512_reduce_max_ps(a); }
+// e^x for x <= 0, 0 below -87.3. vexp() in half the instructions, for what follows is rounded to 16 bits.
+inline vf exponential(vf x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ),
+                             vexp2(vmul(x, vset(1.44269504088896341f))));
+}
+inline vi add_pairs(vi acc, vi k, vi q) {
+#if defined(AS_ISA_AVX512_VNNI)
+  asm("vpdpwssd %2, %1, %0"
+      : "+v"(acc)
+      : "v"(k), "v"(q));  // not the intrinsic: GCC 12 copies the accumulator around it
+  return acc;
+#else
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(k, q));
+#endif
+}
+inline vi pairs_i8(const char* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline vi pairs_u4(const char* p) {
+  const vi x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi32(x, 12)), _mm512_set1_epi32(0x000f000f));
+}
+#elif defined(AS_ISA_AVX2)
+using vi = __m256i;
+inline vi izero() { return _mm256_setzero_si256(); }
+inline vi iset(int32_t x) { return _mm256_set1_epi32(x); }
+inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
+inline vi add_pairs(vi acc, vi k, vi q) { return _mm256_add_epi32(acc, _mm256_madd_epi16(k, q)); }
+inline vi pairs_i8(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi pairs_u4(const char* p) {
+  const vi x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 12)), _mm256_set1_epi32(0x000f000f));
+}
+#elif defined(AS_ISA_SVE)
+typedef svint32_t vi AS_SVE_FIXED;
+inline vi izero() { return svdup_n_s32(0); }
+inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
+// SVE's own products of 16-bit pairs come with SVE2. The halves of k are the same for all rows, those of q for all
+// vectors.
+inline vi add_pairs(vi acc, vi k, vi q) {
+  const svint32_t even = svmla_s32_x(vall(), acc, svand_n_s32_x(vall(), k, 0xffff), svexth_s32_x(vall(), q));
+  return svmla_s32_x(vall(), even, svasr_n_s32_x(vall(), k, 16), svasr_n_s32_x(vall(), q, 16));
+}
+inline vi pairs_i8(const char* p) {
+  return svreinterpret_s32_u16(svld1ub_u16(svptrue_b16(), reinterpret_cast<const uint8_t*>(p)));
+}
+inline vi pairs_u4(const char* p) {
+  const svuint32_t x = svld1ub_u32(vall(), reinterpret_cast<const uint8_t*>(p));
+  return svreinterpret_s32_u32(svand_n_u32_x(vall(), svorr_u32_x(vall(), x, svlsl_n_u32_x(vall(), x, 12)), 0x000f000f));
+}
+#else
+using vi = int32x4_t;
+inline vi izero() { return vdupq_n_s32(0); }
+inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
+inline vi add_pairs(vi acc, vi k, vi q) {
+  const int16x8_t a = vreinterpretq_s16_s32(k), b = vreinterpretq_s16_s32(q);
+  return vaddq_s32(acc, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
+}
+inline vi pairs_i8(const char* p) { return vreinterpretq_s32_u16(vmovl_u8(vld1_u8((const uint8_t*)p))); }
+inline vi pairs_u4(const char* p) {
+  uint32_t bytes;
+  std::memcpy(&bytes, p, 4);
+  const uint16x4_t x16 = vget_low_u16(vmovl_u8(vcreate_u8(bytes)));
+  const uint32x4_t x = vmovl_u16(x16);
+  return vreinterpretq_s32_u32(vandq_u32(vorrq_u32(x, vshlq_n_u32(x, 12)), vdupq_n_u32(0x000f000f)));
+}
+#endif
+
+#if !defined(AS_ISA_AVX512)
+inline void store_rounded(int16_t* p, vf a) {
+  float x[W];
+  vstore(x, vround(a));
+  for (int i = 0; i < W; i++) p[i] = (int16_t)(int32_t)x[i];
+}
+inline float lane_sum(vf a) { return vsum(a); }
+inline float lane_max(vf a) { return vhmax(a); }
+inline vf exponential(vf x) { return vexp(x); }
+#endif
+
+// The types of the cache: vector v of what is at `p`.
+template <typename T>
+struct Floats {
+  static constexpr size_t bits = 8 * sizeof(T);
+  template <int V>
+  static vf value(const char* p) {
+    return vload_as<T>(reinterpret_cast<const T*>(p) + V * W);
+  }
+  static vf keys(const char* p, int v) { return vload_as<T>(reinterpret_cast<const T*>(p) + v * W); }
+  static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d (quantized: pair of d) of a group of keys
+};
+struct Int8 {
+  static vi pairs(const char* p, int v) { return pairs_i8(p + v * W * 2); }  // of keys, or of values
+  static constexpr size_t vector_bytes = W * 2;
+  static constexpr size_t row = kKeyGroup * 2;
+};
+struct UInt4 {
+  static vi pairs(const char* p, int v) { return pairs_u4(p + v * W); }
+  static constexpr size_t vector_bytes = W;
+  static constexpr size_t row = kKeyGroup;
+};
+
+// The tile's queries rounded to 16 bits, as prepare_queries() leaves them.
+struct Queries {
+  const int16_t* q;              // [rows][stride]
+  const float *factor, *offset;  // [kTileRows]: query scale * scale; that times the sum of the rounded query
+  size_t stride;
+};
+
+Queries queries_of(const AttentionTile& a) {
+  const size_t stride = a.layout->query_dim();
+  const float* factor = reinterpret_cast<const float*>(a.prepared + kTileRows * stride * 2);
+  return {reinterpret_cast<const int16_t*>(a.prepared), factor, factor + kTileRows, stride};
+}
+
+void round_queries(const AttentionTile& a, int levels, char* to) {
+  const int dim = a.layout->head_dim, padded = a.layout->query_dim();
+  int16_t* rounded = reinterpret_cast<int16_t*>(to);
+  float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
+  // The largest that cannot overflow 32 bits.
+  const int most = (int)std::min(32767L, 2147483647L / ((long)levels * dim));
+  alignas(64) float x[kQuantizedHeadDim];
+  for (int r = 0; r < a.rows; r++, rounded += padded) {
+    std::copy_n(a.q[r], dim, x);
+    std::fill(x + dim, x + padded, 0.0f);
+    vf top = vzero(), poison = vzero();  // poison: 0, or NaN if any value is not finite
+    for (int d = 0; d < padded; d += W) {
+      const vf v = vload(x + d);
+      top = vmax(top, vmax(v, vsub(vzero(), v)));
+      poison = vfma(v, vzero(), poison);
+    }
+    const float unusable = vsum(poison);
+    if (unusable != 0) std::fill(x, x + padded, 0.0f), top = vzero();  // what is not finite is no integer
+    const float largest = vhmax(top);
+    const bool usable = largest > 1e-34f;
+    const vf inverse = vset(usable ? (float)most / largest : 0.0f);
+    for (int d = 0; d < padded; d += W) vstore(x + d, vround(vmul(vload(x + d), inverse)));
+    int32_t sum = 0;
+    for (int d = 0; d < padded; d++) {
+      const int32_t q = (int32_t)x[d];
+      rounded[d] = (int16_t)q;
+      sum += q;
+    }
+    factor[r] = (usable ? largest / (float)most * a.scale : 0.0f) + unusable;
+    offset[r] = factor[r] * (float)sum;
+  }
+}
+
+// Scores of rows [r0, r0 + R) with a group of keys.
+template <int R, typename C>
+inline void scores_floats(const char* keys, const char* ahead, const AttentionTile& a, int r0, float* out) {
+  vf acc[R][KV];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < KV; v++) acc[r][v] = vzero();
+  for (int d = 0; d < a.layout->head_dim; d++) {
+    vf k[KV];
+    for (int v = 0; v < KV; v++) k[v] = C::keys(keys + d * C::row, v);
+    prefetch_far(ahead + d * C::row);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const vf x = vset(a.q[r0 + r][d]);
+      for (int v = 0; v < KV; v++) acc[r][v] = vfma(x, k[v], acc[r][v]);
+    }
+  }
+  const vf s = vset(a.scale);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < KV; v++) vstore(out + r * kBlockTokens + v * W, vmul(acc[r][v], s));
+}
+
+// The same with G groups of keys; scale and minimum of theirs.
+template <int R, int G, typename C>
+inline void scores_integers(const char* const (&keys)[QG], const char* const (&ahead)[QG], const Queries& queries,
+                            int r0, int pairs, const float* const (&scale)[QG], size_t minimum, float* out) {
+  vi acc[R][G * KV];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) acc[r][v] = izero();
+  for (int p = 0; p < pairs; p++) {
+    vi k[G * KV];
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) k[v] = C::pairs(keys[v / KV] + p * C::row, v % KV);
+    for (int g = 0; g < G; g++) prefetch_far(ahead[g] + p * C::row);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t pair;
+      std::memcpy(&pair, queries.q + (r0 + r) * queries.stride + 2 * p, 4);
+      const vi x = iset(pair);
+#pragma GCC unroll 4
+      for (int v = 0; v < G * KV; v++) acc[r][v] = add_pairs(acc[r][v], k[v], x);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const vf f = vset(queries.factor[r0 + r]), o = vset(queries.offset[r0 + r]);
+#pragma GCC unroll 4
+    for (int v = 0; v < G * KV; v++) {
+      const float* at = scale[v / KV] + v % KV * W;
+      vstore(out + r * kBlockTokens + v * W,
+             vfma(vmul(vload(at), f), to_float(acc[r][v]), vmul(vload(at + minimum), o)));
+    }
+  }
+}
+
+struct Block {
+  const char *keys, *values;
+  const float* scales;
+};
+// A token's group of keys and value; the four runs of scales from there. spans: the tile's, or the next block's.
+Block block_at(const SpanLayout& s, const void* const* spans, int token) {
+  const char* span = static_cast<const char*>(spans[token / s.span_size]);
+  const int t = token % s.span_size;
+  return {span + t / kKeyGroup * s.group_bytes, span + s.value_offset + t * s.value_bytes,
+          reinterpret_cast<const float*>(span + s.scale_offset) + t};
+}
+
+// out[r][0 .. V * W) = sum over tokens of p[r][token] * values[token], continuing the chain in `out`.
+template <int R, typename C, int... V>
+inline void weigh(std::integer_sequence<int, V...>, const char* values, const char* ahead, size_t stride,
+                  int padded_dim, const float* p, int tokens, float* out) {
+  constexpr int N = sizeof...(V);
+  vf acc[R][N];
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < N; v++) acc[r][v] = vload(out + (size_t)r * padded_dim + v * W);
+  for (int t = 0; t < tokens; t++) {
+    const vf x[N] = {C::template value<V>(values + t * stride)...};
+    for (size_t line = 0; line < N * W * C::bits / 8; line += 64) prefetch_far(ahead + t * stride + line);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const vf a = vset(p[r * kBlockTokens + t]);
+      for (int v = 0; v < N; v++) acc[r][v] = vfma(a, x[v], acc[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < N; v++) vstore(out + (size_t)r * padded_dim + v * W, acc[r][v]);
+}
+
+// out of rows [r0, r0 + R), vectors [first, first + V): += factor[r] * sum over pairs of tokens of weights * values.
+template <int R, int V, typename C>
+inline void weigh_integers(const AttentionTile& a, int r0, int first, const int16_t* weights, const float* factor) {
+  const SpanLayout& s = *a.layout;
+  const size_t stride = 2 * s.value_bytes, at = first * C::vector_bytes;
+  vi acc[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) acc[r][v] = izero();
+  for (int t = 0; t < a.tokens; t += s.span_size) {
+    const char* values = block_at(s, a.spans, t).values + at;
+    const char* ahead = r0 ? values : block_at(s, a.next, t).values + at;
+    const int pairs = (std::min(s.span_size, a.tokens - t) + 1) / 2;  // an odd one's other half has weight 0
+    for (int p = 0; p < pairs; p++, values += stride, ahead += stride) {
+      vi x[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) x[v] = C::pairs(values, v);
+      for (size_t line = 0; line < V * C::vector_bytes; line += 64) prefetch_far(ahead + line);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        int32_t pair;
+        std::memcpy(&pair, weights + (r0 + r) * kBlockTokens + t + 2 * p, 4);
+        const vi w = iset(pair);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) acc[r][v] = add_pairs(acc[r][v], x[v], w);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    float* out = a.out + (size_t)(r0 + r) * s.padded_dim + first * W;
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++)
+      vstore(out + v * W, vfma(to_float(acc[r][v]), vset(factor[r0 + r]), vload(out + v * W)));
+  }
+}
+
+// Scores to weights e^(score - maximum); returns their sum.
+inline float exponentials(float* row, int limit, int padded, float* maximum) {
+  for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
+  vf m = vset(-std::numeric_limits<float>::infinity());
+  for (int t = 0; t < padded; t += W) m = vmax(m, vload(row + t));
+  *maximum = limit > 0 ? vhmax(m) : 0.0f;
+  vf sum = vzero();
+  for (int t = 0; t < padded; t += W) {
+    const vf e = vexp(vsub(vload(row + t), vset(*maximum)));
+    sum = vadd(sum, e);
+    vstore(row + t, e);
+  }
+  return vsum(sum);
+}
+
+template <typename C>
+void attend_floats(const AttentionTile& a) {
+  const SpanLayout& s = *a.layout;
+  alignas(64) float p[kTileRows * kBlockTokens];
+  const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, blocks = s.padded_dim / 16;
+  for (int t = 0; t < padded; t += kKeyGroup) {
+    const Block at = block_at(s, a.spans, t), ahead = block_at(s, a.next, t);
+    for (int r = 0; r < a.rows; r += QR)
+      with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
+        scores_floats<rows, C>(at.keys, r ? at.keys : ahead.keys, a, r, p + r * kBlockTokens + t);
+      });
+  }
+  for (int r = 0; r < a.rows; r++) {
+    a.sum[r] = exponentials(p + r * kBlockTokens, std::max(0, std::min(a.context[r] - a.begin, a.tokens)), padded,
+                            a.maximum + r);
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, 0.0f);
+  }
+  constexpr int B = OV * W / 16;  // blocks of 16 values of an output tile
+  for (int t = 0; t < a.tokens; t += s.span_size) {
+    const char *values = block_at(s, a.spans, t).values, *next_values = block_at(s, a.next, t).values;
+    const int tokens = std::min(s.span_size, a.tokens - t);
+    for (int r = 0; r < a.rows; r += OR)
+      with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
+        const float* weights = p + r * kBlockTokens + t;
+        float* out = a.out + (size_t)r * s.padded_dim;
+        const char* ahead = r ? values : next_values;
+        const size_t block_bytes = 2 * C::bits;
+        int b = 0;
+        for (; b + B <= blocks; b += B)
+          weigh<rows, C>(std::make_integer_sequence<int, OV>(), values + b * block_bytes, ahead + b * block_bytes,
+                         s.value_bytes, s.padded_dim, weights, tokens, out + 16 * b);
+        for (; b < blocks; b++)
+          weigh<rows, C>(std::make_integer_sequence<int, 16 / W>(), values + b * block_bytes, ahead + b * block_bytes,
+                         s.value_bytes, s.padded_dim, weights, tokens, out + 16 * b);
+      });
+  }
+}
+
+template <typename C>
+void attend_integers(const AttentionTile& a) {
+  const SpanLayout& s = *a.layout;
+  alignas(64) float p[kTileRows * kBlockTokens];
+  alignas(64) float scale[kBlockTokens], minimum[kBlockTokens];  // of the values
+  alignas(64) int16_t weights[kTileRows * kBlockTokens];
+  float factor[kTileRows];
+  const Queries queries = queries_of(a);
+  const int padded = (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup, vectors = s.padded_dim / W;
+  for (int t = 0; t < padded; t += QG * kKeyGroup) {
+    const int groups = std::min(QG, (padded - t) / kKeyGroup);
+    const char *keys[QG], *ahead[QG];
+    const float* scales[QG];
+    for (int g = 0; g < groups; g++) {
+      const Block at = block_at(s, a.spans, t + g * kKeyGroup), next = block_at(s, a.next, t + g * kKeyGroup);
+      keys[g] = at.keys, ahead[g] = next.keys, scales[g] = at.scales;
+      for (int run = 0; run < 4; run++) prefetch_far(next.scales + run * s.span_size);
+      std::copy_n(at.scales + 2 * s.span_size, kKeyGroup, scale + t + g * kKeyGroup);
+      std::copy_n(at.scales + 3 * s.span_size, kKeyGroup, minimum + t + g * kKeyGroup);
+    }
+    for (int r = 0; r < a.rows; r += QR)
+      with_constant<QR>(std::min(QR, a.rows - r), [&](auto rows) {
+        with_constant<QG>(groups, [&](auto count) {
+          scores_integers<rows, count, C>(keys, r ? keys : ahead, queries, r, (s.head_dim + 1) / 2, scales, s.span_size,
+                                          p + r * kBlockTokens + t);
+        });
+      });
+  }
+  // What lies past the tokens may be anything, NaN too.
+  std::fill(scale + a.tokens, scale + padded, 0.0f);
+  std::fill(minimum + a.tokens, minimum + padded, 0.0f);
+  for (int r = 0; r < a.rows; r++) {
+    float* row = p + r * kBlockTokens;
+    const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
+    const vf none = vset(-std::numeric_limits<float>::infinity());
+    for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
+    vf highest = none;
+    for (int t = 0; t < padded; t += W) highest = vmax(highest, vload(row + t));
+    a.maximum[r] = limit > 0 ? lane_max(highest) : 0.0f;
+    vf sum = vzero(), offset = vzero(), top = vzero();
+    for (int t = 0; t < padded; t += W) {
+      const vf e = exponential(vsub(vload(row + t), vset(a.maximum[r]))), w = vmul(e, vload(scale + t));
+      sum = vadd(sum, e);
+      offset = vfma(e, vload(minimum + t), offset);
+      top = vmax(top, w);
+      vstore(row + t, w);
+    }
+    const float shift = lane_sum(offset);                                   // NaN if any weight, scale or minimum is
+    if (shift != shift) std::fill(row, row + padded, 0.0f), top = vzero();  // no integers either
+    const float largest = lane_max(top);
+    const bool usable = largest > 1e-34f;  // the inverse would overflow; all of such values are their minimum
+    const vf inverse = vset(usable ? 32767 / largest : 0.0f);
+    for (int t = 0; t < padded; t += W) store_rounded(weights + r * kBlockTokens + t, vmul(vload(row + t), inverse));
+    factor[r] = usable ? largest / 32767 : 0.0f;
+    a.sum[r] = lane_sum(sum);
+    std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, shift);
+  }
+  for (int r = 0; r < a.rows; r += OR)
+    with_constant<OR>(std::min(OR, a.rows - r), [&](auto rows) {
+      int v = 0;
+      for (; v + OV <= vectors; v += OV) weigh_integers<rows, OV, C>(a, r, v, weights, factor);
+      for (; v < vectors; v++) weigh_integers<rows, 1, C>(a, r, v, weights, factor);
+    });
+}
+
+}  // namespace
+
+void prepare_queries(const AttentionTile& tile, char* out) {
+  switch (tile.layout->dtype) {
+    case DType::i8:
+      return round_queries(tile, 255, out);
+    case DType::u4:
+      return round_queries(tile, 15, out);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16:
+      return prepare_queries_bf16(tile, out);
+#endif
+    default:
+      return;  // taken as they are
+  }
+}
+
+namespace {
+
+void attend_all(const AttentionTile* tiles, int count) {
+  auto one_by_one = [&](auto work) {
+    for (int i = 0; i < count; i++) work(tiles[i]);
+  };
+  switch (tiles[0].layout->dtype) {
+    case DType::f32:
+      return one_by_one(attend_floats<Floats<float>>);
+#if defined(AS_ISA_AVX512_BF16)
+    case DType::bf16:
+      return attend_bf16(tiles, count);
+#else
+    case DType::bf16:
+      return one_by_one(attend_floats<Floats<uint16_t>>);
+#endif
+    case DType::i8:
+      return one_by_one(attend_integers<Int8>);
+    case DType::u4:
+      return one_by_one(attend_integers<UInt4>);
+  }
+}
+
+// Rows that do not see all of the tile's tokens had them with a weight of 0. If a value is not finite, 0 times it is
+// not 0: then such a row again, alone, by which it has the tokens that it sees and the bits that it has anyway.
+void mend_rows(const AttentionTile& a) {
+  const size_t padded = a.layout->padded_dim;
+  for (int r = 0; r < a.rows; r++) {
+    const int seen = a.context[r] - a.begin;
+    if (seen <= 0 || seen >= a.tokens) continue;
+    vf poison = vzero();  // NaN if any value is not finite
+    for (size_t d = 0; d < padded; d += W) poison = vfma(vload(a.out + r * padded + d), vzero(), poison);
+    if (vsum(poison) == 0) continue;
+    AttentionTile alone = a;
+    alone.rows = 1, alone.q[0] = a.q[r], alone.context[0] = a.context[r], alone.tokens = seen;
+    alone.next = a.spans, alone.cold = false;
+    alone.maximum = a.maximum + r, alone.sum = a.sum + r, alone.out = a.out + r * padded;
+    std::vector<char> query(query_bytes(*a.layout));
+    prepare_queries(alone, query.data());
+    alone.prepared = query.data();
+    attend_all(&alone, 1);
+  }
+}
+
+}  // namespace
+
+void attend(const AttentionTile* tiles, int count) {
+  attend_all(tiles, count);
+  for (int i = 0; i < count; i++) mend_rows(tiles[i]);
+}
+
+void end_attention() {
+#if defined(AS_ISA_AVX512_BF16)
+  end_attention_bf16();
+#endif
+}
+
+void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
+           const float* block_out, int padded_dim) {
+  alignas(64) float state[4][kTileRows] = {}, scale[2][kTileRows];
+  std::copy_n(maximum, rows, state[0]), std::copy_n(block_maximum, rows, state[1]);
+  std::copy_n(sum, rows, state[2]), std::copy_n(block_sum, rows, state[3]);
+  for (int r = 0; r < rows; r += W) {
+    const vf m = vload(state[0] + r), b = vload(state[1] + r), top = vmax(m, b);
+    const vf x = vexp(vsub(m, top)), y = vexp(vsub(b, top));
+    vstore(state[0] + r, top), vstore(scale[0] + r, x), vstore(scale[1] + r, y);
+    vstore(state[2] + r, vfma(vload(state[2] + r), x, vmul(vload(state[3] + r), y)));
+  }
+  std::copy_n(state[0], rows, maximum), std::copy_n(state[2], rows, sum);
+  for (int r = 0; r < rows; r++, out += padded_dim, block_out += padded_dim) {
+    const vf x = vset(scale[0][r]), y = vset(scale[1][r]);
+    for (int d = 0; d < padded_dim; d += W) vstore(out + d, vfma(vload(out + d), x, vmul(vload(block_out + d), y)));
+  }
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,84 @@
+// Norms, activations and sums over a row. Memory-light: plain vectors with a scalar tail.
+#include <cmath>
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/silu.h"
+#include "cpu/kernels/tables.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+
+// y = x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich, 2019). The sum of squares runs over two vectors of lanes, then
+// over the lanes, then over the tail.
+void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
+  vf a = vzero(), b = vzero();
+  int i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    const vf p = vload(x + i), q = vload(x + i + W);
+    a = vfma(p, p, a);
+    b = vfma(q, q, b);
+  }
+  for (; i + W <= n; i += W) {
+    const vf p = vload(x + i);
+    a = vfma(p, p, a);
+  }
+  float sum = vsum(vadd(a, b));
+  for (; i < n; i++) sum += x[i] * x[i];
+  const float inverse = 1.0f / std::sqrt(sum / (float)n + eps);
+  const vf vi = vset(inverse);
+  i = 0;
+  for (; i + W <= n; i += W) vstore(y + i, vmul(vmul(vload(x + i), vi), vload(w + i)));
+  for (; i < n; i++) y[i] = x[i] * inverse * w[i];
+}
+
+// y = gate / (1 + e^-gate) * up
+void silu_mul(const float* gate, const float* up, float* y, int n) {
+  int i = 0;
+  for (; i + W <= n; i += W) vstore(y + i, vsilu_mul(vload(gate + i), vload(up + i)));
+  if (i < n) {
+    float g[W] = {}, u[W] = {}, out[W];
+    for (int j = 0; j < n - i; j++) g[j] = gate[i + j], u[j] = up[i + j];
+    vstore(out, vsilu_mul(vload(g), vload(u)));
+    for (int j = 0; j < n - i; j++) y[i + j] = out[j];
+  }
+}
+
+void add(float* x, const float* y, size_t n) {
+  size_t i = 0;
+  for (; i + W <= n; i += W) vstore(x + i, vadd(vload(x + i), vload(y + i)));
+  for (; i < n; i++) x[i] += y[i];
+}
+
+void sum_partials(const float* const* partials, int count, float* out, size_t n) {
+  size_t i = 0;
+  for (; i + W <= n; i += W) {
+    vf s = vload(partials[0] + i);
+    for (int r = 1; r < count; r++) s = vadd(s, vload(partials[r] + i));
+    vstore(out + i, s);
+  }
+  for (; i < n; i++) {
+    float s = partials[0][i];
+    for (int r = 1; r < count; r++) s += partials[r][i];
+    out[i] = s;
+  }
+}
+
+// Rotary embedding of one head in the rotate-half form: pairs are (i, i + half) (Su et al., 2021; Hugging Face's
+// layout).
+void rope(float* x, const float* cosine, const float* sine, int half) {
+  float* upper = x + half;
+  int i = 0;
+  for (; i + W <= half; i += W) {
+    const vf a = vload(x + i), b = vload(upper + i), c = vload(cosine + i), s = vload(sine + i);
+    vstore(x + i, vsub(vmul(a, c), vmul(b, s)));
+    vstore(upper + i, vadd(vmul(b, c), vmul(a, s)));
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = upper[i];
+    x[i] = a * cosine[i] - b * sine[i];
+    upper[i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+}  // namespace AS_ISA
+}  // namespace as

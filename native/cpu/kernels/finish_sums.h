@@ -1,0 +1,164 @@
+// What is made of the sums of a tile product, row by row: results with scales and bias, plain or gated. A row of sums
+// has the panel's NR columns; with two planes the low plane's are kTile rows further.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/kernels/amx.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/silu.h"
+#include "cpu/kernels/tables.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+constexpr int kTile = 16;  // rows of a tile
+
+// A panel's part of the bias, padded, or zeros.
+struct Bias {
+  float values[NR] = {};
+  void set(const float* bias, int p, int n) {
+    if (bias)
+      for (int j = 0; j < NR; j++) values[j] = p * NR + j < n ? bias[p * NR + j] : 0.0f;
+  }
+};
+
+struct Results {
+  const Packed& w;
+  float* y;
+  int ldy;
+  AS_INLINE void fetch(int p, int row) const {
+    const float* out = y + (size_t)row * ldy + p * NR;
+    for (int v = 0; v < NV; v++) prefetch_far(out + v * W);
+  }
+  AS_INLINE void write(int p, int row, const vf (&value)[NV]) const {
+    float* out = y + (size_t)row * ldy + p * NR;
+    const int columns = w.n - p * NR;
+    if (columns >= NR) {
+      for (int v = 0; v < NV; v++) vstore(out + v * W, value[v]);
+    } else {
+      float edge[NR];
+      for (int v = 0; v < NV; v++) vstore(edge + v * W, value[v]);
+      std::memcpy(out, edge, columns * sizeof(float));
+    }
+  }
+};
+
+// What to make of a row's sums of one panel: BFloatRow, ChannelRow.
+struct BFloatRow {
+  const Packed& w;
+  const float* bias;
+  Bias add;
+  void begin(int p) { add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int, const float* sums, vf (&value)[NV]) const {
+    for (int v = 0; v < NV; v++)
+      value[v] = bias ? vadd(vload(sums + v * W), vload(add.values + v * W)) : vload(sums + v * W);
+  }
+};
+
+// A group's scales and offsets as floats, for all rows.
+struct Scales {
+  float values[2 * NR];
+  void set(const uint16_t* scales) {
+    for (int i = 0; i < 2 * NR; i += W) vstore(values + i, vload_bf16(scales + i));
+  }
+};
+
+// The recipe of matmul_integer.cpp: exact sums, so that kernels may be mixed; group by group from there on. sums: of a
+// row, those of its low plane a tile further. activations: the group's sum of the first plane's values, the second's
+// `apart` bytes on. middle: its logarithm. kSmall: both planes together fit 32 bits (groups of up to 512): the same
+// bits in fewer instructions.
+template <int Planes, bool kSmall>
+AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const Scales& scales,
+                         vf (&total)[NV]) {
+  auto sum_of = [&](int plane, int v) { return _mm512_loadu_si512(sums + plane * kTile * NR * 4 + v * W * 4); };
+  auto value_of = [&](__m512i sum, __m512i of_activations) {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_slli_epi32(of_activations, middle)));
+  };
+  auto together = [](__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); };
+  const __m512i first = four_bytes_everywhere(activations),
+                second = Planes == 2 ? four_bytes_everywhere(activations + apart) : first;
+  constexpr bool kTogether = Planes == 2 && kSmall;
+  const __m512i both = kTogether ? together(first, second) : first;
+  const vf sum = Planes == 1 || kTogether ? _mm512_cvtepi32_ps(both)
+                                          : vfma(vset(256.0f), _mm512_cvtepi32_ps(first), _mm512_cvtepi32_ps(second));
+#pragma GCC unroll 2
+  for (int v = 0; v < NV; v++) {
+    vf value;
+    if (kTogether) value = value_of(together(sum_of(0, v), sum_of(1, v)), both);
+    else if (Planes == 2) value = vfma(vset(256.0f), value_of(sum_of(0, v), first), value_of(sum_of(1, v), second));
+    else value = value_of(sum_of(0, v), first);
+    total[v] = vfma(vload(scales.values + NR + v * W), sum, vfma(vload(scales.values + v * W), value, total[v]));
+  }
+}
+
+AS_INLINE void scale_row(const char* row, const PreparedLayout& at, const float* bias, vf (&total)[NV]) {
+  float scale;
+  std::memcpy(&scale, row + at.scale_at, 4);
+  for (int v = 0; v < NV; v++) {
+    total[v] = vmul(total[v], vset(scale));
+    if (bias) total[v] = vadd(total[v], vload(bias + v * W));
+  }
+}
+
+template <int Planes>
+struct ChannelRow {
+  const Packed& w;
+  const float* bias;
+  const Activations& a;
+  const PreparedLayout at;
+  Scales scales = {};
+  Bias add = {};
+  void begin(int p) { scales.set(w.scales(p, 0)), add.set(bias, p, w.n); }
+  AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
+    const char* activations = a.prepared + row * a.stride;
+    for (int v = 0; v < NV; v++) value[v] = vzero();
+    add_group<Planes, false>((const char*)sums, 7, activations, 4, scales, value);
+    scale_row(activations, at, bias ? add.values : nullptr, value);
+  }
+};
+
+template <typename Row>
+struct Plain {
+  Row make;
+  Results results;
+  int p = 0;
+  void begin(int panel) { make.begin(p = panel); }
+  AS_INLINE void fetch(int row) const { results.fetch(p, row); }
+  AS_INLINE void row(int row, const float* sums) const {
+    vf value[NV];
+    make(row, sums, value);
+    results.write(p, row, value);
+  }
+};
+
+// silu(gate) * up, in float32 or rounded to bfloat16.
+template <typename Row>
+struct Gated {
+  Row gate, up;
+  const GatedOutput& out;
+  int half, p = 0;
+  void begin(int panel) { gate.begin(p = panel), up.begin(p + half); }
+  AS_INLINE void fetch(int row) const {
+    if (out.rounded) return prefetch_far(out.rounded + row * out.rounded_stride + p * NR * 2);
+    for (int v = 0; v < NV; v++) prefetch_far(out.y + (size_t)row * out.ldy + p * NR + v * W);
+  }
+  AS_INLINE void row(int row, const float* gate_sums, const float* up_sums) const {
+    vf g[NV], u[NV];
+    gate(row, gate_sums, g), up(row, up_sums, u);
+    for (int v = 0; v < NV; v++) g[v] = vsilu_mul(g[v], u[v]);
+    if (out.rounded) {
+      const __m512bh both = _mm512_cvtne2ps_pbh(g[1], g[0]);
+      std::memcpy(out.rounded + row * out.rounded_stride + p * NR * 2, &both, sizeof both);
+    } else {
+      for (int v = 0; v < NV; v++) vstore(out.y + (size_t)row * out.ldy + p * NR + v * W, g[v]);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace AS_ISA
+}  // namespace as

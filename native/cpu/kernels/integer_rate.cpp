@@ -1,0 +1,89 @@
+// The rate at which 8-bit integers are multiplied and summed in 32 bits: the ceiling of w8a8 and w4a8.
+#include <cstdint>
+
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+// vi: sums of 32 bits; vb: what is multiplied, kProducts to an instruction (or the fewest that do it); AS_REGISTER: how
+// inline assembly names a register that holds one.
+#if defined(AS_ISA_AVX512)
+#define AS_REGISTER "+v"
+using vi = __m512i;
+using vb = __m512i;
+constexpr int kProducts = 64;
+inline vi sums(int x) { return _mm512_set1_epi32(x); }
+inline vb bytes(int8_t x) { return _mm512_set1_epi8(x); }
+#if defined(__AVX512VNNI__)
+inline vi dot(vi sum, vb x) { return _mm512_dpbusd_epi32(sum, x, x); }
+#else
+inline vi dot(vi sum, vb x) {
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(x, x), _mm512_set1_epi16(1)));
+}
+#endif
+#elif defined(AS_ISA_AVX2)
+#define AS_REGISTER "+x"
+using vi = __m256i;
+using vb = __m256i;
+constexpr int kProducts = 32;
+inline vi sums(int x) { return _mm256_set1_epi32(x); }
+inline vb bytes(int8_t x) { return _mm256_set1_epi8(x); }
+inline vi dot(vi sum, vb x) {
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, x), _mm256_set1_epi16(1)));
+}
+#elif defined(AS_ISA_SVE)
+#define AS_REGISTER "+w"
+typedef svint32_t vi AS_SVE_FIXED;
+typedef svint8_t vb AS_SVE_FIXED;
+constexpr int kProducts = 4 * W;
+inline vi sums(int x) { return svdup_n_s32(x); }
+inline vb bytes(int8_t x) { return svdup_n_s8(x); }
+inline vi dot(vi sum, vb x) { return svdot_s32(sum, x, x); }
+#else
+#define AS_REGISTER "+w"
+using vi = int32x4_t;
+using vb = int8x16_t;
+inline vi sums(int x) { return vdupq_n_s32(x); }
+inline vb bytes(int8_t x) { return vdupq_n_s8(x); }
+#if defined(AS_ISA_DOTPROD)
+constexpr int kProducts = 16;
+inline vi dot(vi sum, vb x) { return vdotq_s32(sum, x, x); }
+#else
+constexpr int kProducts = 4;  // widened beforehand
+inline vi dot(vi sum, vb x) {
+  const int16x8_t wide = vreinterpretq_s16_s8(x);
+  return vmlal_s16(sum, vget_low_s16(wide), vget_low_s16(wide));
+}
+#endif
+#endif
+
+}  // namespace
+
+// `rounds` x 12 independent chains in registers; returns how many multiplications and additions that were.
+double integer_multiply_add(long rounds, float* keep) {
+  vb x = bytes(3);
+  vi a[12];
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) a[i] = sums(i);
+  for (long r = 0; r < rounds; r++) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) {
+      __asm__("" : AS_REGISTER(x));  // products are to be computed anew each time
+      a[i] = dot(a[i], x);
+    }
+  }
+  int32_t total = 0;
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; i++) {
+    alignas(64) int32_t lanes[W];
+    __builtin_memcpy(lanes, &a[i], sizeof lanes);
+    total ^= lanes[0] ^ lanes[W - 1];
+  }
+  *keep = (float)total;
+  return 2.0 * kProducts * 12 * rounds;
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,137 @@
+// The kernels that exist once per instruction set, as a table of functions: chosen at import (isa.cpp).
+//
+// Invariance (DESIGN: "same request, same bytes"): every value a kernel writes is a fixed recipe of its inputs that
+// does not depend on how many rows, threads or tiles there are.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/kernels/format.h"
+#include "cpu/kernels/span_layout.h"
+
+namespace as {
+
+constexpr int kTileRows = 16;
+
+// Attention of a tile of rows (query heads that share one KV head) over one block of context.
+struct AttentionTile {
+  int rows;                   // <= kTileRows
+  const float* q[kTileRows];  // each [head_dim]
+  int context[kTileRows];     // row sees the sequence's tokens [0, context)
+  float scale;
+  const SpanLayout* layout;
+  const char* prepared;  // queries as prepare_queries() made them
+  // The block: tokens [begin, begin + tokens) of the sequence, those that any row sees.
+  int begin, tokens;
+  const void* const* spans;  // the block's, of this layer and KV head
+  const void* const* next;   // what to prefetch: the following block's, or again the block's
+  bool cold;                 // the block has not just been read for another tile: prefetch
+  float* maximum;            // [rows]
+  float* sum;                // [rows]
+  float* out;                // [rows][padded_dim], not normalized
+};
+constexpr int kBlockTokens = 128;  // context per partial result of attention, whatever the span size
+
+// Bytes of a tile's prepared queries: 16 bits a value, then two floats a row.
+inline size_t query_bytes(const SpanLayout& s) { return (size_t)kTileRows * (s.query_dim() * 2 + 2 * sizeof(float)); }
+
+enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
+
+// Rows of a checkpoint's matrix, of which another matrix takes columns [column, column + its k). They are quantized in
+// groups of `group` of all the `columns`, so that what a rank's slice is does not depend on where it was cut.
+struct SourceRows {
+  const void* data;  // of row `row_offset` of the matrix that is filled
+  SourceType type;
+  long stride, row_offset, column, columns, group;
+};
+
+struct LogitKernels;
+
+struct Kernels {
+  const char* name;
+  Rules rules;
+  // y[m, n] for panels [p0, p1): y = x w^T (+ bias), y with row stride ldy. Where prepared() says so, activations are
+  // prepared.
+  void (*matmul)(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+  // silu(gate) * up, where the first half of w's rows gives gate and the second up, each of whole panels: columns of
+  // the panels [p0, p1) of a half. The same bits as matmul, silu_mul and (rounded) prepare.
+  void (*matmul_gated)(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
+                       int p1);
+  PreparedLayout (*prepared)(const Packed& w);
+  void (*prepare)(const Packed& w, const float* x, char* out);
+  // Quantizes rows [r0, r1) of w; threads must not share a panel. Returns how many values of the groups that w has a
+  // part of are NaN or infinite (the groups become NaN).
+  long (*quantize)(const Packed& w, const SourceRows& source, long r0, long r1);
+  void (*read_row)(const Packed& w, long row, float* y);  // y [k]: one row, recovered
+  void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
+  void (*silu_mul)(const float* gate, const float* up, float* y, int n);
+  void (*add)(float* x, const float* y, size_t n);
+  // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
+  void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
+  // The tile's queries as the kernel takes them, into query_bytes() at `out`; the same for all blocks.
+  void (*prepare_queries)(const AttentionTile& tile, char* out);
+  void (*attend)(const AttentionTile* tiles,
+                 int count);  // `count` tiles, of the same block: one's softmax hides another's products
+  void (*end_attention)();    // by each thread after its last attend(), before other kernels
+  // Merges the next block's partial results (a row: a maximum, a sum, [padded_dim]) into the running ones.
+  void (*merge)(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
+                const float* block_out, int padded_dim);
+  // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
+  void (*rope)(float* x, const float* cosine, const float* sine, int half);
+  const LogitKernels& (*logits)();  // passes over logits, for the sampler
+  // Ceilings (ceilings.cpp).
+  float (*read_memory)(const float* p, size_t n);
+  double (*multiply_add)(long rounds, float* keep);
+  double (*multiply_tiles)(long rounds, bool integers);  // null without tiles
+};
+
+#if defined(AS_HAVE_AMX)
+namespace amx {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_AVX2)
+namespace avx2 {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_AVX512)
+namespace avx512 {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_AVX512_VNNI)
+namespace avx512_vnni {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_AVX512_BF16)
+namespace avx512_bf16 {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_NEON)
+namespace neon {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_NEON_DOTPROD)
+namespace neon_dotprod {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_SVE256)
+namespace sve256 {
+const Kernels& kernels();
+}
+#endif
+#if defined(AS_HAVE_SVE512)
+namespace sve512 {
+const Kernels& kernels();
+}
+#endif
+
+// The kernels in use.
+const Kernels& kernels();
+
+}  // namespace as

@@ -1,0 +1,358 @@
+// y = x w^T + bias with quantized weights and integer activations (format.h): per-token int8 ones in w8a8 and w4a8,
+// per-token 16-bit ones in int8 and int4.
+//
+// 16 bits: an activation's error is 2^-16 of the row's largest value (rounding to bfloat16 would lose 2^-9 of each
+// value), and no weight needs to be converted to float. Where the instruction set multiplies bytes (VNNI, sdot) an
+// activation is two int8 planes, 256 * high + low with low in [-128, 127], planes being just more rows of the same
+// product; elsewhere 16-bit products take it as it is, at no more cost than 8 bits (integers_x86.h, integers_arm.h).
+//
+// Recipe: within a group the exact integer sum of activation * (q - middle), so kernels and tilings are free; as a
+// float32 it is 256 * high + low of the planes' sums, each rounded to float32, or the whole sum rounded once. (The same
+// bits while no plane's sum passes 2^24, as in groups of up to 1,032 k; between levels, not within one, sums beyond may
+// differ in the last place.) The group's sum of activations is 256 * high + low everywhere; groups in ascending order,
+// total = scale * sum + total and total = offset * (sum of the group's activations) + total, fused; at last total * the
+// row's scale + bias. Nothing saturates, and of 16-bit products kExactWords k fit 32 bits: longer groups are summed
+// further in float64, exactly.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#if defined(AS_ISA_ARM)
+#include "cpu/kernels/integers_arm.h"
+#else
+#include "cpu/kernels/integers_x86.h"
+#endif
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/tables.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+// Prepared activations of rows from `first` on, in P planes.
+template <int P>
+struct Rows {
+  const char* first;
+  size_t stride, plane_sums;
+  PreparedLayout at;
+
+  // groups: of the matrix. (An argument: it takes a division.)
+  Rows(const PreparedLayout& at, const Activations& a, int groups, int row)
+      : first(a.prepared + row * a.stride), stride(a.stride), plane_sums(4 * (size_t)groups), at(at) {}
+  AS_INLINE int32_t plane_sum(int r, int p, int g) const {
+    return four_bytes(first + r * stride + p * plane_sums + 4 * g);
+  }
+  // A group's sum of activations: as the recipe rounds it, and whole.
+  AS_INLINE float sum(int r, int g) const {
+    const float low = (float)plane_sum(r, P - 1, g);
+    return P == 1 ? low : std::fma(256.0f, (float)plane_sum(r, 0, g), low);
+  }
+  AS_INLINE int64_t exact_sum(int r, int g) const {
+    return P == 1 ? plane_sum(r, 0, g) : 256 * (int64_t)plane_sum(r, 0, g) + plane_sum(r, 1, g);
+  }
+  AS_INLINE float scale(int r) const {
+    float scale;
+    std::memcpy(&scale, first + r * stride + at.scale_at, 4);
+    return scale;
+  }
+};
+
+// total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations. scales: followed by the offsets
+template <int R, int P, typename Chain>
+AS_INLINE void add_group(const uint16_t* scales, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
+  vf scale[NV], offset[NV];
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    const vf sum = vset(rows.sum(r, g));
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++)
+      total[r * NV + v] = vfma(offset[v], sum, vfma(scale[v], chain(r, v), total[r * NV + v]));
+  }
+}
+
+// y [columns] = total [NR] * scale (+ bias)
+AS_INLINE void write_row(const vf* total, float scale, const float* bias, float* y, int columns) {
+  alignas(64) float edge[NR];
+  for (int v = 0; v < NV; v++) vstore(edge + v * W, vmul(total[v], vset(scale)));
+  if (columns >= NR) {
+    for (int v = 0; v < NV; v++)
+      vstore(y + v * W, bias ? vadd(vload(edge + v * W), vload(bias + v * W)) : vload(edge + v * W));
+  } else {
+    for (int j = 0; j < columns; j++) y[j] = bias ? edge[j] + bias[j] : edge[j];
+  }
+}
+
+// R rows of P planes from `row` on against one panel. (Inlined, its registers would be shared with its caller's.)
+template <typename F, int R, int P>
+__attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel,
+                                    const float* bias, float* y, int ldy) {
+  constexpr int L = kWords ? 1 : P;  // rows of the product to a row of activations
+  const int groups = w.groups();
+  const Rows<P> rows(at, a, groups, row);
+  vf total[R * NV];
+  for (vf& t : total) t = vzero();
+  for (int g = 0, k0 = 0; g < groups; k0 += w.group_k(g), g++) {
+    const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
+    auto line = [&](int r)
+                    __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
+#if defined(AS_WORDS)
+    if (P == 2 && w.group_k(g) > kExactWords) {
+      alignas(64) double wide[R * NR] = {};
+      for (int k1 = 0; k1 < w.group_k(g); k1 += kUncentredWords) {
+        vi acc[R][NV], part[R * NV];
+        for (int r = 0; r < R; r++)
+          for (int v = 0; v < NV; v++) acc[r][v] = iset(0);
+        F::template group<R>(
+            w.weights(panel, g) + w.weight_bytes(k1), std::min(kUncentredWords, w.group_k(g) - k1),
+            [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc);
+        spill(acc, part);
+        for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
+      }
+      add_group<R>(
+          w.scales(panel, g), rows, g,
+          [&](int r, int v) {
+            return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
+          },
+          total);
+      continue;
+    }
+#endif
+    vi acc[R * L][NV];
+    for (int r = 0; r < R * L; r++) {
+      const vi start = iset(-F::kMiddle * (L == P ? rows.plane_sum(r / L, r % L, g) : (int32_t)rows.exact_sum(r, g)));
+      for (int v = 0; v < NV; v++) acc[r][v] = start;
+    }
+    F::template group<R * L>(w.weights(panel, g), w.group_k(g), line, acc);
+    vi chains[R * L * NV];
+    spill(acc, chains);
+    add_group<R>(
+        w.scales(panel, g), rows, g,
+        [&](int r, int v) __attribute__((always_inline)) {
+          const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
+          return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
+        },
+        total);
+  }
+  const int column = panel * NR;
+  for (int r = 0; r < R; r++)
+    write_row(total + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column,
+              w.n - column);
+}
+
+#if defined(AS_WIDENED_BLOCKS)
+constexpr int kBlockRows = (MB + kPairRows - 1) / kPairRows * kPairRows;
+
+// `count` <= kBlockRows rows from `row` on against one panel. A block of weights, of several whole groups or a part of
+// one, is widened once for all of them.
+template <typename F, int P>
+void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int count, int panel,
+               const float* bias, float* y, int ldy) {
+  alignas(64) typename F::Wide block[kBlockK * NR];
+  alignas(64) vi kept[kBlockRows * NV];                   // a group's sums, through several blocks
+  alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same of 16-bit activations, if there are several
+  alignas(64) vf totals[kBlockRows * NV];
+  std::fill_n(totals, count * NV, vzero());
+  const bool cut = w.group > kBlockK;
+  const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
+            most = cut ? kBlockK : kBlockK / w.group * w.group;
+  const size_t group_bytes = w.group_bytes(w.group), ahead = w.weight_bytes(most) / tiles;
+  for (int first = 0, end; first < w.k; first = end) {
+    const int g0 = first / w.group, begin = g0 * w.group;
+    end = cut ? std::min(begin + w.group_k(g0), first + most) : std::min(w.k, first + most);
+    const bool begins = first == begin, ends = !cut || end == begin + w.group_k(g0);
+    const char* data = w.weights(panel, g0) + w.weight_bytes(first - begin);
+    for (int k0 = first; k0 < end; k0 += w.group, data += group_bytes)
+      F::widen(data, std::min(w.group, end - k0), block + (k0 - first) * NR);
+    const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
+    if (P == 2 && cut && begins) std::fill_n(wide, count * NR, 0.0);
+    for (int r0 = 0; r0 < count; r0 += kPairRows) {
+      for (size_t line = 0; line < ahead + 64; line += 64) prefetch_far(next + line);
+      next += ahead;
+      with_constant<kPairRows>(std::min(kPairRows, count - r0), [&](auto constant) {
+        constexpr int R = decltype(constant)::value;
+        const Rows<P> rows(at, a, groups, row + r0);
+        vi* sums = kept + r0 * NV;
+        double* wide_sums = wide + r0 * NR;
+        const uint16_t* scales = w.scales(panel, g0);
+        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += group_bytes / sizeof(*scales)) {
+          const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
+          F::template multiply<R>(
+              block + (k0 - first) * NR, std::min(w.group, end - k0),
+              [&](int r) __attribute__((always_inline)) { return values + r * a.stride; }, sums, P == 1 && !begins);
+          if (P == 2 && cut)
+            for (int i = 0; i < R * NV; i++) add_doubles(wide_sums + i * W, sums[i]);
+          if (!ends) return;
+          if (P == 2 && cut) {
+            add_group<R>(
+                scales, rows, g, [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); },
+                totals + r0 * NV);
+          } else {
+            add_group<R>(
+                scales, rows, g,
+                [&](int r, int v) __attribute__((always_inline)) {
+                  const vi sum = sums[r * NV + v];
+                  return to_float(F::kWideMiddle ? iadd(sum, iset(-F::kWideMiddle * rows.plane_sum(r, 0, g))) : sum);
+                },
+                totals + r0 * NV);
+          }
+        }
+      });
+    }
+  }
+  const int column = panel * NR;
+  const Rows<P> rows(at, a, groups, row);
+  for (int r = 0; r < count; r++)
+    write_row(totals + r * NV, rows.scale(r), bias ? bias + column : nullptr, y + (size_t)(row + r) * ldy + column,
+              w.n - column);
+}
+#endif
+
+template <typename F, int P>
+void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  const PreparedLayout at = prepared(w);
+  constexpr int kRows = rows_of_tile(P);
+#if defined(AS_WIDENED_BLOCKS)
+  if (m > F::kFewRows) {
+    const int blocks = (m + kBlockRows - 1) / kBlockRows,
+              most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
+    for (int m0 = 0; m0 < m; m0 += most)
+      for (int p = p0; p < p1; p++) many_rows<F, P>(w, at, a, m0, std::min(most, m - m0), p, bias, y, ldy);
+    return;
+  }
+#endif
+  for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
+    for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
+      for (int r0 = m0; r0 < end; r0 += kRows)
+        with_constant<kRows>(std::min(kRows, end - r0),
+                             [&](auto count) { tile<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy); });
+}
+
+// A row's scale and its inverse for values up to `most`: a = x / scale to nearest. A NaN or infinite x makes the scale
+// NaN, and so the row's results. A row of (nearly) zeros has the inverse 0 and is zeros.
+struct RowScale {
+  float scale, inverse;
+};
+RowScale row_scale(const float* x, int k, float most) {
+  vf largest = vzero(), poison = vzero();
+  int i = 0;
+  for (; i + W <= k; i += W) {
+    const vf v = vload(x + i);
+    largest = vmax(largest, vmax(v, vsub(vzero(), v)));
+    poison = vfma(v, vzero(), poison);
+  }
+  float top = vhmax(largest), bad = vsum(poison);
+  for (; i < k; i++) {
+    top = std::max(top, std::fabs(x[i]));
+    bad += x[i] * 0.0f;
+  }
+  if (std::isnan(bad)) return {NAN, 0};
+  if (!(top > 1e-34f)) return {0, 0};
+  return {top / most, most / top};
+}
+
+// Values of a row and, of each of P planes, their sums within each group.
+template <typename F, int P>
+void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
+  using Value = typename F::Value;
+  constexpr bool kWhole = sizeof(Value) == 2;
+  char* values = out + at.values_at;
+  for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
+    vi sums[2] = {iset(0), iset(0)};
+    for (int i = k0; i < k0 + w.group_k(g); i += W) {
+      const int n = std::min(W, k0 + w.group_k(g) - i);
+      const vi a = rounded(x + i, n, vset(inverse)), high = P == 1 ? a : shift_right<8>(iadd(a, iset(128))),
+               low = isub(a, shift_left<8>(high));
+      store_values<Value>(values + i * sizeof(Value), kWhole ? a : high, n);
+      if (P == 2 && !kWhole) store_values<Value>(values + at.plane_bytes + i, low, n);
+      sums[0] = iadd(sums[0], high);
+      sums[1] = iadd(sums[1], low);
+    }
+    for (int p = 0; p < P; p++) {
+      const int32_t sum = isum(sums[p]);
+      std::memcpy(out + ((size_t)p * w.groups() + g) * 4, &sum, 4);
+    }
+  }
+  const size_t used = kWhole ? ((size_t)w.k + 3) / 4 * 8 : w.k;
+  for (int p = 0; p < (kWhole ? 1 : P); p++) std::memset(values + p * at.plane_bytes + used, 0, at.plane_bytes - used);
+}
+
+// work(the kernels of w's format, its planes as a constant)
+template <typename Work>
+AS_INLINE void with_format(const Packed& w, Work&& work) {
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  switch (w.format) {
+    case Format::int8:
+      return work(Bytes(), two);
+    case Format::int4:
+      return work(WideNibbles(), two);
+    case Format::w8a8:
+      return work(Bytes(), one);
+    default:
+      return work(Nibbles(), one);
+  }
+}
+
+void prepare_integers(const Packed& w, const float* x, char* out) {
+  const PreparedLayout at = prepared(w);
+  const RowScale row = row_scale(x, w.k, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
+  std::memcpy(out + at.scale_at, &row.scale, 4);
+  if (row.inverse == 0) {
+    std::memset(out, 0, at.scale_at);
+    std::memset(out + at.values_at, 0, at.bytes - at.values_at);
+    return;
+  }
+  with_format(w,
+              [&](auto format, auto planes) { prepare_planes<decltype(format), planes>(w, at, x, row.inverse, out); });
+}
+
+#if defined(AS_ISA_AVX512_BF16)
+// Rounds a row to bfloat16, to nearest even, denormals to zero as the products take them; zeros up to a whole unit of
+// the layout.
+void prepare_pairs(const Packed& w, const float* x, char* out) {
+  for (int k = 0; k < w.k; k += 2 * W, out += 4 * W) {
+    const int n = std::min(2 * W, w.k - k);
+    const __mmask16 low = n >= W ? 0xffff : (__mmask16)((1 << n) - 1), high = n >= 2 * W ? 0xffff
+                                                                              : n > W ? (__mmask16)((1 << (n - W)) - 1)
+                                                                                      : 0;
+    const __m512bh rounded =
+        _mm512_cvtne2ps_pbh(_mm512_maskz_loadu_ps(high, x + k + W), _mm512_maskz_loadu_ps(low, x + k));
+    std::memcpy(out, &rounded, sizeof(rounded));
+  }
+}
+#endif
+
+}  // namespace
+
+void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
+                    int p1) {
+  with_format(
+      w, [&](auto format, auto planes) { matmul_format<decltype(format), planes>(w, a, bias, y, ldy, m, p0, p1); });
+}
+
+PreparedLayout prepared(const Packed& w) {
+  int value_bytes = 1;
+  if (w.planes) with_format(w, [&](auto format, auto) { value_bytes = sizeof(typename decltype(format)::Value); });
+  PreparedLayout at = prepared_layout(w, value_bytes);
+#if defined(AS_ISA_AVX512_BF16)
+  // An odd number of lines: equal places of a tile's rows then do not share a set of the first-level cache.
+  if (w.pairs || w.planes) at.bytes = (at.bytes / 64 | 1) * 64;
+#endif
+  return at;
+}
+
+void prepare(const Packed& w, const float* x, char* out) {
+  if (w.planes) return prepare_integers(w, x, out);
+#if defined(AS_ISA_AVX512_BF16)
+  if (w.pairs) return prepare_pairs(w, x, out);
+#endif
+}
+
+}  // namespace AS_ISA
+}  // namespace as

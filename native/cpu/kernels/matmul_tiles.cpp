@@ -1,0 +1,528 @@
+// y = x w^T + bias on AMX tiles: bfloat16 weights and activations, and integers, per channel or in groups;
+// also silu(gate) * up of a matrix that holds both.
+//
+// int8 and int4 too: their 16-bit activations are two planes of int8 (matmul_integer.cpp), the second tile of rows
+// being the low plane of the first one's.
+//
+// Both kinds look alike in bytes. A step is 64 bytes of a row of activations (32 bfloat16 or 64 int8) against 16 x 128
+// bytes of a panel: two tiles of 16 features, each lane of which holds the 2 or 4 k that one product takes together.
+//
+// Recipe, whatever the number of rows: steps in ascending order, each one tile product; a row's result does not depend
+// on the other rows of its tile. One row takes tiles too, with bfloat16: no other instruction sums in the same order.
+// Cutting K only spills the fp32 (int32) accumulators, which rounds nothing.
+//
+// A 2 x 2 block of accumulators takes 4 products (64 cycles) for 4 loaded tiles (64 lines), and the second-level cache
+// gives 0.73 lines a cycle: with all operands from there products run at 0.67 of their peak. Spilling accumulators
+// costs 120 cycles (220 from the second level), so K stays in one piece where it can. Of the operand that the next
+// blocks take again the first kNear steps stay in the first level, everything else being loaded past it: 0.84 to 0.87
+// of the peak. What is to be done with finished sums is done between the products of the following block, row by row:
+// other parts of the core do it meanwhile.
+//
+// From the third level as little as possible: K in one piece, the rows stay in the second level and each panel passes
+// once; in pieces, a piece of the rows and of a group of panels.
+#include "cpu/kernels/tables.h"
+
+#if defined(AS_ISA_AMX)
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "cpu/kernels/amx.h"
+#include "cpu/kernels/finish_sums.h"
+#include "cpu/kernels/tile.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+constexpr int kStepBytes = 64;                // of a row of activations
+constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
+constexpr int kPair = 2 * kTile;              // rows of a block of accumulators
+constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
+constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (two threads of a core share it),
+constexpr size_t kStayBytes = 1 << 20;     // at most
+constexpr int kWhole = 48, kCut = 32;      // steps up to which K stays in one piece, and of the pieces otherwise
+constexpr int kRows = 256;                 // rows of a block, where K is in pieces
+constexpr size_t kGroupBytes = 640 << 10;  // of panels, for which the rows pass: a third of the second level
+constexpr int kChunk = 8;                  // steps of a widened piece of a panel: 16 KB
+constexpr int kPrefetch = 4096;            // bytes ahead, where weights come from memory
+static_assert(NR == 2 * kTile);
+
+// Pieces of K, the longest of them, and how many panels' such pieces make a group.
+constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 1) / kCut; }
+constexpr int longest_of(int steps) { return (steps + cuts_of(steps) - 1) / cuts_of(steps); }
+constexpr int panels_of_group(int steps) { return (int)(kGroupBytes / ((size_t)longest_of(steps) * kPanelStepBytes)); }
+// The most that any K has. Among n + 1 cuts' the shortest are longer than among n's: a few of them say it for all.
+constexpr int most_panels() {
+  int most = 0;
+  for (int steps = kWhole + 1; steps <= 8 * kCut; steps++) most = std::max(most, panels_of_group(steps));
+  return most;
+}
+constexpr int kGroup = most_panels();
+
+struct BFloat {
+  static constexpr int kStep = 32;  // k of a step
+  static constexpr int kPlanes = 1;
+  template <int C, int A, int B>
+  static AS_INLINE void dot() {
+    tile_dot_bf16<C, A, B>();
+  }
+};
+template <int Planes>
+struct Bytes {
+  static constexpr int kStep = 64;
+  static constexpr int kPlanes = Planes;
+  template <int C, int A, int B>
+  static AS_INLINE void dot() {
+    tile_dot_s8u8<C, A, B>();
+  }
+};
+
+// Tiles 0 to 3 are the accumulators of rows [0, 16) and [16, 32), 4 and 5 those rows' activations, 6 and 7 weights.
+class Tiles {
+ public:
+  ~Tiles() { tile_release(); }
+  void configure(int rows, int planes = 1) {
+    if (rows == rows_) return;
+    TileConfig config;
+    const int first = std::min(rows, kTile), second = planes == 2 ? rows : rows - first;
+    const int counts[8] = {first, first, second, second, first, second, kTile, kTile};
+    for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)counts[t], config.row_bytes[t] = counts[t] ? 64 : 0;
+    tile_configure(config);
+    rows_ = rows;
+  }
+
+ private:
+  int rows_ = 0;
+};
+
+// What a block of steps fetches for later: `lines` of each step of another panel piece, from line `first` on, and of
+// `rows` rows of the following activations their line of each step.
+struct Ahead {
+  const char* panel = nullptr;
+  int first = 0, lines = 0;
+  const char* activations = nullptr;
+  int rows = 0;
+};
+
+// c [R tiles of rows][32 columns of 4 bytes] = (load ? c : 0) + `steps` steps. second: bytes from the first tile of
+// activations to the second. kPanelStays: the weights are those of the next block too, else the activations. between():
+// called once a step.
+template <typename F, int R, bool kPanelStays, typename Between>
+AS_INLINE void block(const char* a, long lda, long second, const char* b, int steps, char* c, bool load,
+                     const Ahead& ahead, Between&& between) {
+  constexpr long ldc = NR * 4;
+  if (load) {
+    tile_load<0>(c, ldc), tile_load<1>(c + 64, ldc);
+    if (R == 2) tile_load<2>(c + kTile * ldc, ldc), tile_load<3>(c + kTile * ldc + 64, ldc);
+  } else {
+    tile_zero<0>(), tile_zero<1>();
+    if (R == 2) tile_zero<2>(), tile_zero<3>();
+  }
+  auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
+    for (int s = begin; s < end; s++) {
+      const char *as = a + (long)s * kStepBytes, *bs = b + (long)s * kPanelStepBytes;
+      if (far || !kPanelStays) tile_load_far<6>(bs, NR * 4);
+      else tile_load<6>(bs, NR * 4);
+      if (far || kPanelStays) tile_load_far<4>(as, lda);
+      else tile_load<4>(as, lda);
+      if (far || !kPanelStays) tile_load_far<7>(bs + 64, NR * 4);
+      else tile_load<7>(bs + 64, NR * 4);
+      F::template dot<0, 4, 6>();
+      F::template dot<1, 4, 7>();
+      if (R == 2) {
+        if (far || kPanelStays) tile_load_far<5>(as + second, lda);
+        else tile_load<5>(as + second, lda);
+        F::template dot<2, 5, 6>();
+        F::template dot<3, 5, 7>();
+      }
+      for (int i = 0; i < ahead.lines; i++)
+        __builtin_prefetch(ahead.panel + (long)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
+      for (int i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.activations + i * lda + (long)s * kStepBytes, 0, 2);
+      between();
+    }
+  };
+  range(std::false_type{}, 0, std::min(kNear, steps));
+  range(std::true_type{}, std::min(kNear, steps), steps);
+  tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
+  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+}
+
+// Few rows: weights pass once, from memory.
+template <typename F, int R>
+void stream(const char* a, long lda, long second, const char* b, int steps, char* c) {
+  constexpr long ldc = NR * 4;
+  tile_zero<0>(), tile_zero<1>();
+  if (R == 2) tile_zero<2>(), tile_zero<3>();
+  for (int s = 0; s < steps; s++, a += kStepBytes, b += kPanelStepBytes) {
+    for (int line = 0; line < kPanelStepBytes; line += 64) __builtin_prefetch(b + kPrefetch + line);
+    tile_load<6>(b, NR * 4);
+    tile_load<4>(a, lda);
+    tile_load<7>(b + 64, NR * 4);
+    F::template dot<0, 4, 6>();
+    F::template dot<1, 4, 7>();
+    if (R == 2) {
+      tile_load<5>(a + second, lda);
+      F::template dot<2, 5, 6>();
+      F::template dot<3, 5, 7>();
+    }
+  }
+  tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
+  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+}
+
+// Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or one block's.
+constexpr int kKept = std::max(kGroup * kRows, 4 * std::max(kStay, kPair));
+alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
+
+// Rows of the output that are fetched before they are written to. Every line of it is another one, and a write that has
+// to wait for its line holds one of the 16 buffers that the tiles' lines come through: with 4 bytes an output and K =
+// 896 half of the time went there (one thread; 16: a fifth).
+constexpr int kRowsAhead = 16;
+
+// Finished sums that wait: of `rows` rows from `row` on, one panel or a pair of them.
+template <int Parts, typename Finish>
+class Waiting {
+ public:
+  // steps: the least of a block; by its end nothing waits any more, so it may write over what waited.
+  Waiting(Finish& finish, int steps) : finish_(finish), total_(steps) {}
+  // Rows [first, end) of those whose sums these are, `row` being the first one's number.
+  void put(int unit, int row, int first, int end, float* const (&sums)[Parts]) {
+    flush();
+    finish_.begin(unit);
+    row_ = row + first, rows_ = end - first, done_ = credit_ = 0;
+    for (int i = 0; i < Parts; i++) sums_[i] = sums[i] + first * NR;
+  }
+  // One of the steps of the following blocks, over which the rows are spread.
+  AS_INLINE void step() {
+    for (credit_ += rows_; credit_ >= total_; credit_ -= total_)
+      if (done_ < rows_) next();
+  }
+  void flush() {
+    while (done_ < rows_) next();
+  }
+
+ private:
+  AS_INLINE void next() {
+    finish_.fetch(row_ + done_ + kRowsAhead);
+    if constexpr (Parts == 1) finish_.row(row_ + done_, sums_[0] + done_ * NR);
+    else finish_.row(row_ + done_, sums_[0] + done_ * NR, sums_[1] + done_ * NR);
+    done_++;
+  }
+  Finish& finish_;
+  const int total_;
+  int row_ = 0, rows_ = 0, done_ = 0, credit_ = 0;
+  float* sums_[Parts];
+};
+
+// Rows and panels of one product, for blocks of up to 32 tile rows.
+template <typename F, int Parts, typename Weights, typename Finish>
+class Product {
+ public:
+  static constexpr int kHeight = kPair / F::kPlanes;  // rows of a block
+
+  // Units [u0, u1) of panels: panel u, or (Parts = 2) panels u and u + w.panels() / 2. `weights` of a panel.
+  // finish.begin(unit), then finish.row(row, sums...) for each row.
+  Product(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights& weights,
+          Finish& finish)
+      : a_(a),
+        values_at_(at.values_at),
+        second_(F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride),
+        m_(m),
+        u0_(u0),
+        u1_(u1),
+        half_(w.panels() / 2),
+        steps_((w.k + F::kStep - 1) / F::kStep),
+        cuts_(cuts_of(steps_)),
+        weights_(weights),
+        waiting_(finish, steps_ / cuts_) {}
+
+  void run() {
+    cuts_ == 1 ? rows_stay() : pieces();
+    waiting_.flush();
+  }
+
+ private:
+  const char* panel(int u, int part, int step) { return weights_(u + part * half_) + (size_t)step * kPanelStepBytes; }
+
+  template <bool kPanelStays>
+  AS_INLINE void multiply(int r, const char* b, int begin, int end, float* c, const Ahead& ahead) {
+    const int rows = std::min(kHeight, m_ - r);
+    tiles_.configure(rows, F::kPlanes);
+    const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+    auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
+    if (F::kPlanes == 2 || rows > kTile)
+      block<F, 2, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+    else block<F, 1, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+  }
+
+  // Pass `pass` of `passes` fetches its part of the piece of a panel that comes next.
+  static Ahead part_of(const char* next, int pass, int passes) {
+    Ahead ahead;
+    constexpr int kLines = kPanelStepBytes / 64;
+    ahead.panel = next, ahead.lines = (kLines + passes - 1) / passes;
+    ahead.first = std::min(pass * ahead.lines, kLines - ahead.lines);
+    return ahead;
+  }
+
+  // K in one piece. Of a pair of panels, all rows pass by the first, then by the second; meanwhile half of each row
+  // block of the pair before is finished, and the other half.
+  void rows_stay() {
+    const int stay = std::min<int>(kStay / F::kPlanes, kStayBytes / a_.stride),
+              most = std::max(kHeight, stay / kHeight * kHeight);
+    const int blocks = (m_ + most - 1) / most, height = ((m_ + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      auto put = [&](int u, int pass, int part, int parts) {
+        float* sums[Parts];
+        for (int i = 0; i < Parts; i++)
+          sums[i] = kept_sums + (size_t)(((u & 1) * Parts + i) * passes + pass) * kPair * NR;
+        const int row = m0 + pass * kHeight, rows = std::min(kHeight, m1 - row);
+        waiting_.put(u, row, rows * part / parts, rows * (part + 1) / parts, sums);
+      };
+      for (int u = u0_; u < u1_; u++)
+        for (int part = 0; part < Parts; part++) {
+          const char* b = panel(u, part, 0);
+          const bool last = part + 1 == Parts, end = last && u + 1 == u1_;
+          const char* next = !last ? panel(u, part + 1, 0) : panel(end ? u0_ : u + 1, 0, 0);
+          for (int pass = 0; pass < passes; pass++) {
+            Ahead ahead;
+            if (u == u0_ && part == 0 && pass == 0) ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+            else if (!end) ahead = part_of(next, pass, passes);
+            if (u > u0_) put(u - 1, pass, part, Parts);
+            multiply<true>(m0 + pass * kHeight, b, 0, steps_,
+                           kept_sums + (size_t)(((u & 1) * Parts + part) * passes + pass) * kPair * NR, ahead);
+          }
+        }
+      for (int pass = 0; pass < passes; pass++) put(u1_ - 1, pass, 0, 1);
+      waiting_.flush();
+    }
+  }
+
+  // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
+  void pieces() {
+    static_assert(Parts <= kGroup && kRows % kPair == 0);
+    const int most = std::max(1, panels_of_group(steps_) / Parts);
+    const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kRows / F::kPlanes);
+    for (int m0 = 0; m0 < m_; m0 += height) {
+      const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
+      for (int g = 0; g < groups; g++) {
+        const int g0 = u0_ + (int)((long)(u1_ - u0_) * g / groups),
+                  g1 = u0_ + (int)((long)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
+        for (int i = 0; i < cuts_; i++) {
+          const int begin = (int)((long)steps_ * i / cuts_), end = (int)((long)steps_ * (i + 1) / cuts_);
+          const bool over = i + 1 == cuts_, more = !over || g + 1 < groups || m1 < m_;
+          const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
+          for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
+            const int next_rows = r + kHeight < m1 ? std::min(kHeight, m1 - r - kHeight) : 0;
+            const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
+            for (int u = g0; u < g1; u++) {
+              float* sums[Parts];
+              for (int part = 0; part < Parts; part++) {
+                const int place = (u - g0) * Parts + part;
+                sums[part] = kept_sums + ((size_t)place * passes + pass) * kPair * NR;
+                const char* b = panel(u, part, begin);
+                Ahead ahead;
+                if (m0 == 0 && g == 0 && i == 0 && pass == 0)
+                  ahead.panel = b + kPrefetch, ahead.lines = kPanelStepBytes / 64;
+                else if (more)
+                  ahead = part_of(panel(std::min(next_u + u - g0, u1_ - 1), part, next_begin), pass, passes);
+                const int first = next_rows * place / (units * Parts);
+                ahead.activations = x + (kHeight + first) * a_.stride,
+                ahead.rows = next_rows * (place + 1) / (units * Parts) - first;
+                multiply<false>(r, b, begin, end, sums[part], ahead);
+              }
+              waiting_.flush();
+              if (over) waiting_.put(u, r, 0, std::min(kHeight, m_ - r), sums);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  const Activations& a_;
+  const size_t values_at_;
+  const long second_;
+  const int m_, u0_, u1_, half_, steps_, cuts_;
+  Weights& weights_;
+  Waiting<Parts, Finish> waiting_;
+  Tiles tiles_;
+};
+
+template <typename F, int Parts, typename Weights, typename Finish>
+void multiply(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int u0, int u1, Weights&& weights,
+              Finish&& finish) {
+  Product<F, Parts, std::remove_reference_t<Weights>, std::remove_reference_t<Finish>>(w, a, at, m, u0, u1, weights,
+                                                                                       finish)
+      .run();
+}
+
+// Rows of one block at most.
+template <typename F, typename Weights, typename Finish>
+void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& at, int m, int p0, int p1,
+                  Weights&& weights, Finish&& finish) {
+  Tiles tiles;
+  tiles.configure(m, F::kPlanes);
+  alignas(64) float sums[kPair * NR];
+  const int steps = (w.k + F::kStep - 1) / F::kStep;
+  const char* x = a.prepared + at.values_at;
+  for (int p = p0; p < p1; p++) {
+    if (F::kPlanes == 2) stream<F, 2>(x, (long)a.stride, (long)at.plane_bytes, weights(p), steps, (char*)sums);
+    else if (m > kTile) stream<F, 2>(x, (long)a.stride, kTile * (long)a.stride, weights(p), steps, (char*)sums);
+    else stream<F, 1>(x, (long)a.stride, 0, weights(p), steps, (char*)sums);
+    finish.begin(p);
+    for (int r = 0; r < m; r++) finish.row(r, sums + r * NR);
+  }
+}
+
+template <typename F, typename Row, typename Weights>
+void multiply_plain(const Packed& w, const Activations& a, const PreparedLayout& at, Row row, float* y, int ldy, int m,
+                    int p0, int p1, Weights&& weights) {
+  Plain<Row> finish{row, {w, y, ldy}};
+  if (m <= kPair / F::kPlanes) multiply_few<F>(w, a, at, m, p0, p1, weights, finish);
+  else multiply<F, 1>(w, a, at, m, p0, p1, weights, finish);
+}
+
+// 4-bit weights of `steps` steps as bytes.
+void widen(const char* w, int steps, char* out) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  for (int i = 0; i < steps * 8 * NV; i++, w += 64) {  // W lanes of eight k
+    const __m512i raw = _mm512_loadu_si512(w);
+    char* to = out + (i / NV) * (2 * NR * 4) + (i % NV) * 64;
+    _mm512_store_si512(to, _mm512_and_si512(raw, mask));
+    _mm512_store_si512(to + NR * 4, _mm512_and_si512(_mm512_srli_epi16(raw, 4), mask));
+  }
+}
+
+// Groups of whole steps.
+template <int Planes>
+void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
+                     int p1) {
+  using F = Bytes<Planes>;
+  constexpr int kHeight = kPair / Planes;
+  const PreparedLayout at = prepared(w);
+  const bool nibbles = bits_of(w.format) == 4;
+  const long second = Planes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
+  const Results results{w, y, ldy};
+  auto nothing = []() {};
+  Tiles tiles;
+  alignas(64) char sums[2][kPair * NR * 4];
+  alignas(64) char wide[kChunk * kPanelStepBytes];
+  alignas(64) float totals[kRows * NR];
+  alignas(64) Scales scales;
+  for (int m0 = 0; m0 < m; m0 += kRows)
+    for (int p = p0; p < p1; p++) {
+      const int end = std::min(m, m0 + kRows);
+      Bias add;
+      add.set(bias, p, w.n);
+      for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
+        const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
+        const char* weights = w.weights(p, g);
+        if (nibbles) widen(weights, steps, wide), weights = wide;
+        scales.set(w.scales(p, g));
+        auto fold = [&](int r0) __attribute__((always_inline)) {
+          const int rows = std::min(kHeight, end - r0);
+          const char* sum = sums[(r0 - m0) / kHeight % 2];
+          for (int r = 0; r < rows; r++) {
+            const char* row = a.prepared + (r0 + r) * a.stride;
+            float* kept = totals + (r0 - m0 + r) * NR;
+            vf total[NV];
+            for (int v = 0; v < NV; v++) total[v] = g ? vload(kept + v * W) : vzero();
+            add_group<Planes, true>(sum + r * NR * 4, nibbles ? 3 : 7, row + 4 * g, 4 * (size_t)w.groups(), scales,
+                                    total);
+            if (g + 1 < w.groups()) {
+              for (int v = 0; v < NV; v++) vstore(kept + v * W, total[v]);
+              continue;
+            }
+            scale_row(row, at, bias ? add.values : nullptr, total);
+            results.write(p, r0 + r, total);
+          }
+        };
+        for (int r0 = m0; r0 < end; r0 += kHeight) {
+          const int rows = std::min(kHeight, end - r0);
+          tiles.configure(rows, Planes);
+          const char* x = a.prepared + r0 * a.stride + at.values_at + k0;
+          char* to = sums[(r0 - m0) / kHeight % 2];
+          if (Planes == 2 || rows > kTile)
+            block<F, 2, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
+          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
+          if (r0 > m0) fold(r0 - kHeight);  // beside these products
+        }
+        fold(m0 + (end - m0 - 1) / kHeight * kHeight);
+      }
+    }
+}
+
+// w.planes as a constant.
+template <typename Work>
+AS_INLINE void with_planes(const Packed& w, Work&& work) {
+  w.planes == 2 ? work(std::integral_constant<int, 2>{}) : work(std::integral_constant<int, 1>{});
+}
+
+}  // namespace
+
+bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
+  constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
+  if (w.pairs) {
+    multiply_plain<BFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1,
+                           [&](int p) { return w.data + p * w.panel_bytes; });
+    return true;
+  }
+  if (!w.planes || m < kFew) return false;
+  const bool bytes = bits_of(w.format) == 8;
+  if (bytes && w.groups() == 1) {
+    const PreparedLayout at = prepared(w);
+    with_planes(w, [&](auto planes) {
+      multiply_plain<Bytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1,
+                                    [&](int p) { return w.weights(p, 0); });
+    });
+    return true;
+  }
+  // One group that is no whole number of steps may be a last one only.
+  // In groups a tile's sums are folded every few steps: tiles pay from about 16 rows on (seen: at 8 rows 0.9 of VNNI's
+  // speed, at 16 1.1, at 32 1.2 to 1.3).
+  if (w.groups() > 1 && (m < 2 * kFew || w.group % Bytes<1>::kStep)) return false;
+  if (w.group > kChunk * Bytes<1>::kStep) return false;  // as `wide` and add_group() have it
+  with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
+  return true;
+}
+
+bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
+                        int p1) {
+  const int half = w.panels() / 2;
+  if (w.pairs) {
+    const BFloatRow row{w, bias, {}};
+    multiply<BFloat, 2>(
+        w, a, {}, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
+    return true;
+  }
+  if (!w.planes || bits_of(w.format) != 8 || w.groups() > 1) return false;
+  const PreparedLayout at = prepared(w);
+  with_planes(w, [&](auto planes) {
+    const ChannelRow<planes> row{w, bias, a, at};
+    multiply<Bytes<planes>, 2>(
+        w, a, at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow<planes>>{row, row, out, half});
+  });
+  return true;
+}
+
+// Products of tiles in registers, four accumulators: returns how many operations that were.
+double multiply_tile_registers(long rounds, bool integers) {
+  Tiles tiles;
+  tiles.configure(kPair);
+  alignas(64) char ones[kTile * kStepBytes] = {};
+  tile_load<4>(ones, 64), tile_load<5>(ones, 64), tile_load<6>(ones, 64), tile_load<7>(ones, 64);
+  tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+  for (long i = 0; i < rounds; i++) {
+    if (integers)
+      Bytes<1>::dot<0, 4, 6>(), Bytes<1>::dot<1, 4, 7>(), Bytes<1>::dot<2, 5, 6>(), Bytes<1>::dot<3, 5, 7>();
+    else BFloat::dot<0, 4, 6>(), BFloat::dot<1, 4, 7>(), BFloat::dot<2, 5, 6>(), BFloat::dot<3, 5, 7>();
+  }
+  return 2.0 * 4 * kTile * kTile * (integers ? Bytes<1>::kStep : BFloat::kStep) * rounds;
+}
+
+}  // namespace AS_ISA
+}  // namespace as
+#endif

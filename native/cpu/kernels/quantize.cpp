@@ -1,0 +1,228 @@
+// InstantQuant: rows of a stored matrix into a quantized format (format.h), and back one by one.
+//
+// For each group of a row: scale = (max - min) / (2^bits - 1), q = (x - min) / scale to nearest, with min and scale
+// moved outwards to what bfloat16 can hold: offset (the value of the middle q) is rounded, and scale is made just so
+// much larger that min and max still have a q. So bfloat16 costs range, at most 2^-7 of it, and not the exactness of
+// the grid. Only operations that every instruction set rounds alike, so q, scales and offsets are the same on all of
+// them.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/place.h"
+#include "cpu/kernels/tables.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+struct SourceF32 {
+  using Storage = float;
+  static vf load(const float* p) { return vload(p); }
+};
+struct SourceF16 {
+  using Storage = uint16_t;
+  static vf load(const uint16_t* p) { return vload_f16(p); }
+};
+struct SourceBF16 {
+  using Storage = uint16_t;
+  static vf load(const uint16_t* p) { return vload_bf16(p); }
+};
+
+// Calls f(vector, how many of its lanes count) for x [n]; lanes past the end repeat the last value.
+template <typename S, typename F>
+AS_INLINE void for_vectors(const typename S::Storage* x, int n, F&& f) {
+  int i = 0;
+  for (; i + W <= n; i += W) f(S::load(x + i), i);
+  if (i < n) {
+    typename S::Storage rest[W];
+    for (int j = 0; j < W; j++) rest[j] = x[std::min(i + j, n - 1)];
+    f(S::load(rest), i);
+  }
+}
+
+// How a group's values become q: (x / 2 - half_offset) * factor + middle. Halves, because max - min may be past the
+// largest float.
+struct Range {
+  float half_offset, factor;
+  uint16_t scale, offset;  // bfloat16
+};
+
+uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+float float_of_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+constexpr uint16_t kNan = 0x7fc0;
+
+// Of a vector; with groups of 64, loops over its lanes would take as long as all else.
+AS_INLINE float largest(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_reduce_max_ps(v);
+#elif defined(AS_ISA_AVX2)
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
+  return vhmax(v);
+#endif
+}
+AS_INLINE bool any_nan(vf v) {
+#if defined(AS_ISA_AVX512)
+  return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+#elif defined(AS_ISA_AVX2)
+  return _mm256_movemask_ps(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+#else
+  return std::isnan(vsum(v));
+#endif
+}
+
+template <typename S>
+Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  vf low = vset(infinity), high = vset(-infinity), poison = vzero();
+  for_vectors<S>(x, n, [&](vf v, int) __attribute__((always_inline)) {
+    low = vmin(low, v), high = vmax(high, v);
+    poison = vfma(v, vzero(), poison);
+  });
+  if (any_nan(poison)) {
+    for_vectors<S>(x, n, [&](vf v, int i) {
+      float lanes[W];
+      vstore(lanes, v);
+      for (int j = 0; j < W && i + j < n; j++) bad += !std::isfinite(lanes[j]);
+    });
+    return {0, 0, 0, kNan};
+  }
+  const float levels = (float)((1 << bits) - 1), middle = (float)(1 << (bits - 1));
+  // Not -0: which of two zeros is the least depends on the instruction set.
+  const float half_min = -largest(vsub(vzero(), low)) * 0.5f + 0.0f, half_max = largest(high) * 0.5f;
+  const float half_middle = half_min + middle * ((half_max - half_min) / levels);
+  constexpr uint32_t kMost = 0x7eff0000, kSign = 0x80000000;  // the largest whose double is finite
+  const uint32_t exact = bits_of_float(half_middle), rounded = (exact + 0x7fff + (exact >> 16 & 1)) & 0xffff0000;
+  const float half_offset = float_of_bits((rounded & kSign) | std::min(rounded & ~kSign, kMost));
+  const float half_scale = float_of_bits(
+      (bits_of_float(std::max((half_offset - half_min) / middle, (half_max - half_offset) / (levels - middle))) +
+       0xffff) &
+      0xffff0000);
+  const uint16_t offset = (uint16_t)(bits_of_float(2 * half_offset) >> 16);
+  // A range that is as good as none: the group is its middle. (Its inverse would not be a number.)
+  if (half_scale < 0x1p-120f) return {0, 0, 0, offset};
+  return {half_offset, 1.0f / half_scale, (uint16_t)(bits_of_float(2 * half_scale) >> 16), offset};
+}
+
+// Stores integral values of 0...255 as bytes.
+AS_INLINE void store_bytes(uint8_t* out, vf v) {
+#if defined(AS_ISA_AVX512)
+  _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)));
+#elif defined(AS_ISA_AVX2)
+  const __m256i words = _mm256_cvtps_epi32(v);
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(halves, halves));
+#else
+  float lanes[W];
+  vstore(lanes, v);
+  for (int i = 0; i < W; i++) out[i] = (uint8_t)(int32_t)lanes[i];
+#endif
+}
+
+// q of x [n] into out [kChunk], zeros behind.
+template <typename S>
+AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
+  const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels),
+           middle = vset(0.5f * (levels + 1));
+  for_vectors<S>(x, n, [&](vf v, int i) __attribute__((always_inline)) {
+    const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
+    store_bytes(out + i, vmax(vzero(), vmin(most, scaled)));
+  });
+  if (n < kChunk) std::memset(out + n, 0, kChunk - n);
+}
+
+template <typename S>
+long quantize_from(const Packed& w, const SourceRows& source, long r0, long r1) {
+  const int bits = bits_of(w.format);
+  const float levels = (float)((1 << bits) - 1);
+  long bad = 0;
+  for (long row = r0; row < r1;) {
+    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+    const int rows = (int)std::min<long>({r1 - row, (long)kRows, (long)(w.panel - lane)});
+    const long stride = source.stride;
+    const auto* whole = static_cast<const typename S::Storage*>(source.data) + (row - source.row_offset) * stride;
+    const auto* x = whole + source.column;
+    Range ranges[kRows];
+    long known = -1;  // the group of the whole row that these ranges are of
+    for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
+      const int length = w.group_k(g);
+      const long group = (source.column + first) / source.group, begin = group * source.group,
+                 end = std::min(source.columns, begin + source.group);
+      for (int r = 0; r < rows; r++) {
+        if (group != known) ranges[r] = range_of<S>(whole + r * stride + begin, (int)(end - begin), bits, bad);
+        w.scales(panel, g)[lane + r] = ranges[r].scale;
+        w.offsets(panel, g)[lane + r] = ranges[r].offset;
+      }
+      known = group;
+      for (int k0 = 0; k0 < length; k0 += kChunk) {
+        const int n = std::min(kChunk, length - k0);
+        alignas(64) uint8_t q[kRows][kChunk];
+        for (int r = 0; r < rows; r++) quantize_chunk<S>(x + r * stride + first + k0, n, ranges[r], levels, q[r]);
+        place(w, q, rows, n, k0, lane, w.weights(panel, g));
+      }
+    }
+    row += rows;
+  }
+  return bad;
+}
+
+}  // namespace
+
+long quantize(const Packed& w, const SourceRows& source, long r0, long r1) {
+  if (source.type == SourceType::f32) return quantize_from<SourceF32>(w, source, r0, r1);
+  if (source.type == SourceType::f16) return quantize_from<SourceF16>(w, source, r0, r1);
+  return quantize_from<SourceBF16>(w, source, r0, r1);
+}
+
+void read_row(const Packed& w, long row, float* y) {
+  const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+  if (!is_quantized(w.format)) {
+    const char* data = w.data + panel * w.panel_bytes;
+    for (int i = 0; i < w.k; i++) {
+      if (w.format == Format::f32) {
+        std::memcpy(y + i, data + ((size_t)i * w.panel + lane) * 4, 4);
+      } else {
+        uint16_t upper;
+        const size_t at = w.pairs ? ((size_t)(i / 2) * w.panel + lane) * 2 + i % 2 : (size_t)i * w.panel + lane;
+        std::memcpy(&upper, data + at * 2, 2);
+        const uint32_t value = (uint32_t)upper << 16;
+        std::memcpy(y + i, &value, 4);
+      }
+    }
+    return;
+  }
+  for (int g = 0; g < w.groups(); g++) {
+    const float scale = float_of_bits((uint32_t)w.scales(panel, g)[lane] << 16),
+                offset = float_of_bits((uint32_t)w.offsets(panel, g)[lane] << 16);
+    const uint8_t* weights = reinterpret_cast<const uint8_t*>(w.weights(panel, g));
+    for (int i = 0; i < w.group_k(g); i++) {
+      int q;
+      if (w.unit() == 4) {
+        q = weights[((size_t)(i / 4) * w.panel + lane) * 4 + i % 4] - 128;
+      } else {
+        const int pair = weights[((size_t)(i / 8) * w.panel + lane) * 4 + i % 4],
+                  half = i % 8 < 4 ? pair & 15 : pair >> 4;
+        q = half - 8;
+      }
+      *y++ = scale * (float)q + offset;
+    }
+  }
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,62 @@
+// How the keys and values of one span, layer and KV head lie in memory.
+//
+//   float32, bfloat16   keys [group of 16 tokens][d][token], values [token][padded d]
+//   bfloat16 in pairs   keys [group][pair of d][token][2], d padded to a multiple of 32
+//                       values [pair of tokens][padded d][2]
+//   int8                keys [group][pair of d][token][2], values [pair of tokens][padded d][2], scales
+//   uint4               keys [group][pair of d][token], values [pair of tokens][padded d], the first of a pair in the
+//                       low nibble; scales
+//
+// A lane is a token, so no score needs a horizontal sum; pairs of d suit products that add neighbours. Bfloat16 lies in
+// pairs where such products take it: 16 pairs of a group of keys, or of 16 values, are the second operand of a tile
+// product. Scales are four runs of span_size floats: scale and minimum of the keys, then of the values. A value is q *
+// scale + minimum, with scale = (max - min) / (2^bits - 1): the zero point is kept as the value that q = 0 stands for,
+// which is exact for equal values.
+#pragma once
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+namespace as {
+
+// Types of the KV cache.
+enum class DType : int { f32 = 0, bf16 = 1, i8 = 2, u4 = 3 };
+
+constexpr int kKeyGroup = 16;
+constexpr int kQuantizedHeadDim = 512;  // longest head of a quantized cache
+
+inline bool is_quantized(DType t) { return t == DType::i8 || t == DType::u4; }
+inline int bits_of(DType t) { return t == DType::f32 ? 32 : t == DType::bf16 ? 16 : t == DType::i8 ? 8 : 4; }
+
+struct SpanLayout {
+  DType dtype = DType::f32;
+  bool pairs = false;                                            // bfloat16 in pairs
+  int span_size = 0, head_dim = 0, padded_dim = 0, key_dim = 0;  // padded_dim: of values; key_dim: of keys
+  size_t group_bytes = 0, value_bytes = 0;                       // of a group of keys; of a token's value
+  size_t value_offset = 0, scale_offset = 0, bytes = 0;          // bytes: the whole span
+  int query_dim() const { return (head_dim + 31) / 32 * 32; }    // values of a prepared query, 16 bits each
+};
+
+// bf16_pairs: as Rules (format.h) has it. std::invalid_argument if the heads are too long for a quantized
+// cache.
+inline SpanLayout span_layout(DType dtype, int span_size, int head_dim, bool bf16_pairs) {
+  if (is_quantized(dtype) && head_dim > kQuantizedHeadDim)
+    throw std::invalid_argument("a quantized KV cache takes heads of at most " + std::to_string(kQuantizedHeadDim) +
+                                ", got " + std::to_string(head_dim));
+  SpanLayout s;
+  s.dtype = dtype, s.span_size = span_size, s.head_dim = head_dim;
+  s.pairs = dtype == DType::bf16 && bf16_pairs;
+  s.padded_dim = (head_dim + 15) / 16 * 16;
+  s.key_dim = s.pairs ? s.query_dim() : is_quantized(dtype) ? (head_dim + 1) / 2 * 2 : head_dim;
+  s.group_bytes = (size_t)s.key_dim * kKeyGroup * bits_of(dtype) / 8;
+  s.value_bytes = (size_t)s.padded_dim * bits_of(dtype) / 8;
+  s.value_offset = s.group_bytes * (span_size / kKeyGroup);
+  s.scale_offset = s.value_offset + s.value_bytes * span_size;
+  s.bytes = s.scale_offset + (is_quantized(dtype) ? 4 * span_size * sizeof(float) : 0);
+  return s;
+}
+
+// Writes a token's key and value (each [head_dim]); several threads may write tokens of different pairs. (cache.cpp)
+void write_token(const SpanLayout& layout, char* span, int token, const float* key, const float* value);
+
+}  // namespace as

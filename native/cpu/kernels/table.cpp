@@ -1,0 +1,46 @@
+#include "cpu/kernels/tables.h"
+
+#define AS_NAME_(x) #x
+#define AS_NAME(x) AS_NAME_(x)
+
+namespace as {
+namespace AS_ISA {
+
+#if defined(AS_ISA_AVX512_BF16)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+#if defined(AS_ISA_AMX)
+constexpr auto kMultiplyTiles = multiply_tile_registers;
+#else
+constexpr double (*kMultiplyTiles)(long, bool) = nullptr;
+#endif
+
+const Kernels& kernels() {
+  static const Kernels table = {AS_NAME(AS_ISA),
+                                {panel_rows_count, kPairs},
+                                matmul,
+                                matmul_gated,
+                                prepared,
+                                prepare,
+                                quantize,
+                                read_row,
+                                rms_norm,
+                                silu_mul,
+                                add,
+                                sum_partials,
+                                prepare_queries,
+                                attend,
+                                end_attention,
+                                merge,
+                                rope,
+                                logit_kernels,
+                                read_memory,
+                                multiply_add,
+                                kMultiplyTiles};
+  return table;
+}
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,44 @@
+// What table.cpp gathers into this ISA's table of kernels.
+#pragma once
+#include "cpu/kernels/kernels.h"
+
+namespace as {
+namespace AS_ISA {
+
+extern const int panel_rows_count;
+void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
+                  int p1);
+PreparedLayout prepared(const Packed& w);
+#if defined(AS_ISA_AMX)
+// False: not a format, group size or number of rows for which tiles are good.
+bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
+                        int p1);
+double multiply_tile_registers(long rounds, bool integers);
+#endif
+void prepare(const Packed& w, const float* x, char* out);
+long quantize(const Packed& w, const SourceRows& source, long r0, long r1);
+void read_row(const Packed& w, long row, float* y);
+void rms_norm(const float* x, const float* w, float* y, int n, float eps);
+void silu_mul(const float* gate, const float* up, float* y, int n);
+void add(float* x, const float* y, size_t n);
+void sum_partials(const float* const* partials, int count, float* out, size_t n);
+void rope(float* x, const float* cosine, const float* sine, int half);
+void prepare_queries(const AttentionTile& tile, char* out);
+void attend(const AttentionTile* tiles, int count);
+void end_attention();
+#if defined(AS_ISA_AVX512_BF16)
+void prepare_queries_bf16(const AttentionTile& tile, char* out);
+void attend_bf16(const AttentionTile* tiles, int count);
+void end_attention_bf16();
+#endif
+void merge(int rows, float* maximum, float* sum, float* out, const float* block_maximum, const float* block_sum,
+           const float* block_out, int padded_dim);
+const LogitKernels& logit_kernels();
+float read_memory(const float* p, size_t n);
+double multiply_add(long rounds, float* keep);
+
+}  // namespace AS_ISA
+}  // namespace as

@@ -1,0 +1,73 @@
+// The register tile of the matrix products: MR rows x NV vectors of accumulators; a panel has NR = NV * W features.
+//
+// The two FMA ports need latency 4 x 2 = 8 independent chains; registers allow 12 of AVX2's 16 (4 x 3; 3 for the
+// weights, 1 broadcast) and 24 of AVX-512's 32 (12 x 2). Arm has 32 and loads two vectors a cycle beside its
+// multiply-adds: 6 x 4 needs 10 loads for 24 of them, 12 x 2 would need 14, and one row has four chains.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/kernels/format.h"
+#include "cpu/simd.h"
+
+namespace as {
+namespace AS_ISA {
+
+#if defined(AS_ISA_AVX512)
+constexpr int NV = 2, MR = 12;
+#elif defined(AS_ISA_AVX2)
+constexpr int NV = 3, MR = 4;
+#else
+constexpr int NV = 4, MR = 6;
+#endif
+constexpr int NR = NV * W;
+constexpr int KC = 256;  // k of a block: KC x NR floats of weights stay in the first-level cache or just behind it
+constexpr int MB = MR > 6 ? MR * 20 : MR * 40;  // rows of a block: MB x KC floats of x stay in the second-level cache
+
+// Rows of each block of m: as even as whole tiles allow, since every block streams all weights again.
+AS_INLINE int block_rows(int m) {
+  const int blocks = (m + MB - 1) / MB;
+  return std::min(MB, ((m + blocks - 1) / blocks + MR - 1) / MR * MR);
+}
+
+// For what is needed a few microseconds from now: into the second level. Prefetching into the first takes its miss
+// buffers, of which a core has too few for the latency of memory (24 lines in 120 ns are 13 GB/s, and so it was seen on
+// Zen 4, at any distance; into the second level from 8 KB ahead on: 29).
+AS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// A line of weights that pass once, `Far` bytes ahead of w if there are one or two rows, where memory binds; near and
+// into the first level for more: their products would wait for the second (seen: 4-bit weights at 8 rows 0.8 as fast).
+template <int Rows, int Far>
+AS_INLINE void prefetch_weights(const void* w) {
+  const char* at = static_cast<const char*>(w);
+  if constexpr (Rows <= 2) prefetch_far(at + Far);
+  else __builtin_prefetch(at + 2048);
+}
+constexpr int kStreamAhead = 3072;  // bytes, of weights of 8 bits and more
+
+// Fetches piece `i` of `pieces` of what lies at p: the next block of weights, bit by bit while this one is worked on.
+AS_INLINE void fetch_piece(const void* p, size_t bytes, int i, int pieces) {
+  const size_t share = (bytes / pieces + 64) / 64 * 64;
+  const char* from = static_cast<const char*>(p) + i * share;
+  for (size_t line = 0; line < share; line += 64) prefetch_far(from + line);
+}
+
+// Calls f(std::integral_constant<int, n>) for a run-time n in [1, N].
+template <int N, typename F>
+inline void with_constant(int n, F&& f) {
+  if (n == N) return f(std::integral_constant<int, N>{});
+  if constexpr (N > 1) with_constant<N - 1>(n, f);
+}
+
+// Writes accumulators out in a loop that is sure to be unrolled: any that is indexed at run time makes the compiler
+// keep all of them in memory, through the multiplying loop too. What is to be done with them is done from `out`.
+template <int R, int N, typename V>
+__attribute__((always_inline)) inline void spill(const V (&acc)[R][N], V* out) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) out[r * N + v] = acc[r][v];
+}
+
+}  // namespace AS_ISA
+}  // namespace as

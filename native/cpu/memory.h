@@ -1,0 +1,86 @@
+// Page-aligned memory straight from the kernel: zeroed, touched first (and so placed) by whoever fills it.
+#pragma once
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace as {
+
+constexpr size_t kHugePage = 2 << 20;
+
+class Buffer {
+ public:
+  Buffer() = default;
+  // Throws std::bad_alloc-like runtime errors that say what the memory was for.
+  Buffer(size_t bytes, const char* purpose) : bytes_(bytes) {
+    if (!bytes) return;
+    // From a huge page's boundary on where one fits: pages before it would be small ones.
+    const size_t slack = bytes < kHugePage ? 0 : kHugePage;
+    void* mapped = mmap(nullptr, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED)
+      throw std::runtime_error("cannot allocate " + std::to_string(bytes >> 20) + " MiB for " + purpose);
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(mapped),
+                    aligned = slack ? (begin + slack - 1) / slack * slack : begin;
+    if (aligned > begin) munmap(mapped, aligned - begin);
+    const size_t after = begin + bytes + slack - (aligned + pages(bytes));
+    if (slack && after) munmap(reinterpret_cast<void*>(aligned + pages(bytes)), after);
+    data_ = reinterpret_cast<void*>(aligned);
+    madvise(data_, bytes, MADV_HUGEPAGE);  // fewer TLB misses when weights stream by; refusal is harmless
+  }
+  ~Buffer() {
+    if (data_) munmap(data_, bytes_);
+  }
+  Buffer(Buffer&& other) noexcept { swap(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+
+  template <typename T = char>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  size_t size() const { return bytes_; }
+
+ private:
+  static size_t pages(size_t bytes) {  // what munmap counts in
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return (bytes + page - 1) / page * page;
+  }
+  void swap(Buffer& other) { std::swap(data_, other.data_), std::swap(bytes_, other.bytes_); }
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Memory of many matrices side by side: each in a buffer of its own would have small pages at both ends, which is all
+// of a small matrix (seen: a third of a model of int8 weights in small pages, and streams of them slower by a fifth).
+class Arena {
+ public:
+  // Zeroed, from a cache line's boundary on; lives as long as the arena.
+  char* take(size_t bytes, const char* purpose) {
+    if (bytes > left_) {
+      const size_t size = (std::max(bytes, kChunk) + kHugePage - 1) / kHugePage * kHugePage;
+      chunks_.emplace_back(size, purpose);
+      next_ = chunks_.back().as(), left_ = size;
+    }
+    char* taken = next_;
+    const size_t whole = std::min(left_, (bytes + 63) / 64 * 64);
+    next_ += whole, left_ -= whole;
+    return taken;
+  }
+
+ private:
+  static constexpr size_t kChunk = 64 << 20;  // of addresses; memory is what is written to
+  std::vector<Buffer> chunks_;
+  char* next_ = nullptr;
+  size_t left_ = 0;
+};
+
+}  // namespace as

@@ -1,0 +1,229 @@
+// Lays rows of a stored matrix out in panels (see Packed), converting to the matrix' type.
+//
+// A panel is [column][row], so packing transposes. Moving single values takes five cycles each; here tiles of 8 x 8 are
+// converted and transposed in registers. The compiler's vector extensions: baseline code, the same on every ISA.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace as {
+namespace pack {
+
+typedef uint16_t Half8 __attribute__((vector_size(16)));
+typedef uint32_t Word4 __attribute__((vector_size(16)));
+typedef int32_t Int4 __attribute__((vector_size(16)));
+typedef float Float4 __attribute__((vector_size(16)));
+struct Word8 {
+  Word4 low, high;
+};  // wider vectors than the baseline ISA has are slow
+
+constexpr int kTile = 8;
+
+// Lanes I... of a and b taken as one vector.
+template <int... I, typename V>
+V shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, V{I...});
+#endif
+}
+
+inline Half8 interleave_low(Half8 a, Half8 b) { return shuffle<0, 8, 1, 9, 2, 10, 3, 11>(a, b); }
+inline Half8 interleave_high(Half8 a, Half8 b) { return shuffle<4, 12, 5, 13, 6, 14, 7, 15>(a, b); }
+inline Word4 interleave_low(Word4 a, Word4 b) { return shuffle<0, 4, 1, 5>(a, b); }
+inline Word4 interleave_high(Word4 a, Word4 b) { return shuffle<2, 6, 3, 7>(a, b); }
+
+inline Word8 unsigned_words(Half8 x) { return {(Word4)interleave_low(x, Half8{}), (Word4)interleave_high(x, Half8{})}; }
+
+}  // namespace pack
+
+// The types in which a checkpoint stores values. Lanes: eight of them as bits; those with all bits of kExponent are NaN
+// or infinite, which special() says in vectors; widen gives the bits as float32.
+struct F32 {
+  using Storage = float;
+  using Lanes = pack::Word8;
+  static constexpr uint32_t kExponent = 0x7f800000;
+  static pack::Half8 special(const Lanes& x) {
+    return (pack::Half8)(((x.low & kExponent) == kExponent) | ((x.high & kExponent) == kExponent));
+  }
+  static pack::Word8 widen(const Lanes& x) { return x; }
+};
+struct F16 {
+  using Storage = uint16_t;
+  using Lanes = pack::Half8;
+  static constexpr uint16_t kExponent = 0x7c00;
+  static pack::Half8 special(const Lanes& x) { return (pack::Half8)((x & kExponent) == kExponent); }
+  static pack::Word4 widen(pack::Word4 bits) {
+    const pack::Word4 exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const pack::Word4 subnormal = (pack::Word4)(__builtin_convertvector((pack::Int4)fraction, pack::Float4) * 0x1p-24f);
+    const pack::Word4 is_subnormal = (pack::Word4)(exponent == 0), is_special = (pack::Word4)(exponent == 31);
+    const pack::Word4 normal = ((exponent + 112 + (is_special & 112)) << 23) | (fraction << 13);
+    return (is_subnormal & subnormal) | (~is_subnormal & normal) | ((bits & 0x8000) << 16);
+  }
+  static pack::Word8 widen(const Lanes& x) {
+    const pack::Word8 bits = pack::unsigned_words(x);
+    return {widen(bits.low), widen(bits.high)};
+  }
+};
+struct BF16 {
+  using Storage = uint16_t;
+  using Lanes = pack::Half8;
+  static constexpr uint16_t kExponent = 0x7f80;
+  static pack::Half8 special(const Lanes& x) { return (pack::Half8)((x & kExponent) == kExponent); }
+  static pack::Word8 widen(const Lanes& x) {
+    const pack::Word8 bits = pack::unsigned_words(x);
+    return {bits.low << 16, bits.high << 16};
+  }
+};
+
+namespace pack {
+
+inline Word4 rounded_to_bf16(Word4 bits) {  // to nearest even; NaN stays NaN
+  const Word4 is_nan = (Word4)((Int4)(bits & 0x7fffffff) > 0x7f800000);
+  const Word4 nan = (bits >> 16) | 0x40, number = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return (is_nan & nan) | (~is_nan & number);
+}
+
+// Eight values of a row, as the matrix has them. bfloat16 stays as it is, NaN's payload included.
+template <typename Source>
+void convert(const typename Source::Lanes& x, Word8& y) {
+  y = Source::widen(x);
+}
+template <typename Source>
+void convert(const typename Source::Lanes& x, Half8& y) {
+  if constexpr (std::is_same_v<Source, BF16>) {
+    y = x;
+  } else {
+    const Word8 bits = Source::widen(x);
+    const Half8 low = (Half8)rounded_to_bf16(bits.low), high = (Half8)rounded_to_bf16(bits.high);
+    y = shuffle<0, 2, 4, 6, 8, 10, 12, 14>(low, high);
+  }
+}
+
+// Eight rows of eight values become eight columns, `stride` elements apart.
+inline void transpose(Half8 (&a)[kTile], uint16_t* target, long stride) {
+  Half8 b[kTile];
+  auto interleave = [](const Half8* x, Half8* y) {  // three times: log2 of the tile
+    for (int i = 0; i < kTile / 2; i++) {
+      y[2 * i] = interleave_low(x[i], x[i + kTile / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + kTile / 2]);
+    }
+  };
+  interleave(a, b);
+  interleave(b, a);
+  interleave(a, b);
+  for (int i = 0; i < kTile; i++) std::memcpy(target + i * stride, &b[i], sizeof b[i]);
+}
+
+inline void transpose4(Word4 r0, Word4 r1, Word4 r2, Word4 r3, float* target, long stride) {
+  const Word4 a = interleave_low(r0, r2), b = interleave_high(r0, r2);
+  const Word4 c = interleave_low(r1, r3), d = interleave_high(r1, r3);
+  const Word4 columns[4] = {interleave_low(a, c), interleave_high(a, c), interleave_low(b, d), interleave_high(b, d)};
+  for (int i = 0; i < 4; i++) std::memcpy(target + i * stride, &columns[i], sizeof columns[i]);
+}
+
+inline void transpose(const Word8 (&t)[kTile], float* target, long stride) {
+  for (int i = 0; i < kTile; i += 4) {
+    transpose4(t[i].low, t[i + 1].low, t[i + 2].low, t[i + 3].low, target + i, stride);
+    transpose4(t[i].high, t[i + 1].high, t[i + 2].high, t[i + 3].high, target + 4 * stride + i, stride);
+  }
+}
+
+// Packs 8 x 8 values; `special` becomes non-zero somewhere if any of them is NaN or infinite.
+template <typename Source, typename T>
+inline void tile(const typename Source::Storage* source, long stride, T* target, long target_stride, Half8& special) {
+  std::conditional_t<std::is_same_v<T, float>, Word8, Half8> rows[kTile];
+  for (int i = 0; i < kTile; i++) {
+    typename Source::Lanes x;
+    std::memcpy(&x, source + i * stride, sizeof x);
+    special |= Source::special(x);
+    convert<Source>(x, rows[i]);
+  }
+  transpose(rows, target, target_stride);
+}
+
+// The same for a tile at an edge, of which only `rows` x `columns` values exist.
+template <typename Source, typename T>
+void edge(const typename Source::Storage* source, long stride, T* target, long target_stride, long rows, long columns,
+          Half8& special) {
+  typename Source::Storage in[kTile * kTile] = {};
+  T out[kTile * kTile];
+  for (long i = 0; i < rows; i++) std::memcpy(in + i * kTile, source + i * stride, columns * sizeof *in);
+  tile<Source, T>(in, kTile, out, kTile, special);
+  for (long j = 0; j < columns; j++) std::memcpy(target + j * target_stride, out + j * kTile, rows * sizeof *out);
+}
+
+template <typename Source>
+long count_special(const typename Source::Storage* source, long stride, long columns, long rows) {
+  long count = 0;
+  for (long r = 0; r < rows; r++)
+    for (long c = 0; c < columns; c++) {
+      std::remove_const_t<decltype(Source::kExponent)> bits;
+      std::memcpy(&bits, source + r * stride + c, sizeof bits);
+      count += (bits & Source::kExponent) == Source::kExponent;
+    }
+  return count;
+}
+
+// Packs a tile, or what there is of it, in pairs of columns: [column / 2][panel][2].
+template <typename Source>
+void pairs(const typename Source::Storage* source, long stride, uint16_t* target, int panel, long rows, long columns,
+           Half8& special) {
+  alignas(16) uint16_t out[kTile * kTile] = {};
+  if (rows == kTile && columns == kTile) tile<Source, uint16_t>(source, stride, out, kTile, special);
+  else edge<Source, uint16_t>(source, stride, out, kTile, rows, columns, special);
+  for (long j = 0; j < columns; j += 2) {
+    Half8 even, odd;
+    std::memcpy(&even, out + j * kTile, sizeof even);
+    std::memcpy(&odd, out + (j + 1) * kTile, sizeof odd);
+    const Half8 both[2] = {interleave_low(even, odd), interleave_high(even, odd)};
+    std::memcpy(target + j * panel, both, rows * 2 * sizeof(uint16_t));
+  }
+}
+
+// `rows` rows of one panel; `lane` is where the first value of the first goes. Returns how many are NaN or infinite.
+template <typename Source, typename T>
+long rows_of_panel(const typename Source::Storage* source, long stride, long columns, long rows, int panel, T* lane,
+                   bool in_pairs) {
+  Half8 special{};
+  for (long c = 0; c < columns; c += kTile)  // down the panel first, so that what is written is written in order
+    for (long r = 0; r < rows; r += kTile) {
+      const long height = std::min<long>(kTile, rows - r), width = std::min<long>(kTile, columns - c);
+      const auto* from = source + r * stride + c;
+      if constexpr (std::is_same_v<T, uint16_t>)
+        if (in_pairs) {
+          pairs<Source>(from, stride, lane + c * panel + 2 * r, panel, height, width, special);
+          continue;
+        }
+      T* to = lane + c * panel + r;
+      if (height == kTile && width == kTile) tile<Source, T>(from, stride, to, panel, special);
+      else edge<Source, T>(from, stride, to, panel, height, width, special);
+    }
+  uint64_t found[2];
+  std::memcpy(found, &special, sizeof found);
+  return found[0] | found[1] ? count_special<Source>(source, stride, columns, rows) : 0;  // hardly ever any
+}
+
+}  // namespace pack
+
+// Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are
+// `stride` elements apart. in_pairs: bfloat16 as Packed::pairs. Returns how many values are NaN or infinite.
+template <typename Source, typename T>
+long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1,
+               int panel, T* target, bool in_pairs = false) {
+  const long padded = in_pairs ? (columns + 31) / 32 * 32 : columns;
+  long bad = 0;
+  for (long p0 = r0; p0 < r1;) {
+    const long p1 = std::min(r1, (p0 / panel + 1) * panel);
+    bad += pack::rows_of_panel<Source, T>(source + (p0 - row_offset) * stride, stride, columns, p1 - p0, panel,
+                                          target + (p0 / panel) * panel * padded + p0 % panel * (in_pairs ? 2 : 1),
+                                          in_pairs);
+    p0 = p1;
+  }
+  return bad;
+}
+
+}  // namespace as

@@ -1,0 +1,69 @@
+// The threads of one rank. Work is split statically: every thread runs the same function with its index.
+#pragma once
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/sync.h"
+
+namespace as {
+
+class Pool {
+ public:
+  // `cpus`: thread i is pinned to cpus[i % size]; empty: not pinned. Without `spin` waiters sleep at once (more threads
+  // than processors). The thread that calls run() is thread 0.
+  Pool(int threads, std::vector<int> cpus, bool spin);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return size_; }
+  // Runs f(0) ... f(size-1) and waits for all. The first exception of any of them is thrown here.
+  void run(const std::function<void(int)>& f);
+  // For use inside f: waits until every thread has come here, or one has failed. True: all have come. False: f must
+  // return; from the failure on no barrier of this run waits or returns true, so that it does not matter which ones the
+  // failed thread missed.
+  bool barrier();
+  // For use inside f, around the body of a phase: an exception is kept for run() to throw, and ends the barriers'
+  // waits.
+  template <typename F>
+  void guard(F&& body) {
+    try {
+      body();
+    } catch (const std::exception& e) { fail(e.what()); }
+  }
+
+ private:
+  // Where all threads meet.
+  struct Meeting {
+    alignas(64) Signal phase;
+    alignas(64) std::atomic<int> arrived{0};
+  };
+  void meet(Meeting& meeting, bool failure_ends_it);
+  void fail(const char* what);
+  void stop();
+  void worker(int index);
+  void pin(int index);
+
+  int size_;
+  std::vector<int> cpus_;
+  bool spin_;
+  std::vector<std::thread> threads_;
+  const std::function<void(int)>* task_ = nullptr;
+  alignas(64) Signal start_;
+  Meeting barrier_, end_;  // end_: of a run, to which a failed thread comes too
+  alignas(64) std::atomic<bool> failed_{false};
+  std::atomic<bool> stopping_{false};
+  std::mutex error_mutex_;
+  std::string error_;
+};
+
+// Half-open range of part `index` of `parts` of n, sizes differing by at most one.
+inline std::pair<int, int> part(long n, int index, int parts) {
+  return {(int)(n * index / parts), (int)(n * (index + 1) / parts)};
+}
+
+}  // namespace as

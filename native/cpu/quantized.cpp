@@ -1,0 +1,103 @@
+#include "cpu/quantized.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/kernels/place.h"
+
+namespace as {
+namespace {
+
+// A panel of one row: a plain row but for its groups' heads.
+Packed plain_row(const QuantizedRows& rows) {
+  return layout(1, (int)rows.columns, Rules{1, false}, rows.bits == 8 ? Format::w8a8 : Format::w4a8, (int)rows.group);
+}
+
+// Lanes of eight 4-bit values, k and k + 4 in a byte (format.h), into pairs of neighbours.
+void pair_neighbours(const char* lanes, long bytes, uint8_t* out) {
+  auto paired = [](uint32_t lane) {
+    const uint32_t low = lane & 0x0f0f0f0f, high = lane >> 4 & 0x0f0f0f0f;
+    const uint32_t first = (low | low >> 4) & 0x00ff00ff, second = (high | high >> 4) & 0x00ff00ff;
+    return ((first | first >> 8) & 0xffff) | (second | second >> 8) << 16;
+  };
+  uint32_t lane;
+  for (; bytes >= 4; bytes -= 4, lanes += 4, out += 4) {
+    std::memcpy(&lane, lanes, 4);
+    lane = paired(lane);
+    std::memcpy(out, &lane, 4);
+  }
+  if (!bytes) return;
+  std::memcpy(&lane, lanes, 4);
+  lane = paired(lane);
+  std::memcpy(out, &lane, bytes);
+}
+
+// n values from k `first` of a stored row on, a byte each.
+AS_INLINE void unpack(const uint8_t* row, int bits, long first, int n, uint8_t* out) {
+  if (bits == 8) {
+    if (n == kChunk) std::memcpy(out, row + first, kChunk);  // of a length that is known: a move or four
+    else std::memcpy(out, row + first, n);
+    return;
+  }
+  int i = 0;
+  if (first % 2 == 0) {
+    const Byte16 order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    for (; i + 16 <= n; i += 16) {
+      uint64_t pairs;
+      std::memcpy(&pairs, row + (first + i) / 2, 8);
+      const Byte16 both = (Byte16)Long2{pairs, 0}, values = mix(both & 15, both >> 4, order);
+      std::memcpy(out + i, &values, 16);
+    }
+  }
+  for (; i < n; i++) out[i] = row[(first + i) / 2] >> (first + i) % 2 * 4 & 15;
+}
+
+}  // namespace
+
+long quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, long r0, long r1) {
+  Packed row = plain_row(out);
+  std::vector<char> memory(row.panel_bytes);
+  row.data = memory.data();
+  SourceRows one = source;
+  one.row_offset = 0;
+  const size_t item = source.type == SourceType::f32 ? 4 : 2;
+  long bad = 0;
+  for (long r = r0; r < r1; r++) {
+    one.data = static_cast<const char*>(source.data) + (size_t)(r * source.stride) * item;
+    bad += kernels.quantize(row, one, 0, 1);
+    uint8_t* q = out.q + r * out.row_bytes();
+    for (int g = 0; g < row.groups(); g++) {
+      out.scales[r * out.groups() + g] = *row.scales(0, g), out.offsets[r * out.groups() + g] = *row.offsets(0, g);
+      const long first = g * out.group, length = row.group_k(g);
+      if (out.bits == 8) std::memcpy(q + first, row.weights(0, g), length);
+      else pair_neighbours(row.weights(0, g), (length + 1) / 2, q + first / 2);
+    }
+  }
+  return bad;
+}
+
+void place_rows(const Packed& w, const StoredRows& stored, long row_offset, long column, long r0, long r1) {
+  for (long row = r0; row < r1;) {
+    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+    const int rows = (int)std::min<long>({r1 - row, (long)kRows, (long)(w.panel - lane)});
+    for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
+      const long group = (column + first) / stored.group;
+      for (int r = 0; r < rows; r++) {
+        const long at = (row + r - row_offset) * stored.groups() + group;
+        w.scales(panel, g)[lane + r] = stored.scales[at], w.offsets(panel, g)[lane + r] = stored.offsets[at];
+      }
+      for (int k0 = 0; k0 < w.group_k(g); k0 += kChunk) {
+        const int n = std::min(kChunk, w.group_k(g) - k0);
+        alignas(64) uint8_t q[kRows][kChunk];
+        for (int r = 0; r < rows; r++) {
+          unpack(stored.q + (row + r - row_offset) * stored.row_bytes(), stored.bits, column + first + k0, n, q[r]);
+          if (n < kChunk) std::memset(q[r] + n, 0, kChunk - n);
+        }
+        place(w, q, rows, n, k0, lane, w.weights(panel, g));
+      }
+    }
+    row += rows;
+  }
+}
+
+}  // namespace as

@@ -1,0 +1,44 @@
+// A hash of a checkpoint's rows, to tell weights apart: not cryptographic, and fast enough to be taken of all that is
+// loaded.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace as {
+
+// The step of wyhash (public domain): the product's halves, folded.
+inline uint64_t fold(uint64_t a, uint64_t b) {
+  __extension__ typedef unsigned __int128 Product;
+  const Product product = (Product)a * b;
+  return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+// Of `bytes` bytes that are row `row`. Sums of rows' hashes tell what the rows are, in whatever order they are added.
+inline uint64_t row_hash(const void* data, size_t bytes, uint64_t row) {
+  constexpr int kLanes = 4;  // hide the multiplication's latency
+  constexpr uint64_t kKeys[kLanes] = {0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
+  const char* p = static_cast<const char*>(data);
+  uint64_t lanes[kLanes];
+  for (int i = 0; i < kLanes; i++) lanes[i] = fold(row ^ kKeys[i], bytes ^ kKeys[(i + 1) % kLanes]);
+  auto block = [&](const char* from) {
+    for (int i = 0; i < kLanes; i++) {
+      uint64_t words[2];
+      std::memcpy(words, from + 16 * i, sizeof words);
+      lanes[i] = fold(words[0] ^ kKeys[i], words[1] ^ lanes[i]);
+    }
+  };
+  constexpr size_t kBlock = 16 * kLanes;
+  size_t i = 0;
+  for (; i + kBlock <= bytes; i += kBlock) block(p + i);
+  if (i < bytes) {
+    char rest[kBlock] = {};
+    std::memcpy(rest, p + i, bytes - i);
+    block(rest);
+  }
+  uint64_t hash = row;
+  for (int k = 0; k < kLanes; k++) hash = fold(hash ^ lanes[k], kKeys[k]);
+  return hash;
+}
+
+}  // namespace as

@@ -1,0 +1,200 @@
+// The vector of the instruction set a kernel is compiled for: `vf`, W floats. One source, one namespace per ISA.
+// Fused multiply-adds are written out (the build forbids the compiler to contract on its own), so that every loop
+// over the same recipe rounds alike: bitwise invariance rests on it.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
+#include <immintrin.h>
+#elif defined(AS_ISA_SVE)
+#include <arm_neon.h>
+#include <arm_sve.h>
+#elif defined(AS_ISA_NEON)
+#include <arm_neon.h>
+#else
+#error "compile kernels with -DAS_ISA=name -DAS_ISA_NAME"
+#endif
+
+namespace as {
+namespace AS_ISA {
+
+#if defined(AS_ISA_AVX512)
+
+using vf = __m512;
+constexpr int W = 16;
+inline vf vzero() { return _mm512_setzero_ps(); }
+// The four bytes at p, aligned or not, in every lane.
+inline __m512i four_bytes_everywhere(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return _mm512_set1_epi32(x);
+}
+inline vf vset(float x) { return _mm512_set1_ps(x); }
+inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
+inline void vstore(float* p, vf v) { _mm512_storeu_ps(p, v); }
+inline vf vload_bf16(const uint16_t* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline vf vload_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
+inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+inline vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }
+inline vf vmin(vf a, vf b) { return _mm512_min_ps(a, b); }
+inline vf vround(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// 2^t for t >= -126 (error 1.4e-7): 2^floor(t) times a polynomial of the rest, 0 <= r < 1, that is 1 at 0. A NaN
+// passes.
+inline vf vexp2(vf t) {
+  const vf r = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  vf p = vfma(vset(0.0018671313300728798f), r, vset(0.009017027914524078f));
+  p = vfma(p, r, vset(0.05579991638660431f));
+  p = vfma(p, r, vset(0.24016444385051727f));
+  p = vfma(p, r, vset(0.6931512951850891f));
+  p = vfma(p, r, vset(1.0f));
+  return _mm512_scalef_ps(p, t);  // takes the floor of t
+}
+// a * 2^n, n integral in [-126, 127]
+inline vf vscale2(vf a, vf n) {
+  return _mm512_mul_ps(
+      a, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)));
+}
+
+#elif defined(AS_ISA_AVX2)
+
+using vf = __m256;
+constexpr int W = 8;
+inline vf vzero() { return _mm256_setzero_ps(); }
+inline vf vset(float x) { return _mm256_set1_ps(x); }
+inline vf vload(const float* p) { return _mm256_loadu_ps(p); }
+inline void vstore(float* p, vf v) { _mm256_storeu_ps(p, v); }
+inline vf vload_bf16(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline vf vload_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline vf vfma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+inline vf vadd(vf a, vf b) { return _mm256_add_ps(a, b); }
+inline vf vsub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+inline vf vmul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+inline vf vdiv(vf a, vf b) { return _mm256_div_ps(a, b); }
+inline vf vmax(vf a, vf b) { return _mm256_max_ps(a, b); }
+inline vf vmin(vf a, vf b) { return _mm256_min_ps(a, b); }
+inline vf vround(vf a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline vf vscale2(vf a, vf n) {
+  return _mm256_mul_ps(
+      a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
+}
+
+#elif defined(AS_ISA_SVE)
+
+// Of the length that is compiled in, so that they can stand in arrays; every operation takes all lanes.
+#define AS_SVE_FIXED __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)))
+typedef svfloat32_t vf AS_SVE_FIXED;
+constexpr int W = __ARM_FEATURE_SVE_BITS / 32;
+inline svbool_t vall() { return svptrue_b32(); }
+inline vf vzero() { return svdup_n_f32(0); }
+inline vf vset(float x) { return svdup_n_f32(x); }
+inline vf vload(const float* p) { return svld1_f32(vall(), p); }
+inline void vstore(float* p, vf v) { svst1_f32(vall(), p, v); }
+inline vf vload_bf16(const uint16_t* p) {
+  return svreinterpret_f32_u32(svlsl_n_u32_x(vall(), svld1uh_u32(vall(), p), 16));
+}
+inline vf vload_f16(const uint16_t* p) {
+  return svcvt_f32_f16_x(vall(), svreinterpret_f16_u32(svld1uh_u32(vall(), p)));
+}
+inline vf vfma(vf a, vf b, vf c) { return svmla_f32_x(vall(), c, a, b); }
+inline vf vadd(vf a, vf b) { return svadd_f32_x(vall(), a, b); }
+inline vf vsub(vf a, vf b) { return svsub_f32_x(vall(), a, b); }
+inline vf vmul(vf a, vf b) { return svmul_f32_x(vall(), a, b); }
+inline vf vdiv(vf a, vf b) { return svdiv_f32_x(vall(), a, b); }
+inline vf vmax(vf a, vf b) { return svmax_f32_x(vall(), a, b); }
+inline vf vmin(vf a, vf b) { return svmin_f32_x(vall(), a, b); }
+inline vf vround(vf a) { return svrintn_f32_x(vall(), a); }
+inline vf vscale2(vf a, vf n) { return svscale_f32_x(vall(), a, svcvt_s32_f32_x(vall(), n)); }
+
+#elif defined(AS_ISA_NEON)
+
+using vf = float32x4_t;
+constexpr int W = 4;
+inline vf vzero() { return vdupq_n_f32(0); }
+inline vf vset(float x) { return vdupq_n_f32(x); }
+inline vf vload(const float* p) { return vld1q_f32(p); }
+inline void vstore(float* p, vf v) { vst1q_f32(p, v); }
+inline vf vload_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline vf vload_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+inline vf vfma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+inline vf vadd(vf a, vf b) { return vaddq_f32(a, b); }
+inline vf vsub(vf a, vf b) { return vsubq_f32(a, b); }
+inline vf vmul(vf a, vf b) { return vmulq_f32(a, b); }
+inline vf vdiv(vf a, vf b) { return vdivq_f32(a, b); }
+inline vf vmax(vf a, vf b) { return vmaxq_f32(a, b); }
+inline vf vmin(vf a, vf b) { return vminq_f32(a, b); }
+inline vf vround(vf a) { return vrndnq_f32(a); }
+inline vf vscale2(vf a, vf n) {
+  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23)));
+}
+
+#endif
+
+// Sum and maximum over the lanes, always in the same order.
+inline float vsum(vf v) {
+  float lane[W];
+  vstore(lane, v);
+  for (int step = W / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; i++) lane[i] += lane[i + step];
+  return lane[0];
+}
+inline float vhmax(vf v) {
+  float lane[W];
+  vstore(lane, v);
+  float m = lane[0];
+  for (int i = 1; i < W; i++) m = lane[i] > m ? lane[i] : m;
+  return m;
+}
+
+// e^x for x <= 88, about 1 ulp: x = n ln 2 + r, |r| <= ln 2 / 2, e^r by its Taylor polynomial of degree 7 in Horner's
+// form (error 5e-9 relative), then scaled by 2^n. Below -87.3 the result is 0.
+inline vf vexp(vf x) {
+  const vf low = vset(-87.3f);
+  const vf xc = vmax(low, x);  // in this order a NaN passes
+  const vf n = vround(vmul(xc, vset(1.44269504088896341f)));
+  vf r = vfma(n, vset(-0.693359375f), xc);
+  r = vfma(n, vset(2.12194440e-4f), r);
+  vf p = vset(1.0f / 5040);
+  p = vfma(p, r, vset(1.0f / 720));
+  p = vfma(p, r, vset(1.0f / 120));
+  p = vfma(p, r, vset(1.0f / 24));
+  p = vfma(p, r, vset(1.0f / 6));
+  p = vfma(p, r, vset(0.5f));
+  p = vfma(p, r, vset(1.0f));
+  p = vfma(p, r, vset(1.0f));
+  const vf y = vscale2(p, n);
+  // x < low becomes exactly 0: a masked score must not contribute.
+#if defined(AS_ISA_AVX512)
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, low, _CMP_NLT_UQ), y);
+#elif defined(AS_ISA_AVX2)
+  return _mm256_and_ps(_mm256_cmp_ps(x, low, _CMP_NLT_UQ), y);
+#elif defined(AS_ISA_SVE)
+  return svsel_f32(svcmplt_f32(vall(), x, low), vzero(), y);
+#else
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(y), vcltq_f32(x, low)));
+#endif
+}
+
+template <typename T>
+inline vf vload_as(const T* p);
+template <>
+inline vf vload_as<float>(const float* p) {
+  return vload(p);
+}
+template <>
+inline vf vload_as<uint16_t>(const uint16_t* p) {
+  return vload_bf16(p);
+}
+
+}  // namespace AS_ISA
+
+}  // namespace as

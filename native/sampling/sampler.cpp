@@ -1,0 +1,435 @@
+// Rank 0's side of a draw: parameters, random numbers, and the merge of the shards' blobs.
+#include "sampling/sampler.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "common/exact.h"
+#include "sampling/sampler_blob.h"
+
+namespace as {
+
+namespace {
+
+using namespace sampling;
+
+// ---- the sampling block
+// ------------------------------------------------------------------------------------------------
+
+// Reads words one after the other; every complaint names the field.
+class Reader {
+ public:
+  Reader(const int32_t* p, const int32_t* end) : p_(p), end_(end) {}
+
+  int32_t word(const char* field) {
+    if (p_ == end_) throw std::invalid_argument(std::string("sampling block ends before ") + field);
+    return *p_++;
+  }
+
+  int32_t integer(const char* field, int32_t low, int32_t high) {
+    const int32_t value = word(field);
+    if (value < low || value > high) complain(field, std::to_string(value), std::to_string(low), std::to_string(high));
+    return value;
+  }
+
+  float real(const char* field, float low, float high) {
+    const int32_t bits = word(field);
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    if (!(value >= low && value <= high))
+      complain(field, std::to_string(value), std::to_string(low), std::to_string(high));
+    return value;
+  }
+
+  std::vector<int32_t> ids(const char* field, int32_t count) {
+    if (end_ - p_ < count) {
+      throw std::invalid_argument(std::string("sampling block ends within ") + field + ": " + std::to_string(count) +
+                                  " ids announced, " + std::to_string(end_ - p_) + " words left");
+    }
+    std::vector<int32_t> out(p_, p_ + count);
+    p_ += count;
+    return out;
+  }
+
+  const int32_t* at() const { return p_; }
+
+ private:
+  [[noreturn]] static void complain(const char* field, const std::string& value, const std::string& low,
+                                    const std::string& high) {
+    throw std::invalid_argument(std::string(field) + " is " + value + "; it must be between " + low + " and " + high);
+  }
+
+  const int32_t* p_;
+  const int32_t* end_;
+};
+
+// ---- random numbers
+// ----------------------------------------------------------------------------------------------------
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): counter becomes the output.
+void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * counter[0];
+    const uint64_t b = static_cast<uint64_t>(0xCD9E8D57u) * counter[2];
+    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(b),
+                              static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(a)};
+    std::copy(next, next + 4, counter);
+    key[0] += 0x9E3779B9u;
+    key[1] += 0xBB67AE85u;
+  }
+}
+
+// ---- blobs
+// -------------------------------------------------------------------------------------------------------------
+
+// A blob's parts, copied out so that its alignment does not matter.
+struct Part {
+  Header head;
+  std::vector<Candidate> candidates;
+  std::vector<Candidate> top;  // by raw logit; .logit is .raw
+};
+
+Part open_blob(const std::pair<const uint8_t*, size_t>& blob) {
+  Part part;
+  if (blob.second < sizeof(Header)) {
+    throw std::invalid_argument("sampling blob has " + std::to_string(blob.second) + " bytes; its header alone has " +
+                                std::to_string(sizeof(Header)));
+  }
+  std::memcpy(&part.head, blob.first, sizeof(Header));
+  const Header& head = part.head;
+  if (head.magic != kCandidatesMagic || head.bytes > blob.second || head.n_candidates < 0 || head.n_top < 0 ||
+      head.vocab_local < 0) {
+    throw std::invalid_argument("sampling blob is not one of this version's (magic " + std::to_string(head.magic) +
+                                ", " + std::to_string(head.bytes) + " of " + std::to_string(blob.second) + " bytes)");
+  }
+  const size_t listed = static_cast<size_t>(head.n_candidates) + static_cast<size_t>(head.n_top);
+  if (head.bytes != sizeof(Header) + listed * sizeof(Candidate)) {
+    throw std::invalid_argument("sampling blob of " + std::to_string(head.bytes) +
+                                " bytes does not fit its own header");
+  }
+  const uint8_t* p = blob.first + sizeof(Header);
+  part.candidates.resize(head.n_candidates);
+  if (head.n_candidates) std::memcpy(part.candidates.data(), p, part.candidates.size() * sizeof(Candidate));
+  p += part.candidates.size() * sizeof(Candidate);
+  part.top.resize(head.n_top);
+  if (head.n_top) std::memcpy(part.top.data(), p, part.top.size() * sizeof(Candidate));
+  return part;
+}
+
+std::vector<Part> open_all(const Blobs& blobs) {
+  if (blobs.empty()) throw std::invalid_argument("no sampling blobs to merge; one for each rank is needed");
+  std::vector<Part> parts;
+  parts.reserve(blobs.size());
+  for (const auto& blob : blobs) parts.push_back(open_blob(blob));
+  return parts;
+}
+
+// ---- what all kinds of draw share
+// --------------------------------------------------------------------------------------
+
+// Fills in everything but the token; false if there is none to draw because the logits are not numbers.
+bool begin_output(const SamplingParams& params, const std::vector<Part>& parts, double& log_norm, SampleOutput& out) {
+  out = SampleOutput{};
+  std::fill(out.top_ids, out.top_ids + kMaxTopLogprobs, -1);
+  std::fill(out.top_logprobs, out.top_logprobs + kMaxTopLogprobs, 0.0f);
+  float top = kBanned;
+  bool finite = true;
+  for (const Part& part : parts) {
+    finite = finite && part.head.not_finite == 0;
+    top = std::max(top, part.head.raw_max);
+  }
+  if (!finite || top == kBanned) {
+    out.status = SampleStatus::kNotFinite;
+    return false;
+  }
+  log_norm = 0.0;
+  if (!params.logprobs()) return true;
+  double sum = 0.0;
+  for (const Part& part : parts) {
+    if (part.head.raw_max != kBanned)
+      sum += part.head.raw_sum * exact::exp(static_cast<double>(part.head.raw_max) - top);
+  }
+  log_norm = top + exact::log(sum);
+  std::vector<Candidate> best;
+  for (const Part& part : parts) best.insert(best.end(), part.top.begin(), part.top.end());
+  std::sort(best.begin(), best.end(), better);
+  const size_t count = std::min<size_t>(best.size(), params.top_logprobs);
+  for (size_t i = 0; i < count; ++i) {
+    out.top_ids[i] = best[i].id;
+    out.top_logprobs[i] = static_cast<float>(best[i].raw - log_norm);
+  }
+  return true;
+}
+
+void choose(const SamplingParams& params, double log_norm, int32_t id, float raw, SampleOutput& out) {
+  out.token = id;
+  out.logprob = params.logprobs() ? static_cast<float>(raw - log_norm) : 0.0f;
+}
+
+// Every token is banned (see the header for what is taken then).
+void choose_fallback(const SamplingParams& params, const std::vector<Part>& parts, double log_norm, SampleOutput& out) {
+  const Header* best = nullptr;
+  const Header* allowed = nullptr;
+  for (const Part& part : parts) {
+    const Header& head = part.head;
+    if (head.best_id >= 0 && (!best || head.best_raw > best->best_raw)) best = &head;
+    if (head.allowed_id >= 0 && (!allowed || head.allowed_raw > allowed->allowed_raw)) allowed = &head;
+  }
+  if (allowed) return choose(params, log_norm, allowed->allowed_id, allowed->allowed_raw, out);
+  for (const Part& part : parts) {
+    if (part.head.eos_id >= 0) return choose(params, log_norm, part.head.eos_id, part.head.eos_raw, out);
+  }
+  choose(params, log_norm, best->best_id, best->best_raw, out);
+}
+
+float highest(const std::vector<Part>& parts) {
+  float top = kBanned;
+  for (const Part& part : parts) top = std::max(top, part.head.max);
+  return top;
+}
+
+// The position in `weights` where their running sum passes uniform * (sum of the first `kept`).
+size_t inverse_cdf(const std::vector<float>& weights, size_t kept, double sum, double uniform) {
+  double left = uniform * sum;
+  size_t pick = 0;
+  for (size_t i = 0; i < kept; ++i) {
+    if (weights[i] <= 0.0f) continue;
+    pick = i;
+    if (left < weights[i]) break;
+    left -= weights[i];
+  }
+  return pick;
+}
+
+// The winner of the ranks' winners; ties go to the lowest rank, as they do to the lowest chunk within one.
+template <class Head, class HeadOf>
+const Head* best_winner(size_t count, HeadOf head_of) {
+  const Head* best = nullptr;
+  for (size_t r = 0; r < count; ++r) {
+    const Head& head = head_of(r);
+    if (head.winner_id >= 0 && (!best || head.winner_key > best->winner_key)) best = &head;
+  }
+  if (!best) throw std::invalid_argument("no rank has a token to draw");
+  return best;
+}
+
+// Sets out to find the last token of a set: by count first if there is a top_k, then by weight if there is a top_p.
+void begin_search(const SamplingParams& params, float top, double log_norm, Search& search) {
+  search = Search{};
+  search.top = top;
+  search.log_norm = log_norm;
+  search.by_count = params.top_k > 0;
+  search.target = search.by_count ? params.top_k : -1.0;
+}
+
+// The place is found, or (`all`) the set ends nowhere: what to look for next, given the weight up to there.
+void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& search) {
+  if (search.by_count && params.top_p < 1.0f) {
+    search.by_count = false;
+    search.target = static_cast<double>(mass) * static_cast<double>(params.top_p);
+    search.place = search.count = search.mass = 0;
+    search.level = 0;
+    return;
+  }
+  if (all) search.place = std::numeric_limits<uint64_t>::max();
+  search.level = kLevels;
+}
+
+}  // namespace
+
+namespace {
+
+// Integers of 53 bits at (seed, sample_index, position, stream).
+std::pair<uint64_t, uint64_t> random_integers(const SamplingParams& params, int position, uint32_t stream) {
+  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(params.sample_index), stream, 0};
+  uint32_t key[2] = {static_cast<uint32_t>(params.seed), static_cast<uint32_t>(params.seed >> 32)};
+  philox4x32_10(counter, key);
+  const auto integer = [](uint32_t high, uint32_t low) { return ((static_cast<uint64_t>(high) << 32) | low) >> 11; };
+  return {integer(counter[0], counter[1]), integer(counter[2], counter[3])};
+}
+
+constexpr double kUnit = 1.0 / 9007199254740992.0;  // 2^-53
+
+}  // namespace
+
+Uniforms sampling::uniforms(const SamplingParams& params, int position) {
+  const auto [a, b] = random_integers(params, position, 0);
+  return {static_cast<double>(a) * kUnit, static_cast<double>(b) * kUnit};
+}
+
+Uniforms sampling::chunk_uniforms(const SamplingParams& params, int position, int pair) {
+  const auto [a, b] = random_integers(params, position, 1 + static_cast<uint32_t>(pair));
+  // In (0, 1): neither has a logarithm that is 0 or infinite.
+  const auto unit = [](uint64_t x) { return (static_cast<double>(x >> 1) + 0.5) * (2.0 * kUnit); };
+  return {unit(a), unit(b)};
+}
+
+const char* describe(SampleStatus status) {
+  return status == SampleStatus::kOk
+             ? "ok"
+             : "the model's logits hold a NaN or +Inf, or nothing above -Inf: no token can be drawn";
+}
+
+size_t blob_bytes(const uint8_t* blob) {
+  uint32_t bytes;
+  std::memcpy(&bytes, blob, sizeof bytes);
+  return bytes;
+}
+
+SamplingParams SamplingParams::parse(const int32_t*& p, const int32_t* end) {
+  constexpr int32_t kLargest = std::numeric_limits<int32_t>::max();
+  constexpr float kLargestReal = std::numeric_limits<float>::max();
+  Reader in(p, end);
+  SamplingParams out;
+  const int32_t flags = in.integer("sampling flags", 0, 7);
+  out.do_sample = flags & 1;
+  out.want_logprobs = flags & 2;
+  out.suppress_repetition_in_generation = flags & 4;
+  out.temperature = in.real("temperature", 0.0f, kLargestReal);
+  out.top_k = in.integer("top_k", 0, kLargest);
+  out.top_p = in.real("top_p", 0.0f, 1.0f);
+  out.repetition_penalty = in.real("repetition_penalty", std::numeric_limits<float>::min(), kLargestReal);
+  out.presence_penalty = in.real("presence_penalty", -kLargestReal, kLargestReal);
+  out.frequency_penalty = in.real("frequency_penalty", -kLargestReal, kLargestReal);
+  out.no_repeat_ngram_size = in.integer("no_repeat_ngram_size", 0, kLargest);
+  out.min_length = in.integer("min_length", 0, kLargest);
+  out.top_logprobs = in.integer("top_logprobs", 0, kMaxTopLogprobs);
+  const uint32_t seed_low = static_cast<uint32_t>(in.word("seed"));
+  const uint32_t seed_high = static_cast<uint32_t>(in.word("seed"));
+  out.seed = (static_cast<uint64_t>(seed_high) << 32) | seed_low;
+  out.sample_index = in.integer("sample_index", 0, kLargest);
+  out.prompt_len = in.integer("prompt_len", 0, kLargest);
+  const int32_t n_eos = in.integer("number of end-of-sequence ids", 0, kLargest);
+  const int32_t n_bad_words = in.integer("number of bad words", 0, kLargest);
+  out.eos = in.ids("the end-of-sequence ids", n_eos);
+  for (int32_t i = 0; i < n_bad_words; ++i) {
+    const int32_t length = in.integer("length of a bad word", 1, kLargest);
+    out.bad_words.push_back(in.ids("a bad word", length));
+  }
+  p = in.at();
+  return out;
+}
+
+bool may_narrow(const SamplingParams& params) {
+  const Draw kind = kind_of(params);
+  return kind == Draw::nucleus || (kind == Draw::top_k && params.top_k > kCandidates);
+}
+
+bool merge(const SamplingParams& params, int position, const Blobs& blobs, Search& search, SampleOutput& out) {
+  const std::vector<Part> parts = open_all(blobs);
+  double log_norm;
+  if (!begin_output(params, parts, log_norm, out)) return true;
+  const float top = highest(parts);
+  if (top == kBanned) {
+    choose_fallback(params, parts, log_norm, out);
+    return true;
+  }
+  const Draw kind = kind_of(params);
+  if (kind == Draw::all) {
+    const Header* head = best_winner<Header>(parts.size(), [&](size_t r) -> const Header& { return parts[r].head; });
+    choose(params, log_norm, head->winner_id, head->winner_raw, out);
+    return true;
+  }
+  // The best of all ranks, as each has sent as many of its own.
+  const size_t most = kind == Draw::top_k ? std::min(params.top_k, kCandidates) : kCandidates;
+  std::vector<Candidate> sorted;
+  bool whole = true;  // there are no others that could be drawn
+  for (const Part& part : parts) {
+    const auto middle = static_cast<std::ptrdiff_t>(sorted.size());
+    sorted.insert(sorted.end(), part.candidates.begin(), part.candidates.end());
+    std::inplace_merge(sorted.begin(), sorted.begin() + middle, sorted.end(), better);
+    whole = whole && !part.head.truncated && sorted.size() <= most;
+    sorted.resize(std::min(sorted.size(), most));
+  }
+  if (kind == Draw::greedy) {
+    choose(params, log_norm, sorted[0].id, sorted[0].raw, out);
+    return true;
+  }
+  if (kind == Draw::top_k && params.top_k <= kCandidates) whole = true;
+  if (kind == Draw::top_k && !whole) {
+    begin_search(params, top, log_norm, search);
+    return false;
+  }
+
+  const float scale = 1.0f / params.temperature;
+  std::vector<float> logits(sorted.size()), weights(sorted.size());
+  for (size_t i = 0; i < sorted.size(); ++i) logits[i] = sorted[i].logit;
+  logit_kernels().exp_values(logits.data(), static_cast<int>(logits.size()), top, scale, weights.data());
+  double sum = 0.0;
+  for (float weight : weights) sum += weight;
+  size_t kept = sorted.size();
+  if (params.top_p < 1.0f) {
+    double mass = sum;  // that top_p is a part of
+    if (kind == Draw::nucleus) {
+      mass = 0.0;
+      for (const Part& part : parts) {
+        if (part.head.max != kBanned)
+          mass += part.head.sum * exact::exp((static_cast<double>(part.head.max) - top) * scale);
+      }
+    }
+    const double need = mass * static_cast<double>(params.top_p);
+    sum = 0.0;
+    for (kept = 0; kept < sorted.size() && (kept == 0 || sum < need); ++kept) sum += weights[kept];
+    if (sum < need && !whole) {
+      begin_search(params, top, log_norm, search);
+      return false;
+    }
+  }
+  const size_t pick = inverse_cdf(weights, kept, sum, uniforms(params, position).first);
+  choose(params, log_norm, sorted[pick].id, sorted[pick].raw, out);
+  return true;
+}
+
+bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& search, SampleOutput& out) {
+  std::vector<NarrowedHeader> heads;
+  std::vector<Bin> bins(kBins, Bin{});
+  for (const auto& blob : blobs) {
+    NarrowedHeader head{};
+    if (blob.second >= sizeof head) std::memcpy(&head, blob.first, sizeof head);
+    if (head.magic != kNarrowedMagic || head.n_bins < 0 || head.n_bins > kBins || head.bytes > blob.second ||
+        head.bytes != sizeof head + head.n_bins * sizeof(Bin))
+      throw std::invalid_argument("sampling blob of " + std::to_string(blob.second) + " bytes is no round of a search");
+    for (int i = 0; i < head.n_bins; ++i) {
+      Bin bin;
+      std::memcpy(&bin, blob.first + sizeof head + i * sizeof bin, sizeof bin);
+      if (bin.index >= static_cast<uint32_t>(kBins))
+        throw std::invalid_argument("sampling blob names a bin that is none");
+      bins[bin.index].count += bin.count;
+      bins[bin.index].mass += bin.mass;
+    }
+    heads.push_back(head);
+  }
+  if (search.level == kLevels) {
+    const auto* head =
+        best_winner<NarrowedHeader>(heads.size(), [&](size_t r) -> const NarrowedHeader& { return heads[r]; });
+    choose(params, search.log_norm, head->winner_id, head->winner_raw, out);
+    return true;
+  }
+  uint64_t total = 0;
+  for (const Bin& bin : bins) total += bin.mass;
+  if (search.target < 0.0) search.target = static_cast<double>(total) * static_cast<double>(params.top_p);
+  const int shift = shift_of(search.level);
+  for (int b = 0; b < kBins; ++b) {
+    if (!bins[b].count) continue;
+    const uint64_t reached = search.by_count ? search.count + bins[b].count : search.mass + bins[b].mass;
+    if (static_cast<double>(reached) < search.target) {
+      search.count += bins[b].count;
+      search.mass += bins[b].mass;
+      continue;
+    }
+    search.place |= static_cast<uint64_t>(b) << shift;
+    if (bins[b].count > 1 && search.level + 1 < kLevels) {
+      ++search.level;
+    } else {
+      search.place |= (uint64_t{1} << shift) - 1;  // a single token: whatever its other digits are
+      end_search(params, false, search.mass + bins[b].mass, search);
+    }
+    return false;
+  }
+  end_search(params, true, search.mass, search);
+  return false;
+}
+
+}  // namespace as

@@ -1,0 +1,103 @@
+// What a rank tells rank 0 about its shard of one row, and what both sides of the exchange have to agree on.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+#include "sampling/sampler.h"
+
+namespace as {
+namespace sampling {
+
+constexpr float kBanned = -std::numeric_limits<float>::infinity();
+constexpr uint32_t kCandidatesMagic = 0x43505341;  // "ASPC"
+constexpr uint32_t kNarrowedMagic = 0x4e505341;    // "ASPN"
+constexpr int kCandidates = 1024;                  // of each rank, and the most that are drawn from without a search
+
+struct Header {
+  uint32_t bytes;  // of the whole blob
+  uint32_t magic;
+  int32_t not_finite;  // NaN and +Inf found
+  int32_t vocab_begin;
+  int32_t vocab_local;
+  int32_t n_candidates;
+  int32_t n_top;
+  int32_t truncated;  // there are finite logits below the last candidate
+  float raw_max;
+  float max;        // after the processors
+  int32_t best_id;  // fallback if everything is banned: best raw logit of the shard, -1 if none is finite
+  float best_raw;
+  int32_t allowed_id;  // the same among the ids that the mask allows
+  float allowed_raw;
+  int32_t eos_id;  // the first end-of-sequence id if it is in this shard, else -1
+  float eos_raw;
+  int32_t winner_id;  // of unrestricted sampling, -1 if the shard has nothing to draw
+  float winner_raw;
+  double winner_key;
+  double raw_sum;  // sum of exp(raw - raw_max); 0 unless logprobs are wanted
+  double sum;      // sum of exp((logit - max) / temperature); 0 where the draw has no use for it
+};
+
+// A token's place in the order of (logit descending, id ascending): how far its logit is below the best of all ranks,
+// over the temperature, in steps of 2^-24 up to 64 (beyond, a weight is below e^-64 and never drawn), then its id. Six
+// digits of 10 bits, the first being level 0.
+constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30, kDepthBits = 30;
+constexpr int32_t kDeepest = (1 << kDepthBits) - 1;
+constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
+
+inline double steps_of(float scale) { return static_cast<double>(scale) * (1 << 24); }
+
+// How many steps x is below the best logit.
+inline int32_t depth_of(float x, double top, double steps) {
+  const double depth = (top - x) * steps;
+  return static_cast<int32_t>(depth < kDeepest ? depth : kDeepest);
+}
+
+// What is in a bin of a level.
+struct Bin {
+  uint32_t index, count;
+  uint64_t mass;  // of weights relative to the best logit of all, in steps of kMassUnit: sums that have no order
+};
+constexpr double kMassUnit = 1.0 / (1ull << 44);
+
+struct NarrowedHeader {
+  uint32_t bytes, magic;
+  int32_t n_bins;
+  int32_t winner_id;  // of the draw, -1 if the shard has nothing to draw
+  double winner_key;
+  float winner_raw;
+  int32_t unused;
+};
+
+struct Candidate {
+  int32_t id;
+  float logit;  // after the processors, before temperature
+  float raw;
+};
+
+inline bool better(const Candidate& a, const Candidate& b) {
+  return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+enum class Draw { greedy, top_k, nucleus, all };
+
+inline Draw kind_of(const SamplingParams& p) {
+  if (p.greedy()) return Draw::greedy;
+  if (p.top_k > 0) return Draw::top_k;
+  return p.top_p < 1.0f ? Draw::nucleus : Draw::all;
+}
+
+struct Uniforms {
+  double first, second;  // in [0, 1), 53 bits each
+};
+
+Uniforms uniforms(const SamplingParams& params, int position);
+
+// Two numbers in (0, 1), 53 bits each: of the chunks 2 * pair and 2 * pair + 1.
+Uniforms chunk_uniforms(const SamplingParams& params, int position, int pair);
+
+// The passes in use: the ISA's, or the baseline's.
+const LogitKernels& logit_kernels();
+
+}  // namespace sampling
+}  // namespace as
