@@ -14,6 +14,7 @@ namespace py = pybind11;
 
 namespace as {
 
+void bind_program(py::module_& m);
 void bind_sampler(py::module_& m);
 void bind_kernels(py::module_& m);
 void bind_ceilings(py::module_& m);
@@ -384,6 +385,7 @@ PYBIND11_MODULE(_native, m) {
       "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);
+  as::bind_program(m);
   as::bind_sampler(m);
   as::bind_kernels(m);
   as::bind_ceilings(m);
