@@ -256,7 +256,8 @@ class ServedModel:
         for sequence in step.admitted:
             request = sequence.owner.request
             request.first_step = request.first_step or begin
-        result = group.step(self.name, step.plan.encode())
+        group.submit(self.name, step.plan.encode())
+        result = group.collect()
         end = time.monotonic()
         rows = step.plan.rows
         if budget.adaptive:

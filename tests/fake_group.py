@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Callable, Optional
@@ -15,6 +18,7 @@ from allspark_client.config import AsModelConfig
 from allspark_client.types import ModelInfo
 from allspark_server.runtime.plan import DRAW, Flag, StepPlan, WorkItem
 from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
+from allspark_server.runtime.steps import DEPTH
 
 
 def next_token(history: list[int], vocab: int = 1000) -> int:
@@ -142,13 +146,25 @@ def step_result(drawn: list[list[int]]) -> SimpleNamespace:
 
 
 class FakeGroup:
-    """A group of one process whose models are FakeExecutors. `fail_at`: in which step, counted from 0, a rank is lost;
-    `delay`: seconds a step takes; `loaded`: an event that a load waits for."""
+    """A group of one process whose models are FakeExecutors; steps are computed on a thread, as they are submitted.
+    `fail_at`: in which step, counted from 0, a rank is lost; `delay`: seconds a step takes; `loaded`: an event that a
+    load waits for; `token`: what follows a history."""
 
     size = 1
 
-    def __init__(self, *, num_spans: int = 256, fail_at: int = -1, delay: float = 0, loaded=None):
-        self.num_spans, self.fail_at, self.delay, self.loaded = num_spans, fail_at, delay, loaded
+    def __init__(
+        self,
+        *,
+        num_spans: int = 256,
+        fail_at: int = -1,
+        delay: float = 0,
+        loaded: Optional[threading.Event] = None,
+        token: Callable[[list[int]], int] = next_token,
+    ):
+        self.num_spans, self.fail_at, self.delay, self.loaded, self.token = num_spans, fail_at, delay, loaded, token
+        self.deepest = 0    # steps that were submitted and not collected, at most
+        self._thread = ThreadPoolExecutor(1, "fake-group")
+        self._submitted: deque[Future] = deque()
         self.failures: list[str] = []
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
@@ -159,13 +175,14 @@ class FakeGroup:
         self.config = config
 
     def poll_load(self) -> Optional[ModelInfo]:
+        self._drain()
         if self.loaded is not None and not self.loaded.is_set():
             return None
         config = self.config
         rows = config.max_step_tokens or 256
         size = config.cache_span_size
         self.executors[config.model_name] = FakeExecutor(
-            self.num_spans, size, config.engine_max_batch, rows, max_length=config.engine_max_length
+            self.num_spans, size, config.engine_max_batch, rows, self.token, config.engine_max_length
         )
         return ModelInfo(
             name=config.model_name,
@@ -181,7 +198,18 @@ class FakeGroup:
             model_hash="fake",
         )
 
-    def step(self, name: str, plan: bytes) -> SimpleNamespace:
+    def submit(self, name: str, plan: bytes) -> None:
+        assert len(self._submitted) < DEPTH, "too many steps in flight"
+        self._submitted.append(self._thread.submit(self._step, name, plan))
+        self.deepest = max(self.deepest, len(self._submitted))
+
+    def collect(self) -> SimpleNamespace:
+        return self._submitted.popleft().result()
+
+    def _drain(self) -> None:
+        wait(self._submitted)
+
+    def _step(self, name: str, plan: bytes) -> SimpleNamespace:
         if self.steps == self.fail_at:
             raise RuntimeError("rank 1 was lost")
         self.steps += 1
@@ -190,12 +218,14 @@ class FakeGroup:
         return self.executors[name].step(plan)
 
     def unload(self, name: str) -> None:
+        self._drain()
         self.executors.pop(name, None)
 
     def fail(self, message: str) -> None:
         self.failures.append(message)
 
     def measure_ceilings(self, name: str) -> bool:
+        self._drain()
         self.measured_at.append(self.steps)
         return len(self.measured_at) >= 5
 
@@ -208,4 +238,5 @@ class FakeGroup:
         ]), Ceilings(20e9, 100e9))
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.closed = True

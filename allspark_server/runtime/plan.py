@@ -141,8 +141,8 @@ class WorkItem:
 
     `known` goes to its history first (with GIVEN, but for the last `drafts`), `spans` to its span table of the first
     cache group, `other_spans` to those of the others; they must hold start + rows + drafts positions. `outputs` of the
-    last rows have outputs: 1 with DRAW unless said otherwise. Up to `drafts` more rows hold draft tokens. `adapter` is -1
-    for none, `mask` 0 for none, else 1 + its index in the window's area of masks.
+    last rows have outputs: 1 with DRAW unless said otherwise. Up to `drafts` more rows hold draft tokens. `adapter` is
+    -1 for none, `mask` 0 for none, else 1 + its index in the window's area of masks.
     """
 
     slot: int
