@@ -34,7 +34,8 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
 ROOMS = ("batch", "bindings", "comm", "common", "cpu", "program", "sampling")
-# Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
+# The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
+# namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
 ISAS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
@@ -170,10 +171,11 @@ class BuildExt(build_ext):
                         [*COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
                     )
                 )
+        best_first = " ".join(f"X({name})" for name in reversed(isas))
         for source in map(Path, ext.sources):
             jobs.append(
                 (ROOT / source, temporary / "base" / source.parent,
-                 [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
+                 [*COMMON, *EMULATED, *sanitize, f"-DAS_FOR_EACH_ISA(X)={best_first}"])
             )
 
         includes = [
@@ -242,15 +244,16 @@ def options() -> dict:
     }
 
 
-setup(
-    name="allspark",
-    version=VERSION,
-    description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
-    **requirements(),
-    **options(),
-)
+if __name__ == "__main__":  # tests read the lists above
+    setup(
+        name="allspark",
+        version=VERSION,
+        description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
+        long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        python_requires=">=3.10",
+        cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
+        **requirements(),
+        **options(),
+    )

@@ -1,6 +1,7 @@
 // The rate at which 8-bit integers are multiplied and summed in 32 bits: the ceiling of w8a8 and w4a8.
 #include <cstdint>
 
+#include "cpu/kernels/tables.h"
 #include "cpu/simd.h"
 
 namespace as {
