@@ -19,6 +19,10 @@ def test_levels_of_the_record_are_known():
     assert GOLDEN and set(GOLDEN) <= {name for levels in isas.values() for name in levels}
 
 
+def test_avx_vnni_has_the_bits_of_avx2():
+    assert GOLDEN["avx2_vnni"] == GOLDEN["avx2"]
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("level", _native.isas())
 def test_bits_are_those_recorded(level):

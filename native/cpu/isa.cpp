@@ -42,6 +42,13 @@ bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
 [[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
 }
+[[maybe_unused]] bool has_avx2_vnni() {
+#if defined(AS_AVX2_VNNI_EMULATED)
+  return has_avx2();
+#else
+  return has_avx2() && cpuid_has(7, 1, Register::eax, 1u << 4);
+#endif
+}
 [[maybe_unused]] bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
