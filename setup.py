@@ -34,7 +34,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 # then lacks registers for the accumulators. The processors that these levels are for reorder by themselves.
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
-ROOMS = ("batch", "bindings", "comm", "common", "cpu", "program", "sampling")
+ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
 # The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
 # namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
 ISAS = {

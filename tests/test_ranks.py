@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -456,6 +457,26 @@ def test_window_larger_than_shared_memory_is_told(monkeypatch):
 
 # ---- groups without mpirun: threads as ranks -----------------------------------------------------------------------
 
+class FakeStepper:
+    """Stands for native.Stepper, which takes native executors only: computes at once."""
+
+    def __init__(self):
+        self.ended: list[Future] = []
+
+    def run(self, job) -> None:
+        self.ended.append(Future())
+        try:
+            self.ended[-1].set_result(job())
+        except Exception as error:
+            self.ended[-1].set_exception(error)
+
+    def collect(self):
+        return self.ended.pop(0).result()
+
+    def drain(self) -> None:
+        pass
+
+
 class FakeRunner:
     """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
 
@@ -478,6 +499,14 @@ class FakeRunner:
         self._maybe_fail("step")
         return self.rank, plan
 
+    def submit(self, stepper: FakeStepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
+        def job():
+            if window is not None:
+                window.publish(kind, prefix + plan)
+            return self.step(plan)
+
+        stepper.run(job)
+
     def close(self) -> None:
         self.closed = True
 
@@ -490,6 +519,7 @@ def threads(monkeypatch):
     from allspark_server.runtime.group import Member, WindowGroup
     from allspark_server.runtime.worker import serve
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     step = -(-_native.Window.bytes_needed(3) // 4096) * 4096
     memory = mmap.mmap(-1, 3 * step)
     view = np.frombuffer(memory, np.uint8)
@@ -527,11 +557,16 @@ def load(group, name: str):
         raise
 
 
+def step(group, name: str, plan: bytes):
+    group.submit(name, plan)
+    return group.collect()
+
+
 def test_ranks_agree_on_the_cache(threads):
     group, failures, _ = threads
     info = load(group, "m")
     assert info.num_spans == 98                 # the least that any rank can hold
-    assert group.step("m", b"plan" * 500_000) == (0, b"plan" * 500_000)
+    assert step(group, "m", b"plan" * 500_000) == (0, b"plan" * 500_000)
     group.unload("m")
     assert not failures
 
@@ -551,10 +586,10 @@ def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
 def test_a_step_that_fails_ends_the_group(threads):
     group, failures, errors = threads
     load(group, "step2")
-    group.step("step2", b"")                    # rank 0 has nothing to wait for in this fake step
+    step(group, "step2", b"")                    # rank 0 has nothing to wait for in this fake step
     with pytest.raises(RuntimeError):
         for _ in range(100):
-            group.step("step2", b"")
+            step(group, "step2", b"")
             time.sleep(0.01)
     assert failures == ["rank 2: no memory for step2"]
     wait_for(lambda: len(errors) == 2)
@@ -563,25 +598,29 @@ def test_a_step_that_fails_ends_the_group(threads):
 
 def test_the_first_step_is_told(monkeypatch):
     """The supervisor counts lives that served nothing."""
+    from allspark_server import _native
     from allspark_server.runtime import runner
     from allspark_server.runtime.group import LocalGroup
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     group, told = LocalGroup(), []
     group.member.on_served = lambda: told.append("served")
     load(group, "step0")
     with pytest.raises(MemoryError):
-        group.step("step0", b"")
+        step(group, "step0", b"")
     assert not told
     load(group, "m")
-    group.step("m", b"")
-    group.step("m", b"")
+    step(group, "m", b"")
+    step(group, "m", b"")
     assert told == ["served"]
 
 
 def test_local_group(monkeypatch):
+    from allspark_server import _native
     from allspark_server.runtime import runner
     from allspark_server.runtime.group import LocalGroup
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     group = LocalGroup()
     with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
         load(group, "load0")
