@@ -256,11 +256,14 @@ class ServedModel:
         for sequence in step.admitted:
             request = sequence.owner.request
             request.first_step = request.first_step or begin
-        result = group.step(self.name, step.plan.encode())
+        group.submit(self.name, step.plan.encode())
+        result = group.collect()
         end = time.monotonic()
         rows = step.plan.rows
         if budget.adaptive:
-            context = sum(item.count * (2 * item.start + item.count - 1) // 2 for item in step.plan.work)
+            context = sum(
+                item.rows * (2 * start + item.rows - 1) // 2 for item, start in zip(step.plan.work, step.starts)
+            )
             budget.learn(rows, context, end - begin)
         sampled = self._deliver(step, result, end)
         self.throughput.add(end, rows, sampled)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from allspark_client.config import AsModelConfig
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 
 PAGE = 4096
@@ -59,9 +59,8 @@ class Driver:
             count = min(chunk, length - computed)
             needed = -(-(computed + count) // size)
             last = computed + count == length
-            append = tokens[-1:] if computed >= len(prompt) else []
             token, row = self.step(StepPlan(new=new, work=[
-                WorkItem(0, computed, count, last, append, list(range(spans, needed)))]))
+                WorkItem(0, count, DRAW if last else 0, spans=list(range(spans, needed)))]))
             new, spans, computed = [], needed, computed + count
             if last:
                 tokens.append(token)

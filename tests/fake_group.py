@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Callable, Optional
@@ -13,8 +16,9 @@ import numpy as np
 
 from allspark_client.config import AsModelConfig
 from allspark_client.types import ModelInfo
-from allspark_server.runtime.plan import StepPlan
+from allspark_server.runtime.plan import DRAW, Flag, StepPlan, WorkItem
 from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
+from allspark_server.runtime.steps import DEPTH
 
 
 def next_token(history: list[int], vocab: int = 1000) -> int:
@@ -33,13 +37,23 @@ def expected_output(prompt: list[int], count: int, token: Callable[[list[int]], 
 @dataclass
 class _Slot:
     history: list[int]
+    computed: int  # positions in the cache
     spans: list[int] = field(default_factory=list)
-    computed: Optional[int] = None
+
+
+def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
+    """Up to `limit` tokens that followed the last earlier occurrence of the history's last tokens, `longest` at most."""
+    for n in range(min(longest, len(history) - 1), 0, -1):
+        for at in range(len(history) - n - 1, -1, -1):
+            if history[at:at + n] == history[-n:]:
+                return history[at + n:at + n + limit]
+    return []
 
 
 class FakeExecutor:
     """Follows plans as the native executor does. The "cache" remembers which ids each span's positions hold, so that a
-    wrong or overwritten span is noticed as wrong keys would be.
+    wrong or overwritten span is noticed as wrong keys would be. `drafts`: what a draft model proposes after a history,
+    so many at most. A negative token stands for logits that are not finite.
     """
 
     def __init__(
@@ -49,13 +63,16 @@ class FakeExecutor:
         max_batch: int,
         max_step_tokens: int,
         token: Callable[[list[int]], int] = next_token,
+        max_length: int = 1 << 30,
+        drafts: Callable[[list[int], int], list[int]] = lookup,
     ):
         self.span_size, self.max_batch, self.max_step_tokens = span_size, max_batch, max_step_tokens
-        self.num_spans = num_spans
-        self.token = token
+        self.num_spans, self.max_length = num_spans, max_length
+        self.token, self.drafts = token, drafts
         self.slots: dict[int, _Slot] = {}
         self.cache: list[list[Optional[int]]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
+        self.drafted = self.accepted = 0
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)
@@ -65,50 +82,89 @@ class FakeExecutor:
             del self.slots[slot]
         for new in plan.new:
             assert 0 <= new.slot < self.max_batch and new.slot not in self.slots
-            self.slots[new.slot] = _Slot(list(new.history))
+            assert new.cached % self.span_size == 0 and 0 <= new.cached < len(new.history), "a prefix hit is full spans"
+            self.slots[new.slot] = _Slot(list(new.history), new.cached)
         assert len({item.slot for item in plan.work}) == len(plan.work)
-        tokens = []
-        for item in plan.work:
-            tokens += self._work(item)
-        count = len(tokens)
-        return SimpleNamespace(
-            tokens=np.array(tokens, np.int32),
-            logprobs=np.array([-t / 1000 for t in tokens], np.float32),
-            top_ids=np.tile(np.arange(20, dtype=np.int32), (count, 1)),
-            top_logprobs=np.tile(-np.arange(20, dtype=np.float32), (count, 1)),
-            logits=None,
-        )
+        drawn = [self._work(item) for item in plan.work]
+        return step_result([tokens for item, tokens in zip(plan.work, drawn) if item.flags & DRAW])
 
-    def _work(self, item) -> list[int]:
-        slot, size = self.slots[item.slot], self.span_size
-        slot.history += item.append
+    def _work(self, item: WorkItem) -> list[int]:
+        """The tokens that the item draws."""
+        slot, size, given = self.slots[item.slot], self.span_size, bool(item.flags & Flag.GIVEN)
+        assert item.drafts == 0 or (item.flags & DRAW and item.flags & (Flag.LOOKUP | Flag.GIVEN | Flag.MODEL))
+        known = item.known[:len(item.known) - item.drafts] if given else item.known
+        slot.history += known
         slot.spans += item.spans
         assert all(0 <= span < self.num_spans for span in slot.spans) and len(set(slot.spans)) == len(slot.spans)
-        if slot.computed is None:
-            assert item.start % size == 0, "a prefix hit is full spans"
-        else:
-            assert item.start == slot.computed
-        end = item.start + item.count
-        assert item.count > 0 and end <= len(slot.history) and end <= len(slot.spans) * size
-        for position in range(item.start, end):
+        end = slot.computed + item.rows
+        assert item.rows > 0 and end <= len(slot.history) and end + item.drafts <= len(slot.spans) * size
+        for position in range(slot.computed, end):
             self.cache[slot.spans[position // size]][position % size] = slot.history[position]
         slot.computed = end
         cached = [self.cache[slot.spans[p // size]][p % size] for p in range(end)]
         assert cached == slot.history[:end], "the cache holds something else than this sequence's ids"
-        if not item.sample:
+        if not item.flags & DRAW:
+            assert item.outputs == 0
             return []
-        assert end == len(slot.history)
-        return [self.token(slot.history)]
+        assert end == len(slot.history) < self.max_length and item.outputs == 1
+        return self._draw(slot, self._drafts(slot, item))
+
+    def _drafts(self, slot: _Slot, item: WorkItem) -> list[int]:
+        assert len(slot.history) + item.drafts < self.max_length
+        if item.flags & Flag.GIVEN:
+            return item.known[len(item.known) - item.drafts:]
+        return (self.drafts if item.flags & Flag.MODEL else lookup)(slot.history, item.drafts)
+
+    def _draw(self, slot: _Slot, drafts: list[int]) -> list[int]:
+        for i, draft in enumerate(drafts):  # the rows of rejected drafts write into the cache too
+            position = slot.computed + i
+            self.cache[slot.spans[position // self.span_size]][position % self.span_size] = draft
+        self.drafted += len(drafts)
+        drawn = []
+        for draft in [*drafts, None]:
+            drawn.append(self.token(slot.history))
+            slot.history.append(drawn[-1])
+            if drawn[-1] != draft:
+                break
+            slot.computed += 1
+            self.accepted += 1
+        return drawn if drawn[-1] >= 0 else [-1]
+
+
+def step_result(drawn: list[list[int]]) -> SimpleNamespace:
+    """A StepResult, of the tokens of each item that draws; a negative one has a status."""
+    tokens = np.array([token for each in drawn for token in each], np.int32)
+    return SimpleNamespace(
+        counts=np.array([len(each) for each in drawn], np.int32),
+        tokens=np.maximum(tokens, -1),
+        status=(tokens < 0).astype(np.int32),
+        logprobs=-tokens.astype(np.float32) / 1000,
+        top_ids=np.tile(np.arange(20, dtype=np.int32), (len(tokens), 1)),
+        top_logprobs=np.tile(-np.arange(20, dtype=np.float32), (len(tokens), 1)),
+        logits=None,
+    )
 
 
 class FakeGroup:
-    """A group of one process whose models are FakeExecutors. `fail_at`: in which step, counted from 0, a rank is lost;
-    `delay`: seconds a step takes; `loaded`: an event that a load waits for."""
+    """A group of one process whose models are FakeExecutors; steps are computed on a thread, as they are submitted.
+    `fail_at`: in which step, counted from 0, a rank is lost; `delay`: seconds a step takes; `loaded`: an event that a
+    load waits for; `token`: what follows a history."""
 
     size = 1
 
-    def __init__(self, *, num_spans: int = 256, fail_at: int = -1, delay: float = 0, loaded=None):
-        self.num_spans, self.fail_at, self.delay, self.loaded = num_spans, fail_at, delay, loaded
+    def __init__(
+        self,
+        *,
+        num_spans: int = 256,
+        fail_at: int = -1,
+        delay: float = 0,
+        loaded: Optional[threading.Event] = None,
+        token: Callable[[list[int]], int] = next_token,
+    ):
+        self.num_spans, self.fail_at, self.delay, self.loaded, self.token = num_spans, fail_at, delay, loaded, token
+        self.deepest = 0    # steps that were submitted and not collected, at most
+        self._thread = ThreadPoolExecutor(1, "fake-group")
+        self._submitted: deque[Future] = deque()
         self.failures: list[str] = []
         self.executors: dict[str, FakeExecutor] = {}
         self.steps = 0
@@ -119,12 +175,15 @@ class FakeGroup:
         self.config = config
 
     def poll_load(self) -> Optional[ModelInfo]:
+        self._drain()
         if self.loaded is not None and not self.loaded.is_set():
             return None
         config = self.config
         rows = config.max_step_tokens or 256
         size = config.cache_span_size
-        self.executors[config.model_name] = FakeExecutor(self.num_spans, size, config.engine_max_batch, rows)
+        self.executors[config.model_name] = FakeExecutor(
+            self.num_spans, size, config.engine_max_batch, rows, self.token, config.engine_max_length
+        )
         return ModelInfo(
             name=config.model_name,
             architecture="fake",
@@ -139,7 +198,18 @@ class FakeGroup:
             model_hash="fake",
         )
 
-    def step(self, name: str, plan: bytes) -> SimpleNamespace:
+    def submit(self, name: str, plan: bytes) -> None:
+        assert len(self._submitted) < DEPTH, "too many steps in flight"
+        self._submitted.append(self._thread.submit(self._step, name, plan))
+        self.deepest = max(self.deepest, len(self._submitted))
+
+    def collect(self) -> SimpleNamespace:
+        return self._submitted.popleft().result()
+
+    def _drain(self) -> None:
+        wait(self._submitted)
+
+    def _step(self, name: str, plan: bytes) -> SimpleNamespace:
         if self.steps == self.fail_at:
             raise RuntimeError("rank 1 was lost")
         self.steps += 1
@@ -148,12 +218,14 @@ class FakeGroup:
         return self.executors[name].step(plan)
 
     def unload(self, name: str) -> None:
+        self._drain()
         self.executors.pop(name, None)
 
     def fail(self, message: str) -> None:
         self.failures.append(message)
 
     def measure_ceilings(self, name: str) -> bool:
+        self._drain()
         self.measured_at.append(self.steps)
         return len(self.measured_at) >= 5
 
@@ -166,4 +238,5 @@ class FakeGroup:
         ]), Ceilings(20e9, 100e9))
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.closed = True

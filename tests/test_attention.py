@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 
 Q_HEADS, KV_HEADS, DIM, SPAN, BLOCK, TILE_ROWS = 4, 2, 24, 32, 128, 16
 VOCAB, WIDTH = 61, (Q_HEADS + 2 * KV_HEADS) * DIM
@@ -46,18 +46,18 @@ class Attention:
     def last_row(self, tokens: list[int], chunks: list[int], others: tuple[int, ...]) -> np.ndarray:
         """The last token's row, after `chunks` before its own, in a step together with sequences of `others` tokens."""
         assert sum(chunks) == len(tokens)
-        new, start, spans = [NewSlot(0, tokens, GREEDY)], 0, self.take_spans(len(tokens))
+        new, spans = [NewSlot(0, tokens, GREEDY)], self.take_spans(len(tokens))
         for count in chunks[:-1]:
-            self.step(StepPlan(new=new, work=[WorkItem(0, start, count, False, [], spans)]))
-            new, spans, start = [], [], start + count
-        work = [WorkItem(0, start, chunks[-1], True, [], spans)]
+            self.step(StepPlan(new=new, work=[WorkItem(0, count, spans=spans)]))
+            new, spans = [], []
+        work = [WorkItem(0, chunks[-1], DRAW, spans=spans)]
         if others:  # all but their last tokens first, so that theirs are single ones
             histories = [tokens_of(n, seed=n) for n in others]
             new += [NewSlot(i, history, GREEDY) for i, history in enumerate(histories, 1)]
-            prompts = [WorkItem(i, 0, n - 1, False, [], self.take_spans(n)) for i, n in enumerate(others, 1) if n > 1]
+            prompts = [WorkItem(i, n - 1, spans=self.take_spans(n)) for i, n in enumerate(others, 1) if n > 1]
             self.step(StepPlan(new=new[-len(others):], work=prompts))
             new = new[:-len(others)]
-            work += [WorkItem(i, n - 1, 1, True, [], [] if n > 1 else self.take_spans(1))
+            work += [WorkItem(i, 1, DRAW, spans=[] if n > 1 else self.take_spans(1))
                      for i, n in enumerate(others, 1)]
         row = self.step(StepPlan(new=new, work=work))[0]
         self.step(StepPlan(free=list(range(len(others) + 1))))
@@ -114,11 +114,12 @@ def test_partial_results_fit_whatever_the_contexts(threads):
         sequences = int(rng.integers(1, 2 * threads))  # fewer than 4 tiles a thread: their blocks are split
         lengths = [longest if rng.random() < 0.4 else int(rng.integers(1, longest + 1)) for _ in range(sequences)]
         lengths = lengths[:15]
-        work = []
+        new, work = [], []
         for i, n in enumerate(lengths):  # as after a hit in the prefix cache; all spans are the one there is
             start = (n - 1) // SPAN * SPAN
-            work.append(WorkItem(i, start, n - start, True, [], [0] * -(-n // SPAN)))
-        found = attention.step(StepPlan(new=[NewSlot(i, [1] * n, GREEDY) for i, n in enumerate(lengths)], work=work))
+            new.append(NewSlot(i, [1] * n, GREEDY, start))
+            work.append(WorkItem(i, n - start, DRAW, spans=[0] * -(-n // SPAN)))
+        found = attention.step(StepPlan(new=new, work=work))
         assert found.shape[0] == len(lengths) and np.isfinite(found).all()
         attention.step(StepPlan(free=list(range(len(lengths)))))
 

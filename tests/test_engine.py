@@ -384,10 +384,10 @@ def test_rows_far_into_a_context_cost_more():
     while scheduler.has_work:
         step = scheduler.plan(budget.rows, budget.price)
         (item,) = step.plan.work
-        context = item.count * (2 * item.start + item.count - 1) // 2
-        times.append(1e-4 * (item.count + context / 1000))
-        budget.learn(item.count, context, times[-1])
-        scheduler.complete(step, [1] * item.sample)
+        context = item.rows * (2 * step.starts[0] + item.rows - 1) // 2
+        times.append(1e-4 * (item.rows + context / 1000))
+        budget.learn(item.rows, context, times[-1])
+        scheduler.complete(step, [1] * item.outputs)
     assert 0.0008 < budget.price < 0.0012
     assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
     for _ in range(20):  # short prompts only
@@ -396,7 +396,7 @@ def test_rows_far_into_a_context_cost_more():
     scheduler.plan(1)
     scheduler._running[0].computed = 20_000  # found in a prefix cache, say
     (item,) = scheduler.plan(budget.rows, budget.price).plan.work
-    assert 0.005 < 1e-4 * (item.count + item.count * 20) < 0.024
+    assert 0.005 < 1e-4 * (item.rows + item.rows * 20) < 0.024
 
 
 def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):

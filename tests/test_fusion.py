@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 from checkpoints import checkpoint, prompt_of
 from driver import Driver
 
@@ -72,7 +72,8 @@ class Net:
             count = min(chunk, length - start)
             needed = -(-(start + count) // SPAN)
             last = start + count == length
-            result = self.executor.step(StepPlan(new=new, work=[WorkItem(0, start, count, last, [], list(range(spans, needed)))]).encode(), True)
+            item = WorkItem(0, count, DRAW if last else 0, spans=list(range(spans, needed)))
+            result = self.executor.step(StepPlan(new=new, work=[item]).encode(), True)
             new, spans = [], needed
         self.executor.step(StepPlan(free=[0]).encode())
         return result.logits[0].copy()

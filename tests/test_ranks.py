@@ -527,11 +527,16 @@ def load(group, name: str):
         raise
 
 
+def step(group, name: str, plan: bytes):
+    group.submit(name, plan)
+    return group.collect()
+
+
 def test_ranks_agree_on_the_cache(threads):
     group, failures, _ = threads
     info = load(group, "m")
     assert info.num_spans == 98                 # the least that any rank can hold
-    assert group.step("m", b"plan" * 500_000) == (0, b"plan" * 500_000)
+    assert step(group, "m", b"plan" * 500_000) == (0, b"plan" * 500_000)
     group.unload("m")
     assert not failures
 
@@ -551,10 +556,10 @@ def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
 def test_a_step_that_fails_ends_the_group(threads):
     group, failures, errors = threads
     load(group, "step2")
-    group.step("step2", b"")                    # rank 0 has nothing to wait for in this fake step
+    step(group, "step2", b"")                    # rank 0 has nothing to wait for in this fake step
     with pytest.raises(RuntimeError):
         for _ in range(100):
-            group.step("step2", b"")
+            step(group, "step2", b"")
             time.sleep(0.01)
     assert failures == ["rank 2: no memory for step2"]
     wait_for(lambda: len(errors) == 2)
@@ -570,11 +575,11 @@ def test_the_first_step_is_told(monkeypatch):
     group.member.on_served = lambda: told.append("served")
     load(group, "step0")
     with pytest.raises(MemoryError):
-        group.step("step0", b"")
+        step(group, "step0", b"")
     assert not told
     load(group, "m")
-    group.step("m", b"")
-    group.step("m", b"")
+    step(group, "m", b"")
+    step(group, "m", b"")
     assert told == ["served"]
 
 

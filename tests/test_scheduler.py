@@ -9,10 +9,13 @@ import time
 import pytest
 
 from allspark_server.cache import PrefixCache, SpanPool
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
 from allspark_server.scheduler.scheduler import PRIORITY_LEVELS, PRIORITY_SECONDS
 from fake_group import FakeExecutor, expected_output
+
+
+GREEDY = SamplingParams(do_sample=False).encode()
 
 
 class Clock:
@@ -78,27 +81,43 @@ def test_plan_survives_encoding():
     params = SamplingParams(
         False, True, True, 0.5, 7, 0.25, 1.5, -0.5, 2.0, 3, 11, 20, 2**63 - 5, 2, 17, (1, 2), ((3,), (4, 5, 6))
     )
-    new = [NewSlot(1, [9, 8, 7], params.encode())]
-    plan = StepPlan([3, 1], new, [WorkItem(1, 0, 3, True, [], [5]), WorkItem(2, 8, 1, True, [4], [])])
+    new = [NewSlot(1, [9, 8, 7], params.encode(), 2), NewSlot(0, [1], params.encode())]
+    work = [
+        WorkItem(1, 3, DRAW, spans=[5]),
+        WorkItem(2, 1, DRAW | Flag.GIVEN | Flag.PROMPT, [4, 6], [7, 8], drafts=2, outputs=4, adapter=3, mask=1),
+        WorkItem(0, 16),
+    ]
+    plan = StepPlan([3, 1], new, work, [(7, [1, 2, 3]), (8, [])])
     data = plan.encode()
     assert StepPlan.decode(data) == plan
     assert SamplingParams.decode(plan.new[0].sampling, 0) == (params, len(plan.new[0].sampling))
-    assert struct.unpack_from("<4i", data) == (0x41535031, 2, 1, 2)
-    assert plan.rows == 4
+    assert plan.rows == 22
+    for item in work:
+        item.other_spans = [[9], []]
+    assert StepPlan.decode(plan.encode()) == plan
 
 
 def test_plan_layout_is_the_documented_one():
-    plan = StepPlan([], [], [WorkItem(2, 8, 1, True, [4], [6, 7])])
-    assert struct.unpack("<13i", plan.encode()) == (0x41535031, 0, 0, 1, 2, 8, 1, 1, 1, 2, 4, 6, 7)
+    work = [WorkItem(2, 8, DRAW, [4], [6, 7], adapter=5), WorkItem(3, 1, DRAW | Flag.LOOKUP, [], [9], 2, mask=6)]
+    words = (0x41535032, 1, 1, 2, 1, 1) + (8,)
+    words += (1, 4, 2) + struct.unpack("<16i", GREEDY) + (9, 8)
+    words += (2, 3, 8, 1, 1, 1, 0, 2, 1, 3, 5, -1, 0, 6, 1, 0, 2, 1)  # column by column
+    words += (4,) + (6, 7, 9)
+    words += (11, 2, 12, 13)
+    data = StepPlan([8], [NewSlot(1, [9, 8], GREEDY, 4)], work, [(11, [12, 13])]).encode()
+    assert struct.unpack(f"<{len(words)}i", data) == words
     block = SamplingParams(seed=(5 << 32) | 6, eos=(1,), bad_words=((2, 3),)).encode()
     assert struct.unpack("<ififfffiiiIIiiii4i", block) == (
         (1, 1.0, 0, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, 6, 5, 0, 0, 1, 1) + (1, 2, 2, 3)
     )
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[:-2], lambda d: d + bytes(4), lambda d: b"\1" + d[1:], lambda d: b""])
+@pytest.mark.parametrize("damage", [
+    lambda d: d[:-2], lambda d: d[:-4], lambda d: d + bytes(4), lambda d: b"\1" + d[1:], lambda d: b"",
+    lambda d: d[:16] + bytes(4) + d[20:], lambda d: d[:8] + b"\xff" * 4 + d[12:], lambda d: d[:-12] + b"\xff" * 4 + d[-8:],
+])
 def test_damaged_plan_is_refused(damage):
-    data = StepPlan([1], [], [WorkItem(0, 0, 1, True, [1], [2])]).encode()
+    data = StepPlan([1], [NewSlot(0, [5], GREEDY)], [WorkItem(0, 1, DRAW, [1], [2])]).encode()
     with pytest.raises(ValueError):
         StepPlan.decode(damage(data))
 
@@ -149,7 +168,7 @@ def test_prefix_hit_leaves_one_row_to_compute():
     again = rig.add(prompt)
     plan = rig.step()
     assert (first.prefix_len, again.prefix_len) == (0, 8)
-    assert (plan.work[0].start, plan.work[0].count) == (8, 4)
+    assert (plan.new[0].cached, plan.work[0].rows) == (8, 4)
     rig.run()
     longer = rig.add(prompt + [1])
     rig.run()
@@ -215,7 +234,7 @@ def test_budget_goes_to_single_rows_first():
     rig.step()
     long = rig.add(prompt_of(30, seed=9))
     plan = rig.step()
-    assert [item.count for item in plan.work] == [1, 1, 4] and plan.rows == 6
+    assert [item.rows for item in plan.work] == [1, 1, 4] and plan.rows == 6
     assert long.computed == 4
     rig.run()
     assert all(output(s) == expected_output(s.tokens[:2], 20) for s in streaming)
@@ -247,7 +266,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one():
     rig.step()
     short = [rig.add(prompt_of(20, seed=i), 3) for i in (3, 4)]
     plan = rig.step()
-    assert [item.count for item in plan.work] == [20, 12, 32] and long.computed == 96  # it keeps half of every step
+    assert [item.rows for item in plan.work] == [20, 12, 32] and long.computed == 96  # it keeps half of every step
     rig.step()
     assert [len(output(s)) for s in short] == [2, 1]
     steps = 3 + rig.run()

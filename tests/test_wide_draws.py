@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 
-DIM, TOKENS, VOCAB, ROWS, STEPS = 16, 13, 2600, 3, 120
+DIM, VOCAB, ROWS, STEPS = 16, 2600, 3, 120
 
 
 def run(threads: int) -> list[list[int]]:
@@ -17,8 +17,8 @@ def run(threads: int) -> list[list[int]]:
     e = _native.Executor(num_threads=threads)
     qkv, out, last = e.add_tensor(3 * DIM), e.add_tensor(DIM), e.add_tensor(DIM, True)
     logits = e.add_tensor(VOCAB, True)
-    table, head = e.add_matrix(TOKENS, 3 * DIM, "float32"), e.add_matrix(VOCAB, DIM, "float32")
-    e.fill_matrix(table, rng.normal(size=(TOKENS, 3 * DIM)).astype(np.float32), "F32")
+    table, head = e.add_matrix(VOCAB, 3 * DIM, "float32"), e.add_matrix(VOCAB, DIM, "float32")
+    e.fill_matrix(table, rng.normal(size=(VOCAB, 3 * DIM)).astype(np.float32), "F32")
     e.fill_matrix(head, rng.normal(size=(VOCAB, DIM)).astype(np.float32), "F32")
     e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
     e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": DIM, "group": 1,
@@ -33,8 +33,8 @@ def run(threads: int) -> list[list[int]]:
     tokens = []
     new = [NewSlot(i, [i], draw.encode()) for i, draw in enumerate(draws)]
     for step in range(STEPS):
-        work = [WorkItem(i, step, 1, True, [(step + i) % TOKENS] if step else [],
-                         [] if step else list(range(i * spans, (i + 1) * spans))) for i in range(ROWS)]
+        work = [WorkItem(i, 1, DRAW, spans=[] if step else list(range(i * spans, (i + 1) * spans)))
+                for i in range(ROWS)]
         tokens.append(e.step(StepPlan(new=new, work=work).encode()).tokens.tolist())
         new = []
     return tokens

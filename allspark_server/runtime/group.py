@@ -15,6 +15,7 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import IntEnum
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Callable, Protocol
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
+
+from .steps import Steps
 
 if TYPE_CHECKING:
     from .profile import Profile
@@ -31,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Group(Protocol):
-    """Rank 0's view of a group. Every call comes from the engine's thread, and none but `step` takes long."""
+    """Rank 0's view of a group. Every call comes from the engine's thread. `collect` waits for a step; the others wait at
+    most for the steps that were submitted before."""
     size: int
 
     def start_load(self, config: AsModelConfig) -> None:
@@ -41,9 +45,12 @@ class Group(Protocol):
         """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
         unloads the model, and the group goes on without it."""
 
-    def step(self, name: str, plan: bytes):
-        """Compute one step plan; returns rank 0's StepResult. ValueError: every rank has refused the plan, and nothing
-        was computed."""
+    def submit(self, name: str, plan: bytes) -> None:
+        """Queue a step plan. At most `steps.DEPTH` steps, of all models, may be submitted and not collected."""
+
+    def collect(self):
+        """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every rank
+        has refused the plan, and nothing was computed."""
 
     def unload(self, name: str) -> None:
         """Begin to free a model on every rank; its load, if that is under way, is given up."""
@@ -173,16 +180,20 @@ class Member:
         logger.debug("rank %d", self.rank, exc_info=error)
         return Answer.of_exception(error)
 
-    def step(self, name: str, plan: bytes):
+    def step(self, name: str, plan: bytes) -> None:
+        """Compute a step on a rank other than 0; rank 0's go through `Steps`."""
         self.step_began = time.monotonic()
         try:
-            result = self.runners[name].step(plan)
+            self.runners[name].step(plan)
         finally:
             self.step_began = 0.0
+        self.note_step()
+
+    def note_step(self) -> None:
+        """A step was computed: tells of the first."""
         if not self.served:
             self.served = True
             self.on_served()
-        return result
 
     def unload(self, name: str) -> None:
         """Free a model; nothing happens if this rank does not hold it (its load may have failed here)."""
@@ -262,6 +273,8 @@ class LocalGroup:
         self._on_failure = on_failure
         self._config: AsModelConfig | None = None
         self._allocating = False
+        self._steps = Steps()
+        self._submitted: deque[str] = deque()   # models of the steps that were not collected
 
     def start_load(self, config: AsModelConfig) -> None:
         self._config, self._allocating = config, False
@@ -283,23 +296,32 @@ class LocalGroup:
         self._allocating = True
         return None
 
-    def step(self, name: str, plan: bytes):
+    def submit(self, name: str, plan: bytes) -> None:
+        self._steps.submit(self.member.runners[name], name, plan)
+        self._submitted.append(name)
+
+    def collect(self):
+        name = self._submitted.popleft() if self._submitted else ""
         try:
-            return self.member.step(name, plan)
+            result = self._steps.collect()
         except ValueError:
             raise
         except Exception as error:
             self.fail(f"rank 0: a step of model {name!r}: {error}")
             raise
+        self.member.note_step()
+        return result
 
     def unload(self, name: str) -> None:
         self._tell(Command.UNLOAD, name.encode())
         self.member.unload(name)
 
     def measure_ceilings(self, name: str) -> bool:
+        self._steps.drain()
         return self.member.runners[name].measure_ceilings()
 
     def profile(self, name: str) -> Profile:
+        self._steps.drain()
         return self.member.runners[name].profile()
 
     def fail(self, message: str) -> None:
@@ -307,10 +329,12 @@ class LocalGroup:
             self._on_failure(message)
 
     def close(self) -> None:
+        self._steps.drain()
         self.member.close()
 
     def _tell(self, command: Command, payload: bytes) -> None:
-        """Pass a command on to the other ranks."""
+        """Pass a command other than a step on to the other ranks, after the steps that were submitted."""
+        self._steps.drain()
 
     def _ask(self, own: Answer) -> list[Answer]:
         """Every rank's answer, this one's first."""
@@ -331,9 +355,9 @@ class WindowGroup(LocalGroup):
         self.member = Member(0, size, window, cpus)
         self._closed = False
 
-    def step(self, name: str, plan: bytes):
-        self._tell(Command.STEP, pack_step(name, plan))
-        return super().step(name, plan)
+    def submit(self, name: str, plan: bytes) -> None:
+        self._publish(Command.STEP, pack_step(name, plan))
+        super().submit(name, plan)
 
     def fail(self, message: str) -> None:
         message = self._window.aborted() or message
@@ -348,6 +372,10 @@ class WindowGroup(LocalGroup):
         super().close()
 
     def _tell(self, command: Command, payload: bytes) -> None:
+        super()._tell(command, payload)
+        self._publish(command, payload)
+
+    def _publish(self, command: Command, payload: bytes) -> None:
         try:
             self._window.publish(int(command), payload)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Optional
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import NewSlot, StepPlan, WorkItem
+from ..runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
 from .sequence import FinishReason, Sequence, State
 
 
@@ -36,6 +36,7 @@ class Step:
 
     plan: StepPlan
     sequences: list[Sequence] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # the position of each item's first row
     admitted: list[Sequence] = field(default_factory=list)  # of `sequences`, those that have just got their slots
 
 
@@ -186,11 +187,11 @@ class Scheduler:
         outcomes: list[Outcome] = []
         counters = self.counters
         for item, sequence in zip(step.plan.work, step.sequences):
-            sequence.computed = item.start + item.count
-            counters.computed_rows += item.count
+            sequence.computed += item.rows
+            counters.computed_rows += item.rows
             if self.prefix_cache is not None and sequence.computed // self.limits.span_size > sequence.entered:
                 self._enter_prefix(sequence)
-            if item.sample:
+            if item.flags & DRAW:
                 token = tokens[len(outcomes)]
                 sequence.tokens.append(token)
                 finished = sequence.stop.check(sequence.tokens, sequence.prompt_len)
@@ -234,19 +235,12 @@ class Scheduler:
         self._departures += 1
 
     def _schedule(self, step: Step, sequence: Sequence, count: int) -> None:
-        tokens, spans, start = sequence.tokens, sequence.spans, sequence.computed
-        item = WorkItem(
-            sequence.slot,
-            start,
-            count,
-            start + count == len(tokens),
-            tokens[sequence.sent_tokens :],
-            spans[sequence.sent_spans :],
-        )
-        sequence.sent_tokens = len(tokens)
-        sequence.sent_spans = len(spans)
+        flags = DRAW if sequence.computed + count == len(sequence.tokens) else 0
+        item = WorkItem(sequence.slot, count, flags, spans=sequence.spans[sequence.sent_spans :])
+        sequence.sent_spans = len(sequence.spans)
         step.plan.work.append(item)
         step.sequences.append(sequence)
+        step.starts.append(sequence.computed)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Sees to it that the next position has a span, at others' cost if need be. False: it had to leave itself."""
@@ -321,10 +315,9 @@ class Scheduler:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
         self._leave_queue(sequence, State.RUNNING)
         sequence.slot = self._free_slots.pop()
-        sequence.sent_tokens = len(sequence.tokens)
         bisect.insort(self._running, sequence, key=_rank_of)
         step.admitted.append(sequence)
-        step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling))
+        step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling, sequence.computed))
         count = min(len(sequence.tokens) - sequence.computed, self.limits.max_chunk, budget)
         self._schedule(step, sequence, count)
         return count

@@ -84,8 +84,7 @@ class Sequence:
     slot: int = -1
     computed: int = 0
     spans: list[int] = field(default_factory=list)
-    sent_tokens: int = 0  # of `tokens`, how many the executors have in the slot's history
-    sent_spans: int = 0
+    sent_spans: int = 0  # of `spans`, how many the executors have in the slot's table
     root: bytes = b""
     keys: list[bytes] = field(default_factory=list)  # hash chain of the full spans
     entered: int = 0  # spans at the front that are in the prefix cache
@@ -95,5 +94,5 @@ class Sequence:
     def lose_cache(self) -> None:
         """Back to nothing computed."""
         self.slot = -1
-        self.computed = self.sent_tokens = self.sent_spans = self.entered = 0
+        self.computed = self.sent_spans = self.entered = 0
         self.spans = []

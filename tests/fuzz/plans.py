@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from allspark_client.config import AsModelConfig
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.runner import ModelRunner
 from fuzz import mutate
 from fuzz.target import CONFIG, Finding, Target, tensors_of
@@ -43,6 +43,7 @@ class Plans(Target):
     def start(self, rng: Random) -> None:
         self.runner = runner_of(self.folder, rng.choice((1, 1, 1, 2)))
         self.slots: dict[int, list[int]] = {}  # [tokens of history, cached positions, spans]
+        self.ended: set[int] = set()  # slots that had nothing to draw from
         self.last = b""
 
     def one(self, rng: Random) -> bool:
@@ -51,13 +52,13 @@ class Plans(Target):
         data = plan.encode() if valid else self._changed(rng, plan)
         self.data, self.last = data, data
         try:
-            self.runner.step(data, rng.random() < 0.1)
+            result = self.runner.step(data, rng.random() < 0.1)
         except ValueError as error:
             if valid:
                 raise Finding(f"a plan that is right was refused: {error}") from error
             self._decoded(data)
             return False
-        self._apply(StepPlan.decode(data))
+        self._apply(StepPlan.decode(data), result)
         return True
 
     @staticmethod
@@ -67,45 +68,56 @@ class Plans(Target):
         except ValueError:
             pass
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: StepPlan, result) -> None:
         for slot in plan.free:
             self.slots.pop(slot, None)
+            self.ended.discard(slot)
         for new in plan.new:
-            self.slots[new.slot] = [len(new.history), 0, 0]
+            self.slots[new.slot] = [len(new.history), new.cached, 0]
+        counts, at = iter(result.counts.tolist()), 0
         for item in plan.work:
             slot = self.slots[item.slot]
-            slot[0] += len(item.append)
-            slot[1] = item.start + item.count
+            slot[0] += len(item.known) - (item.drafts if item.flags & Flag.GIVEN else 0)
+            slot[1] += item.rows
             slot[2] += len(item.spans)
+            if item.flags & DRAW:
+                drawn = next(counts)
+                slot[0] += drawn
+                slot[1] += drawn - 1
+                if result.status[at]:
+                    self.ended.add(item.slot)
+                at += drawn
 
     def _valid(self, rng: Random) -> StepPlan:
         slots = {slot: list(values) for slot, values in self.slots.items()}
-        free = [slot for slot in slots if rng.random() < 0.1]
+        free = [slot for slot in slots if slot in self.ended or rng.random() < 0.1]
         for slot in free:
             del slots[slot]
         new, work, rows = [], [], self.ROWS
         for slot in range(self.SLOTS):
             if slot not in slots and rng.random() < 0.4:
                 history = [rng.randrange(97) for _ in range(rng.choice((1, 2, 15, 16, 17, 40)))]
-                new.append(NewSlot(slot, history, self._sampling(rng, len(history))))
-                slots[slot] = [len(history), 0, 0]
+                cached = 16 if len(history) > 16 and rng.random() < 0.3 else 0  # what a prefix cache gives
+                new.append(NewSlot(slot, history, self._sampling(rng, len(history)), cached))
+                slots[slot] = [len(history), cached, 0]
         for slot, (length, cached, spans) in sorted(slots.items(), key=lambda _: rng.random()):
-            append = [rng.randrange(97)] if cached == length and length < self.LENGTH else []
-            if cached == 0 and length > 17 and rng.random() < 0.3:
-                cached = 16  # what a prefix cache gives
-            left = length + len(append) - cached
-            if rows == 0 or left == 0 or rng.random() < 0.2:
+            known = [rng.randrange(97) for _ in range(rng.choice((0, 0, 0, 1, 5)))][:self.LENGTH - length]
+            left = length + len(known) - cached
+            if rows == 0 or rng.random() < 0.2:
                 continue
-            count = min(rows, left if rng.random() < 0.7 else rng.randint(1, left), self.LENGTH - cached)
-            if count < 1:
-                continue
-            end = cached + count
-            needed = max(0, -(-end // self.SPAN) - spans)
-            sample = end == length + len(append) and rng.random() < 0.9
-            work.append(
-                WorkItem(slot, cached, count, sample, append, [rng.randrange(self.SPANS) for _ in range(needed)])
-            )
-            rows -= count
+            count = min(rows, left if rng.random() < 0.7 else rng.randint(1, left))
+            flags, drafts, outputs = 0, 0, 0
+            if count == left and length + len(known) < self.LENGTH:
+                flags = outputs = DRAW if rng.random() < 0.9 else 0
+            if flags and rng.random() < 0.4:
+                kind = rng.choice((Flag.LOOKUP, Flag.GIVEN))
+                drafts = min(rng.randint(1, 7), rows - count, self.LENGTH - 1 - length - len(known))
+                flags |= kind if drafts else 0
+                known += [rng.randrange(97) for _ in range(drafts)] if kind is Flag.GIVEN else []
+            needed = max(0, -(-(cached + count + drafts) // self.SPAN) - spans)
+            work.append(WorkItem(slot, count, int(flags), known, [rng.randrange(self.SPANS) for _ in range(needed)],
+                                 drafts, outputs))
+            rows -= count + drafts
         return StepPlan(free, new, work)
 
     @staticmethod
@@ -152,15 +164,17 @@ class Plans(Target):
         elif items is plan.free:
             items[at] = clipped(near(items[at]))
         elif items is plan.new:
-            if rng.random() < 0.4:
+            if rng.random() < 0.3:
+                items[at].cached = clipped(near(items[at].cached))
+            elif rng.random() < 0.4:
                 items[at].history = [clipped(near(0)) for _ in items[at].history] * rng.choice((0, 1, 3))
             else:
                 items[at].slot = clipped(near(items[at].slot))
         else:
-            name = rng.choice(("slot", "start", "count", "sample", "append", "spans"))
+            name = rng.choice(("slot", "rows", "outputs", "drafts", "flags", "adapter", "mask", "known", "spans"))
             value = getattr(items[at], name)
-            if isinstance(value, bool):
-                items[at].sample = not value
+            if name == "flags":
+                items[at].flags ^= 1 << rng.randrange(8)
             elif isinstance(value, int):
                 setattr(items[at], name, clipped(near(value)))
             else:

@@ -169,12 +169,12 @@ class TeacherForcing:
             raise ValueError(f"at most {self.info.num_spans // capacity} sequences of at most {capacity * size} tokens "
                              f"fit, not {len(sequences)} of up to {max(map(len, sequences))}")
         sampling = SamplingParams(do_sample=False, prompt_len=1).encode()
-        new = [NewSlot(slot, list(ids[:1]), sampling) for slot, ids in enumerate(sequences)]
+        new = [NewSlot(slot, list(ids), sampling) for slot, ids in enumerate(sequences)]
         found: list[list[float]] = [[] for _ in sequences]
         for position in range(max(map(len, sequences)) - 1):
             live = [slot for slot, ids in enumerate(sequences) if position + 1 < len(ids)]
-            work = [WorkItem(slot, position, 1, True, [sequences[slot][position]] if position else [],
-                             [slot * capacity + position // size] if position % size == 0 else []) for slot in live]
+            spans = [[slot * capacity + position // size] if position % size == 0 else [] for slot in live]
+            work = [WorkItem(slot, 1, spans=span, outputs=1) for slot, span in zip(live, spans)]
             logits = self.runner.step(StepPlan(new=new, work=work).encode(), want_logits=True).logits.astype(np.float64)
             new = []
             logits -= logits.max(axis=1, keepdims=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from allspark_server import _native
-from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 
 SPAN = 32
 
@@ -108,7 +108,7 @@ class Model:
         spans = list(range(first_span, first_span + -(-(prompt + 32) // SPAN)))[
             : -(-max(prompt, self.context + 32) // SPAN)
         ]
-        plan = StepPlan(new=new, work=[WorkItem(slot, 0, prompt, True, [], spans)]).encode()
+        plan = StepPlan(new=new, work=[WorkItem(slot, prompt, DRAW, spans=spans)]).encode()
         begin = time.perf_counter()
         self.executor.step(plan)
         return time.perf_counter() - begin
@@ -124,8 +124,8 @@ class Model:
             self.start(slot, self.context, slot * -(-(self.context + 32) // SPAN))
         self.executor.set_profiling(True)
         times = []
-        for i in range(steps):
-            plan = StepPlan(work=[WorkItem(s, self.context + i, 1, True, [5 + i], []) for s in range(batch)]).encode()
+        plan = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode()
+        for _ in range(steps):
             begin = time.perf_counter()
             self.executor.step(plan)
             times.append(time.perf_counter() - begin)
