@@ -17,7 +17,7 @@ def rms(x, weight, eps, unit_offset=False):
 
 
 def sigmoid(x):
-    return 0.5 * (1.0 + np.tanh(0.5 * x))
+    return np.exp(-np.logaddexp(0.0, -x))  # accurate on both sides
 
 
 def softmax(x):
