@@ -15,7 +15,7 @@ struct Slot {
   std::vector<int32_t> history;             // during a step with the drafts that it tries
   std::vector<std::vector<int32_t>> spans;  // by cache group: where its positions are
   Lookup lookup;
-  int cached = 0;                           // positions whose keys and values are in the cache
+  int cached = 0;  // positions whose keys and values are in the cache
 };
 
 // A position of a sequence to be computed.
@@ -28,7 +28,8 @@ struct Output {
   int row, slot, history;
 };
 
-// A slot's rows, which are adjacent: rows [row, row + count) are positions from `start` on; the last `drafts` are drafts.
+// A slot's rows, which are adjacent: rows [row, row + count) are positions from `start` on; the last `drafts` are
+// drafts.
 struct Item {
   int slot, row, start, count, drafts;
   int output, outputs;  // adjacent, too: one for the last row that is no draft, and one for each draft

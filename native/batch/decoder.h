@@ -8,7 +8,8 @@
 
 namespace as {
 
-// Tokens of each item that draws: counts[i] of them, one item's after the other's. Ranks other than 0 have the tokens alone.
+// Tokens of each item that draws: counts[i] of them, one item's after the other's. Ranks other than 0 have the tokens
+// alone.
 struct StepOutput {
   std::vector<int32_t> counts;
   std::vector<SampleOutput> samples;

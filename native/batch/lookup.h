@@ -11,9 +11,9 @@ class Lookup {
  public:
   // Forgets all: another history comes.
   void clear();
-  // Appends up to `most` ids to the history: those that follow where its last ids stand before. Of the latest kTried places with
-  // the last two ids the one with the longest match before them counts, of equal ones the latest. Depends on the history
-  // alone, so all ranks find the same.
+  // Appends up to `most` ids to the history: those that follow where its last ids stand before. Of the latest kTried
+  // places with the last two ids the one with the longest match before them counts, of equal ones the latest. Depends
+  // on the history alone, so all ranks find the same.
   void draft(std::vector<int32_t>& history, int most);
 
  private:

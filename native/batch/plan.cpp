@@ -56,7 +56,7 @@ Plan Plan::parse(const std::string& bytes, int groups) {
     plan.fresh.push_back(std::move(s));
   }
   plan.work.resize(n_work);
-  auto column = [&](int Work::*field) {
+  auto column = [&](int Work::* field) {
     for (Work& w : plan.work) w.*field = in.next();
   };
   column(&Work::slot), column(&Work::rows), column(&Work::outputs), column(&Work::drafts), column(&Work::flags);
@@ -67,8 +67,9 @@ Plan Plan::parse(const std::string& bytes, int groups) {
   for (int32_t i = 0; i < n_work; i++) plan.work[i].known = in.list(n_known[i]);
   for (int g = 0; g < groups; g++)
     for (int32_t i = 0; i < n_work; i++) plan.work[i].spans.push_back(in.list(n_spans[g][i]));
-  if (n_sections) throw std::invalid_argument("step plan: a section of kind " + std::to_string(in.next()) +
-                                              ", which this backend does not have");
+  if (n_sections)
+    throw std::invalid_argument("step plan: a section of kind " + std::to_string(in.next()) +
+                                ", which this backend does not have");
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");
   return plan;
 }

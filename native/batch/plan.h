@@ -8,7 +8,8 @@
 
 namespace as {
 
-// A sequence enters a slot. Its first `cached` positions are in the cache already (in spans that its first item brings).
+// A sequence enters a slot. Its first `cached` positions are in the cache already (in spans that its first item
+// brings).
 struct NewSequence {
   int slot, cached;
   SamplingParams sampling;
@@ -17,11 +18,11 @@ struct NewSequence {
 
 // What an item's flags say.
 enum WorkFlags : int32_t {
-  kDraw = 1,          // a token is drawn after the last row, which is the history's last
-  kLookup = 2,        // drafts are looked up in the history
-  kGiven = 4,         // the last known ids are drafts
-  kDraftModel = 8,    // drafts are the draft model's
-  kHidden = 16,       // hidden states of the rows with outputs are wanted
+  kDraw = 1,        // a token is drawn after the last row, which is the history's last
+  kLookup = 2,      // drafts are looked up in the history
+  kGiven = 4,       // the last known ids are drafts
+  kDraftModel = 8,  // drafts are the draft model's
+  kHidden = 16,     // hidden states of the rows with outputs are wanted
   kPromptLogprobs = 32,
   kAllFlags = 63,
 };

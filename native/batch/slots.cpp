@@ -5,9 +5,7 @@
 
 namespace as {
 
-Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) {
-  batch_.slots = &slots_;
-}
+Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
 
 void Slots::check(const Plan& plan) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
@@ -32,12 +30,12 @@ void Slots::check(const Plan& plan) {
   }
   for (const NewSequence& s : plan.fresh) {
     const std::string name = "slot " + std::to_string(s.slot);
-    if (outlook_[s.slot].live) refuse(name + " is taken");
+    if (outlook_[s.slot].live) refuse(name + " is in use");
     if (s.history.empty() || s.history.size() > (size_t)limits_.max_length)
       refuse(name + " starts with " + std::to_string(s.history.size()) + " tokens; 1 to " +
              std::to_string(limits_.max_length) + " are possible");
     if (s.cached < 0 || s.cached % limits_.span_size || s.cached >= (int)s.history.size())
-      refuse(name + " starts with " + std::to_string(s.cached) + " positions in the cache: that must be a multiple of " +
+      refuse(name + " starts with " + std::to_string(s.cached) + " cached positions: that must be a multiple of " +
              std::to_string(limits_.span_size) + " below its " + std::to_string(s.history.size()) + " tokens");
     outlook_[s.slot] = {true, (long)s.history.size(), s.cached, std::vector<long>(groups())};
   }
@@ -108,7 +106,12 @@ const Batch& Slots::begin(const Plan& plan) {
       if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
       drafts = (int)slot.history.size() - end;
     }
-    const Item item{w.slot, (int)batch_.rows.size(), start, w.rows + drafts, drafts, (int)batch_.outputs.size(),
+    const Item item{w.slot,
+                    (int)batch_.rows.size(),
+                    start,
+                    w.rows + drafts,
+                    drafts,
+                    (int)batch_.outputs.size(),
                     w.draws() ? 1 + drafts : 0};
     for (int p = start; p < start + item.count; p++) batch_.rows.push_back({w.slot, p, slot.history[p]});
     for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + w.rows - 1 + i, w.slot, end + i});
@@ -127,8 +130,8 @@ std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samp
     int kept = 0;
     while (kept < item.drafts && samples[item.output + kept].token == slot.history[end + kept]) kept++;
     slot.history.resize(end + kept);
-    // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the scheduler
-    // knows.
+    // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the
+    // scheduler knows.
     slot.history.push_back(std::max(samples[item.output + kept].token, 0));
     slot.cached = end + kept;
     accepted.push_back({item.output, kept + 1});

@@ -23,7 +23,8 @@ class Slots {
   void check(const Plan& plan);
   // Brings the slots up to date with a plan that was checked; the step's rows, with drafts looked up.
   const Batch& begin(const Plan& plan);
-  // Takes over what was drawn in that step. Of each item that draws: how many tokens, the first of which is drawn.samples[i].
+  // Takes over what was drawn in that step. Of each item that draws: how many tokens, the first of which is
+  // drawn.samples[i].
   struct Accepted {
     int output, count;
   };

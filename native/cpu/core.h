@@ -22,8 +22,8 @@ struct Tensor {
   float* data = nullptr;
   int width = 0;
   bool of_outputs = false;
-  // Rows as the linear with this matrix wants them, which alone reads the tensor: so many bytes each (PreparedLayout) instead
-  // of floats.
+  // Rows as the linear with this matrix wants them, which alone reads the tensor: so many bytes each (PreparedLayout)
+  // instead of floats.
   const Packed* prepared_for = nullptr;
   size_t prepared = 0;
 
@@ -33,8 +33,8 @@ struct Tensor {
   char* bytes(int r) const { return reinterpret_cast<char*>(data) + (size_t)r * prepared; }
 };
 
-// An op with its tensors and weights. All threads of a rank run it; when it returns on one, that thread's part is done, not
-// yet that of others.
+// An op with its tensors and weights. All threads of a rank run it; when it returns on one, that thread's part is done,
+// not yet that of others.
 class BoundOp {
  public:
   virtual ~BoundOp() = default;

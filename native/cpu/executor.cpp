@@ -1,25 +1,10 @@
 #include "cpu/executor.h"
 
-#include <map>
 #include <stdexcept>
 
 #include "cpu/ops/product.h"
 
 namespace as {
-namespace {
-
-Format format_of(const std::string& name) {
-  const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16},
-                                                 {"int8", Format::int8},   {"int4", Format::int4},
-                                                 {"w8a8", Format::w8a8},   {"w4a8", Format::w4a8}};
-  const auto found = formats.find(name);
-  if (found == formats.end())
-    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8 or w4a8, got " + name);
-  return found->second;
-}
-
-}  // namespace
-
 Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads)
     : rank_(rank),
       world_(world),

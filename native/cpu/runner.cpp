@@ -52,8 +52,8 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     std::vector<Tensor> inputs, outputs;
     for (int t : op.inputs) inputs.push_back(bound(ops, i, t, false));
     for (int t : op.outputs) outputs.push_back(bound(ops, i, t, true));
-    const Binding binding{core_,    program, op,       std::move(inputs), std::move(outputs), weights,
-                          limits_,  cache_,  scratch_, rotary_,           attention_,         drawn_};
+    const Binding binding{core_,   program, op,       std::move(inputs), std::move(outputs), weights,
+                          limits_, cache_,  scratch_, rotary_,           attention_,         drawn_};
     Step step{op.spec->name, ops[i].first, {}, ops[i], bind(binding)};
     if (is(op, "span_attention")) step.layout = &cache_.layer(op.integer("layer")).layout;
     steps_.push_back(std::move(step));
@@ -64,8 +64,8 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   if (limits.span_size != 16 && limits.span_size != 32 && limits.span_size != 64 && limits.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(limits.span_size));
   if (limits.num_spans.size() != program_.cache_groups().size())
-    throw std::invalid_argument("sizes of " + std::to_string(limits.num_spans.size()) + " cache groups, the program has " +
-                                std::to_string(program_.cache_groups().size()));
+    throw std::invalid_argument("sizes of " + std::to_string(limits.num_spans.size()) +
+                                " cache groups, the program has " + std::to_string(program_.cache_groups().size()));
   for (const CacheGroup& group : program_.cache_groups())
     if (group.kind != CacheKind::full)
       throw std::invalid_argument(std::string("the CPU backend has no cache group of kind ") + name_of(group.kind));
@@ -123,7 +123,8 @@ std::vector<Tensor> CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops)
   for (size_t t = 0; t < specs.size(); t++) {
     if (specs[t].type != TensorType::float32)
       throw std::invalid_argument(std::string("the CPU backend has no tensors of ") + name_of(specs[t].type));
-    needs[t] = (size_t)(specs[t].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows) * specs[t].width * sizeof(float);
+    needs[t] = (size_t)(specs[t].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows) * specs[t].width *
+               sizeof(float);
   }
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i].op;

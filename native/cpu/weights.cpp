@@ -1,6 +1,7 @@
 #include "cpu/weights.h"
 
 #include <atomic>
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -8,6 +9,16 @@
 #include "cpu/row_hash.h"
 
 namespace as {
+
+Format format_of(const std::string& name) {
+  const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16},
+                                                 {"int8", Format::int8},   {"int4", Format::int4},
+                                                 {"w8a8", Format::w8a8},   {"w4a8", Format::w4a8}};
+  const auto found = formats.find(name);
+  if (found == formats.end())
+    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8 or w4a8, got " + name);
+  return found->second;
+}
 
 int Weights::add_matrix(int out_features, int in_features, Format format, int group_size) {
   if (out_features < 1 || in_features < 1)
@@ -28,7 +39,8 @@ int Weights::add_matrix(int out_features, int in_features, Format format, int gr
 
 // The matrix, of which rows [row_offset, row_offset + rows) are to be columns [column, column + k) of rows of `columns`
 // values in groups of `group`.
-const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns, int64_t group) const {
+const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
+                                    int64_t group) const {
   const Packed& m = matrix(id);
   if (rows < 0 || row_offset < 0 || row_offset + rows > m.n || column < 0 || column + m.k > columns)
     throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) +
@@ -51,7 +63,7 @@ void Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int
   pool_.run([&](int thread) {
     const auto [p0, p1] = part(last - first, thread, pool_.size());
     const int64_t r0 = std::max(row_offset, (first + p0) * m.panel),
-               r1 = std::min(row_offset + rows, (first + p1) * m.panel);
+                  r1 = std::min(row_offset + rows, (first + p1) * m.panel);
     if (r0 < r1) place_rows(m, source, row_offset, column, r0, r1);
   });
 }
@@ -115,7 +127,6 @@ void Weights::read_row(int id, int64_t row, float* out) const {
     throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
   k_.read_row(m, row, out);
 }
-
 
 const Packed& Weights::matrix(int id) const {
   const Packed& m = weights_.at(id).packed;

@@ -1,5 +1,6 @@
 // A model's weights on one rank: matrices packed for the kernels (kernels/format.h), and vectors.
 #pragma once
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,9 @@ namespace as {
 
 // Bytes of a matrix of this layout: what is prefetched past its end included.
 inline size_t matrix_bytes(const Packed& m) { return m.panels() * m.panel_bytes + 4096; }
+
+// "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8"; std::invalid_argument for anything else.
+Format format_of(const std::string& name);
 
 class Weights {
  public:

@@ -33,12 +33,13 @@ Cost cost_linear_silu_mul(const Program& p, const OpNode& op, const StepSize& si
 
 // Made by fuse() alone: no graph holds them.
 const OpSpec& add_rms_norm() {
-  static const OpSpec spec{"add+rms_norm", {2, 2}, {2, 2},  {1, 1}, true, RowRule::as_input, op_spec("rms_norm").attributes,
-                           nullptr,        cost_add_rms_norm};
+  static const OpSpec spec{
+      "add+rms_norm", {2, 2},           {2, 2}, {1, 1}, true, RowRule::as_input, op_spec("rms_norm").attributes,
+      nullptr,        cost_add_rms_norm};
   return spec;
 }
 const OpSpec& linear_silu_mul() {
-  static const OpSpec spec{"linear+silu_mul", {1, 1}, {1, 1}, {1, 2}, false, RowRule::as_input, {}, nullptr,
+  static const OpSpec spec{"linear+silu_mul",   {1, 1}, {1, 1}, {1, 2}, false, RowRule::as_input, {}, nullptr,
                            cost_linear_silu_mul};
   return spec;
 }

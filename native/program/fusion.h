@@ -1,4 +1,5 @@
-// Rewrites a program into one with fused ops: what is between them need not pass through memory, or wait for all threads.
+// Rewrites a program into one with fused ops: what is between them need not pass through memory, or wait for all
+// threads.
 //
 //   add, rms_norm       add+rms_norm      row by row
 //   linear, silu_mul    linear+silu_mul   n columns instead of 2n leave the caches

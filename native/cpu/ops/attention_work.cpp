@@ -29,7 +29,10 @@ size_t attention_bytes(const SpanLayout& layout, int threads, int max_length) {
 }
 
 AttentionWork::AttentionWork(const AttentionShape& shape, const SpanLayout& layout, int threads, int max_length)
-    : shape(shape), layout(layout), threads(threads), partials(partials_bytes(layout, threads, max_length), "partial results of attention"),
+    : shape(shape),
+      layout(layout),
+      threads(threads),
+      partials(partials_bytes(layout, threads, max_length), "partial results of attention"),
       scratch((size_t)threads * attention_scratch_bytes(layout), "scratch memory of attention") {}
 
 size_t AttentionWork::partial_floats() const { return partial_floats_of(layout); }
@@ -46,8 +49,8 @@ void AttentionWork::begin(const Batch& batch) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
         for (int i = 0; i < w.count; i += step) {
           const int positions = std::min(step, w.count - i), context = w.start + i + positions;
-          tiles.push_back(
-              {w.slot, w.row + i, w.start + i, positions, kv, h, h + heads, (context + kBlockTokens - 1) / kBlockTokens});
+          tiles.push_back({w.slot, w.row + i, w.start + i, positions, kv, h, h + heads,
+                           (context + kBlockTokens - 1) / kBlockTokens});
         }
       }
     }
@@ -96,6 +99,5 @@ void AttentionWork::share_pairs() {
   if (kept * partial_floats() * sizeof(float) > partials.size())
     throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than there is room for");
 }
-
 
 }  // namespace as

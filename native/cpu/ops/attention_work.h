@@ -73,7 +73,7 @@ struct AttentionWork {
   bool split_blocks = false;  // few tiles: threads share out (tile, block) pairs
   std::vector<TileBlock> pairs;
   Buffer partials;
-  Buffer scratch;  // of each thread
+  Buffer scratch;                  // of each thread
   const BoundOp* first = nullptr;  // of the layers that share this: begins it
 
  private:

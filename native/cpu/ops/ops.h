@@ -33,10 +33,10 @@ struct Binding {
   const Weights& weights;
   const RunnerLimits& limits;
   const SpanCache& cache;
-  const Buffer& scratch;                                      // for prepared rows, by one product at a time
-  std::vector<std::shared_ptr<RotaryTable>>& rotary;          // of the ops before
-  std::vector<std::shared_ptr<AttentionWork>>& attention;     // of the layers before
-  Drawn& drawn;                                               // the step's
+  const Buffer& scratch;                                   // for prepared rows, by one product at a time
+  std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
+  std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
+  Drawn& drawn;                                            // the step's
 
   const Tensor& in(int i = 0) const { return inputs[i]; }
   const Tensor& out(int i = 0) const { return outputs[i]; }

@@ -15,9 +15,9 @@ Share share_of(int thread, int threads, int panels, int rows);
 // Bytes of scratch memory for `rows` prepared rows of a product, or for one row in a copy for each thread.
 size_t prepared_bytes(const Core& core, const Packed& m, int rows);
 
-// Rows of `x` as the kernels take them: those of a prepared tensor as they are; else prepared into `scratch`: threads share them
-// out, but one row each thread prepares for itself, which takes less than waiting for each other. False: another thread has
-// failed.
+// Rows of `x` as the kernels take them: those of a prepared tensor as they are; else prepared into `scratch`: threads
+// share them out, but one row each thread prepares for itself, which takes less than waiting for each other. False:
+// another thread has failed.
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a);
 

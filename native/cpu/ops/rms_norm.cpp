@@ -16,7 +16,8 @@ class RmsNorm : public BoundOp {
         out_(out),
         next_(out.prepared_for) {
     // Some formats need no floats: then a row of each thread is enough.
-    if (next_ && (next_->pairs || next_->planes)) rows_ = Buffer((size_t)core_.pool.size() * x_.width * sizeof(float), "norms");
+    if (next_ && (next_->pairs || next_->planes))
+      rows_ = Buffer((size_t)core_.pool.size() * x_.width * sizeof(float), "norms");
   }
 
   void run(const Batch& batch, int thread) override {

@@ -1,4 +1,5 @@
-// rotary_table: cosines and sines of every row's position, in single precision as transformers has them: angle = position
+// rotary_table: cosines and sines of every row's position, in single precision as transformers has them: angle =
+// position
 // * inverse frequency rounded to float, the functions themselves exact.
 //
 // Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own

@@ -37,9 +37,8 @@ class Sample : public BoundOp {
     });
     if (!ready) return;
     // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
-    const bool possible = std::any_of(batch.outputs.begin(), batch.outputs.end(), [&](const Output& out) {
-      return may_narrow(batch.slot(out.slot).sampling);
-    });
+    const bool possible = std::any_of(batch.outputs.begin(), batch.outputs.end(),
+                                      [&](const Output& out) { return may_narrow(batch.slot(out.slot).sampling); });
     if (!possible) {
       if (thread == 0) exchange(batch);
       return;

@@ -68,12 +68,14 @@ void SpanAttention::write_cache(const Batch& batch, int thread) {
   auto [r0, r1] = part((long)batch.rows.size(), thread, core_.pool.size());
   // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
   auto splits = [&](int r) {
-    return r > 0 && r < (int)batch.rows.size() && batch.rows[r].position % 2 && batch.rows[r - 1].slot == batch.rows[r].slot;
+    return r > 0 && r < (int)batch.rows.size() && batch.rows[r].position % 2 &&
+           batch.rows[r - 1].slot == batch.rows[r].slot;
   };
   r0 += splits(r0), r1 += splits(r1);
   for (int r = r0; r < r1; r++) {
     const Row& row = batch.rows[r];
-    const int span = batch.slot(row.slot).spans[shape_.cache_group][row.position / layout_.span_size], token = row.position % layout_.span_size;
+    const int span = batch.slot(row.slot).spans[shape_.cache_group][row.position / layout_.span_size],
+              token = row.position % layout_.span_size;
     const float* qkv = in_.data + (size_t)r * width;
     for (int h = 0; h < shape_.kv_heads; h++) {
       const float* key = qkv + (size_t)(shape_.q_heads + h) * dim;
@@ -88,8 +90,7 @@ AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries) const
   a.rows = tile.rows(), a.scale = shape_.scale, a.layout = &layout_;
   for (int i = 0; i < tile.positions; i++)
     for (int h = 0; h < heads; h++) {
-      a.q[i * heads + h] =
-          in_.data + (size_t)(tile.row + i) * in_.width + (size_t)(tile.head0 + h) * shape_.head_dim;
+      a.q[i * heads + h] = in_.data + (size_t)(tile.row + i) * in_.width + (size_t)(tile.head0 + h) * shape_.head_dim;
       a.context[i * heads + h] = tile.position + i + 1;
     }
   core_.k.prepare_queries(a, queries);
@@ -109,7 +110,7 @@ int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, 
 
 // The spans of a tile's block, and of the one to prefetch meanwhile.
 SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next,
-                                        int next_block) const {
+                                                  int next_block) const {
   BlockSpans found;
   const int count = block_spans(batch, tile, block, found.block);
   for (int i = block_spans(batch, next, next_block, found.next); i < count; i++) found.next[i] = found.block[i];
@@ -118,7 +119,7 @@ SpanAttention::BlockSpans SpanAttention::spans_of(const Batch& batch, const Tile
 
 // partial: kTileRows maxima, as many sums, then the rows' vectors.
 void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
-                          float* partial) const {
+                               float* partial) const {
   a.begin = block * kBlockTokens;
   a.tokens = std::min(kBlockTokens, tile.context() - a.begin);
   a.spans = spans.block, a.next = spans.next, a.cold = cold;
@@ -126,19 +127,20 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
 }
 
 // Merges the partial result of a block, or of a run that begins with it, of rows [row0, row1).
-void SpanAttention::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const {
+void SpanAttention::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial,
+                                float* result) const {
   const int padded = layout_.padded_dim, heads = tile.head1 - tile.head0;
   row0 = std::max(row0, (block * kBlockTokens - tile.position) * heads);  // rows before see nothing of it
   if (row0 >= row1) return;
   core_.k.merge(row1 - row0, result + row0, result + kTileRows + row0, result + 2 * kTileRows + (size_t)row0 * padded,
-           partial + row0, partial + kTileRows + row0, partial + 2 * kTileRows + (size_t)row0 * padded, padded);
+                partial + row0, partial + kTileRows + row0, partial + 2 * kTileRows + (size_t)row0 * padded, padded);
 }
 
 void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const float* result) const {
   const int heads = tile.head1 - tile.head0;
   for (int r = row0; r < row1; r++) {
-    float* y = out_.data + (size_t)(tile.row + r / heads) * out_.width +
-               (size_t)(tile.head0 + r % heads) * shape_.head_dim;
+    float* y =
+        out_.data + (size_t)(tile.row + r / heads) * out_.width + (size_t)(tile.head0 + r % heads) * shape_.head_dim;
     const float inverse = 1.0f / result[kTileRows + r],
                 *vector = result + 2 * kTileRows + (size_t)r * layout_.padded_dim;
     for (int d = 0; d < shape_.head_dim; d++) y[d] = vector[d] * inverse;
@@ -146,7 +148,8 @@ void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const floa
 }
 
 // Merges the partial result of all of a tile's next block. The first run is the result's beginning.
-void SpanAttention::merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const {
+void SpanAttention::merge_ascending(const Tile& tile, int block, const float* partial, float* run,
+                                    float* result) const {
   const int place = block % kRunBlocks, first = block - place;
   float* target = first ? run : result;
   if (place == 0) clear(target, work_->partial_floats());
@@ -163,11 +166,10 @@ void SpanAttention::attend_groups(const Batch& batch, int thread) {
   char* queries = reinterpret_cast<char*>(results + kGroupTiles * floats);
   AttentionTile prepared[kGroupTiles];
   for (int taken; (taken = work.taken_groups.fetch_add(1, std::memory_order_relaxed)) < (int)work.groups.size();) {
-    const TileGroup& group = work.groups[work.groups.size() - 1 - taken];  // a prompt's last positions see most: these first
+    const TileGroup& group =
+        work.groups[work.groups.size() - 1 - taken];  // a prompt's last positions see most: these first
     const Tile *tiles = &work.tiles[group.first], &longest = tiles[group.count - 1];
-    for (int i = 0; i < group.count; i++) {
-      prepared[i] = prepare_tile(tiles[i], queries + i * query_bytes(layout_));
-    }
+    for (int i = 0; i < group.count; i++) { prepared[i] = prepare_tile(tiles[i], queries + i * query_bytes(layout_)); }
     int first = 0;  // tiles before see nothing of the block
     for (int b = 0; b < longest.blocks; b++) {
       while (b >= tiles[first].blocks) first++;
