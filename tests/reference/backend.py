@@ -80,7 +80,8 @@ class Rank:
     def run(self, number: int) -> None:
         op = self.ops[number]
         inputs, weights = [self.values[t] for t in op["inputs"]], [self.weights[w] for w in op["weights"]]
-        result = OPS[op["name"]](self, op, inputs, weights)
+        with np.errstate(invalid="ignore"):  # NaN go on to where a row's status tells of them
+            result = OPS[op["name"]](self, op, inputs, weights)
         if result is not None:
             width, row_set, _ = self.tensors[op["outputs"][0]]
             assert result.shape == (self.count(row_set), width), (op, result.shape)
