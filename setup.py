@@ -33,7 +33,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 # then lacks registers for the accumulators. The processors that these levels are for reorder by themselves.
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
-ROOMS = ("batch", "bindings", "comm", "common", "cpu", "program", "sampling")
+ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
 # Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
 ISAS = {
     "x86_64": {

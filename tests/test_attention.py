@@ -32,7 +32,7 @@ class Attention:
                                                       "head_dim": DIM, "group": Q_HEADS // KV_HEADS, "scale": DIM**-0.5})
         e.add_op("select_rows", [out], [last], [], {})
         e.add_op("sample", [last], [], [], {"vocab_begin": 0, "vocab_size": Q_HEADS * DIM})
-        e.allocate(2560, slots, max_length, 1, KV_HEADS, DIM, SPAN, spans, dtype)
+        e.allocate(2560, slots, max_length, SPAN, spans, dtype)
         self.spans = 0
 
     def step(self, plan: StepPlan) -> np.ndarray:

@@ -56,7 +56,7 @@ def small_model():
     executor.add_op("select_rows", [mixed], [last], [], {})
     executor.add_op("linear", [last], [logits], weights[2:], {})
     executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 40})
-    executor.allocate(64, 4, 100, 1, 1, 16, 16, 8, "float32")
+    executor.allocate(64, 4, 100, 16, 8, "float32")
     return executor
 
 

@@ -27,7 +27,7 @@ def run(threads: int) -> list[list[int]]:
     e.add_op("linear", [last], [logits], [head], {})
     e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
     spans = -(-STEPS // 16)
-    e.allocate(ROWS, ROWS, STEPS, 1, 1, DIM, 16, ROWS * spans, "float32")
+    e.allocate(ROWS, ROWS, STEPS, 16, ROWS * spans, "float32")
     draws = [SamplingParams(seed=i, top_p=p, top_k=k, temperature=9.0)
              for i, (p, k) in enumerate(((0.99, 0), (0.97, 2000), (1.0, 1500)))]
     tokens = []

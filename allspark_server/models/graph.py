@@ -1,7 +1,7 @@
 """The op list: a model as data, independent of the number of ranks.
 
-A model file describes its network once with the builder methods of `Graph`, one for each op of the native executor. The
-graph is what `.asgraph` stores, what the profiler names and what `runtime/lowering.py` turns into one rank's ops.
+A model file describes its network once with the builder methods of `Graph`, one for each op of the native library's
+table (models/ops.py). The graph is what `.asgraph` stores, what the profiler names and what `runtime/lowering.py` turns into one rank's ops.
 
 Activations are buffers of shape [rows, width], fp32. A buffer's columns are a list of blocks, each replicated on every
 rank or divided by a `Split`; buffers are reused by name from layer to layer, so a graph needs about ten.
@@ -15,17 +15,10 @@ from math import gcd
 from typing import Mapping
 
 from allspark_server.models.config import ModelConfig
+from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.models.rotary import Rotary
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
-
-# Of each op how many inputs, outputs and, at least and at most, weights it has.
-OP_TYPES = {
-    "rotary_table": (0, 0, 1, 1), "embedding": (0, 1, 1, 1), "all_reduce": (1, 1, 0, 0), "rms_norm": (1, 1, 1, 1),
-    "linear": (1, 1, 1, 2), "head_norm": (1, 1, 1, 1), "rope": (1, 1, 0, 0), "span_attention": (1, 1, 0, 0),
-    "silu_mul": (1, 1, 0, 0), "add": (2, 1, 0, 0), "select_rows": (1, 1, 0, 0), "sample": (1, 0, 0, 0),
-}  # fmt: skip
-
 
 def _range(size: int, split: Split | None, rank: int, world: int) -> tuple[int, int]:
     """A rank's part of `size` features; the last unit of a split may reach past them."""
@@ -114,7 +107,7 @@ class Op:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
-    attrs: dict[str, int | float] = field(default_factory=dict)
+    attrs: dict[str, Attribute] = field(default_factory=dict)
 
 
 class Graph:
@@ -193,9 +186,19 @@ class Graph:
         return weight, self.weight(Weight(f"{joined}.bias", parts("bias"))) if bias else None
 
     # -- ops -----------------------------------------------------------------------------------------------------------
-    def _op(self, type: str, inputs=(), outputs=(), weights=(), **attrs: int | float) -> None:
-        self.ops.append(Op(type, tuple(t.name for t in inputs), tuple(t.name for t in outputs),
-                           tuple(w.name for w in weights if w is not None), attrs))
+    def _op(self, type: str, inputs=(), outputs=(), weights=(), **attrs: Attribute) -> None:
+        self.append(Op(type, tuple(t.name for t in inputs), tuple(t.name for t in outputs),
+                       tuple(w.name for w in weights if w is not None), attrs))
+
+    def append(self, op: Op) -> None:
+        """Adds an op to the list; ValueError when it names what is not there, or is not as the table of ops has it."""
+        unknown = [n for n in (*op.inputs, *op.outputs) if n not in self.tensors]
+        unknown += [n for n in op.weights if n not in self.weights]
+        spec = op_spec(op.type)
+        if unknown:
+            raise ValueError(f"op {op.type} refers to {unknown[0]!r}, which the graph does not define")
+        spec.check_graph(len(op.inputs), len(op.outputs), len(op.weights), op.attrs)
+        self.ops.append(op)
 
     def rotary_table(self, rotary: Rotary) -> None:
         """Cosines and sines of every position; once, first."""

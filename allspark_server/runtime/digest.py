@@ -80,7 +80,7 @@ def _executor(weights: str, group: int, cache: str):
     e.add_op("select_rows", [y], [last], [], {})
     e.add_op("linear", [last], [logits], [embedding], {})
     e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
-    e.allocate(LONG + 16, len(DRAWS), LONG + 16, 1, KV_HEADS, HEAD_DIM, SPAN, LONG // SPAN + 16, cache)
+    e.allocate(LONG + 16, len(DRAWS), LONG + 16, SPAN, LONG // SPAN + 16, cache)
     return e
 
 

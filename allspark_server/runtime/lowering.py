@@ -1,9 +1,14 @@
-"""From the graph, which describes the whole model, to one rank's ops in the native executor."""
+"""From the graph, which describes the whole model, to one rank's program."""
 
 from __future__ import annotations
 
+from typing import Mapping
+
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph, Op
+from allspark_server.models.ops import Attribute
+from allspark_server.runtime.native import native_library
+from allspark_server.weights.formats import WeightFormat, group_of_slice
 
 
 def check_ranks(graph: Graph, world: int) -> None:
@@ -16,7 +21,7 @@ def check_ranks(graph: Graph, world: int) -> None:
                                 f"the model cannot be divided among {world} ranks: it has {units} {name}")
 
 
-def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, int | float]:
+def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attribute]:
     """The op's attributes for one rank: columns and heads counted in the rank's own buffers."""
     attrs = dict(op.attrs)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
@@ -38,13 +43,32 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, int | 
     return attrs
 
 
-def add_ops(graph: Graph, executor, weights: dict[str, int], rank: int, world: int) -> None:
-    """Declares the rank's activation buffers and ops; weights: the executor's id for each weight's name."""
-    tensors = {name: executor.add_tensor(tensor.width_of(rank, world), tensor.logit_rows)
+def build_program(graph: Graph, formats: Mapping[str, WeightFormat], rank: int, world: int):
+    """One rank's native Program and the id in it of each weight, by name. formats: of each matrix.
+
+    AllSparkError when the graph holds what cannot be.
+    """
+    program, ids = native_library().Program(), {}
+    program.add_cache_group("full")
+    for weight in graph.weights.values():
+        rows = weight.rows_of(rank, world)
+        if weight.is_matrix:
+            (first, last), form = weight.column_range_of(rank, world), formats[weight.name]
+            group = group_of_slice(form.group_size, first)
+            ids[weight.name] = program.add_matrix(rows, last - first, form.dtype, group)
+        else:
+            ids[weight.name] = program.add_vector(rows)
+    add_ops(graph, program, ids, rank, world)
+    return program, ids
+
+
+def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: int) -> None:
+    """Declares the rank's activation buffers and ops in a program; weights: its id for each weight's name."""
+    tensors = {name: program.add_tensor(tensor.width_of(rank, world), tensor.logit_rows)
                for name, tensor in graph.tensors.items()}
     for number, op in enumerate(graph.ops):
         try:
-            executor.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
+            program.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],
                             [weights[n] for n in op.weights], local_attrs(graph, op, rank, world))
         except (LookupError, ArithmeticError, TypeError, ValueError) as error:  # an .asgraph may hold any ops
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,

@@ -108,8 +108,7 @@ class ModelRunner:
         config, model = self.config, self._loaded()
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
-                                    model.graph.config.num_layers, self._kv_heads(model.graph),
-                                    model.graph.config.head_dim, config.cache_span_size, num_spans, self.cache_dtype)
+                                    config.cache_span_size, num_spans, self.cache_dtype)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self._threads())
         self._check_placement()

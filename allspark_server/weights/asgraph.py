@@ -15,7 +15,8 @@ from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
-from allspark_server.models.graph import OP_TYPES, Block, Graph, Op, Part, Weight
+from allspark_server.models.graph import Block, Graph, Op, Part, Weight
+from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import SCALE_TYPE, StoredQuantization, WeightFormat
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
@@ -60,14 +61,24 @@ def to_message(graph: Graph) -> pb.Graph:
                             first_rank_only=weight.first_rank_only, values=weight.values,
                             stored=_format_message(weight.stored))
     for op in graph.ops:
-        attrs = {name: pb.Attr(integer=value) if isinstance(value, int) else pb.Attr(number=value)
-                 for name, value in op.attrs.items()}
+        attrs = {name: _attribute_message(value) for name, value in op.attrs.items()}
         message.ops.add(type=op.type, inputs=op.inputs, outputs=op.outputs, weights=op.weights, attrs=attrs)
     return message
 
 
 def _split_message(split: Split | None) -> pb.Split | None:
     return None if split is None else pb.Split(units=split.units, size=split.size, group=split.group)
+
+
+def _attribute_message(value: Attribute) -> pb.Attr:
+    if isinstance(value, str):
+        return pb.Attr(choice=value)
+    return pb.Attr(integer=value) if isinstance(value, int) else pb.Attr(number=value)
+
+
+def _attribute(message: pb.Attr) -> Attribute:
+    kind = message.WhichOneof("value")
+    return 0.0 if kind is None else getattr(message, kind)
 
 
 def _format_message(form: WeightFormat | None) -> pb.Format | None:
@@ -114,21 +125,12 @@ def from_message(message: pb.Graph) -> Graph:
         if stored is not None and (graph.quantization is None or not w.columns):
             raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
         graph.weight(Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored))
-    for op in message.ops:
-        if op.type not in OP_TYPES:
-            raise ValueError(f"it holds the unknown op {op.type!r}")
-        unknown = [n for n in (*op.inputs, *op.outputs) if n not in graph.tensors]
-        unknown += [n for n in op.weights if n not in graph.weights]
-        if unknown:
-            raise ValueError(f"op {op.type} refers to {unknown[0]!r}, which it does not define")
-        inputs, outputs, least, most = OP_TYPES[op.type]
-        if (len(op.inputs), len(op.outputs)) != (inputs, outputs) or not least <= len(op.weights) <= most:
-            raise ValueError(
-                f"op {op.type} has {len(op.inputs)} inputs, {len(op.outputs)} outputs and {len(op.weights)} weights: "
-                f"expected {inputs}, {outputs} and {least} to {most}"
-            )
-        attrs = {n: a.integer if a.WhichOneof("value") == "integer" else a.number for n, a in sorted(op.attrs.items())}
-        graph.ops.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
+    for number, op in enumerate(message.ops):
+        attrs = {name: _attribute(value) for name, value in sorted(op.attrs.items())}
+        try:
+            graph.append(Op(op.type, tuple(op.inputs), tuple(op.outputs), tuple(op.weights), attrs))
+        except ValueError as error:
+            raise ValueError(f"op {number} ({op.type}) of the model's graph cannot be: {error}") from None
     return graph
 
 

@@ -6,7 +6,7 @@
 namespace as {
 namespace {
 
-constexpr int32_t kMagic = 0x41535031;  // "ASP1"
+constexpr int32_t kMagic = 0x41535032;  // "ASP2"
 
 struct Reader {
   const int32_t* p;
@@ -32,7 +32,7 @@ struct Reader {
 
 }  // namespace
 
-Plan Plan::parse(const std::string& bytes) {
+Plan Plan::parse(const std::string& bytes, int groups) {
   if (bytes.empty() || bytes.size() % 4)
     throw std::invalid_argument("step plan: length must be a multiple of 4, got " + std::to_string(bytes.size()));
   std::vector<int32_t> words(bytes.size() / 4);
@@ -41,26 +41,35 @@ Plan Plan::parse(const std::string& bytes) {
   if (in.next() != kMagic) throw std::invalid_argument("not a step plan of this version");
   Plan plan;
   const int32_t n_free = in.count("freed slots"), n_new = in.count("new sequences"), n_work = in.count("work items");
+  const int32_t n_groups = in.next(), n_sections = in.count("sections");
+  if (n_groups != groups)
+    throw std::invalid_argument("step plan: " + std::to_string(n_groups) + " cache groups, the model has " +
+                                std::to_string(groups));
   plan.free = in.list(n_free);
   for (int32_t i = 0; i < n_new; i++) {
     NewSequence s;
     s.slot = in.next();
+    s.cached = in.next();
     const int32_t n_history = in.count("history tokens");
     s.sampling = SamplingParams::parse(in.p, in.end);
     s.history = in.list(n_history);
     plan.fresh.push_back(std::move(s));
   }
-  for (int32_t i = 0; i < n_work; i++) {
-    Work w;
-    w.slot = in.next();
-    w.start = in.next();
-    w.count = in.next();
-    w.sample = in.next() & 1;
-    const int32_t n_append = in.count("appended tokens"), n_spans = in.count("spans");
-    w.append = in.list(n_append);
-    w.spans = in.list(n_spans);
-    plan.work.push_back(std::move(w));
-  }
+  plan.work.resize(n_work);
+  auto column = [&](int Work::* field) {
+    for (Work& w : plan.work) w.*field = in.next();
+  };
+  column(&Work::slot), column(&Work::rows), column(&Work::outputs), column(&Work::drafts), column(&Work::flags);
+  column(&Work::adapter), column(&Work::mask);
+  const std::vector<int32_t> n_known = in.list(n_work);
+  std::vector<std::vector<int32_t>> n_spans;
+  for (int g = 0; g < groups; g++) n_spans.push_back(in.list(n_work));
+  for (int32_t i = 0; i < n_work; i++) plan.work[i].known = in.list(n_known[i]);
+  for (int g = 0; g < groups; g++)
+    for (int32_t i = 0; i < n_work; i++) plan.work[i].spans.push_back(in.list(n_spans[g][i]));
+  if (n_sections)
+    throw std::invalid_argument("step plan: a section of kind " + std::to_string(in.next()) +
+                                ", which this backend does not have");
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");
   return plan;
 }

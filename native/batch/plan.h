@@ -1,4 +1,4 @@
-// The step plan that rank 0 sends: see allspark_server/runtime/plan.py, which writes it.
+// The step plan that rank 0 sends, version 2: see allspark_server/runtime/plan.py, which writes it and has the layout.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,16 +8,34 @@
 
 namespace as {
 
+// A sequence enters a slot. Its first `cached` positions are in the cache already (in spans that its first item
+// brings).
 struct NewSequence {
-  int slot;
+  int slot, cached;
   SamplingParams sampling;
   std::vector<int32_t> history;
 };
 
+// What an item's flags say.
+enum WorkFlags : int32_t {
+  kDraw = 1,        // a token is drawn after the last row, which is the history's last
+  kLookup = 2,      // drafts are looked up in the history
+  kGiven = 4,       // the last known ids are drafts
+  kDraftModel = 8,  // drafts are the draft model's
+  kHidden = 16,     // hidden states of the rows with outputs are wanted
+  kPromptLogprobs = 32,
+  kAllFlags = 63,
+};
+
+// Rows of one slot, from its first position that is not in the cache on.
 struct Work {
-  int slot, start, count;
-  bool sample;
-  std::vector<int32_t> append, spans;
+  int slot, rows, outputs, drafts;
+  int32_t flags;
+  int adapter, mask;
+  std::vector<int32_t> known;               // appended to the history first
+  std::vector<std::vector<int32_t>> spans;  // appended to the tables of each cache group
+
+  bool draws() const { return flags & kDraw; }
 };
 
 struct Plan {
@@ -25,8 +43,8 @@ struct Plan {
   std::vector<NewSequence> fresh;
   std::vector<Work> work;
 
-  // Throws std::invalid_argument on anything that is not a whole, well-formed plan.
-  static Plan parse(const std::string& bytes);
+  // Throws std::invalid_argument on anything that is not a whole, well-formed plan of `groups` cache groups.
+  static Plan parse(const std::string& bytes, int groups);
 };
 
 }  // namespace as

@@ -1,11 +1,12 @@
 // Writing keys and values into the cache: once per token, so plain code, the same for every instruction set.
+#include "cpu/cache.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 
 #include "common/bf16.h"
-#include "cpu/kernels/span_layout.h"
 
 namespace as {
 namespace {
@@ -87,6 +88,16 @@ void write_token(const SpanLayout& layout, char* span, int token, const float* k
     case DType::u4:
       return write_quantized(layout, span, token, key, value);
   }
+}
+
+void SpanCache::allocate(std::vector<LayerCache> layers, const std::vector<int>& num_spans) {
+  size_t bytes = 0;
+  auto size = [&](const LayerCache& l) { return l.layout.bytes * num_spans.at(l.group) * l.kv_heads; };
+  for (const LayerCache& layer : layers) bytes += size(layer);
+  memory_ = Buffer(bytes, "the KV cache");
+  layers_ = std::move(layers);
+  char* next = memory_.as();
+  for (LayerCache& layer : layers_) layer.data = next, next += size(layer);
 }
 
 }  // namespace as

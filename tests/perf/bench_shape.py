@@ -99,7 +99,7 @@ class Model:
         op("head", "linear", [last], [logits], [head], {})
         op("sample", "sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": shape.vocab})
         spans = -(-max(rows, self.context + 32) // SPAN) * batch
-        e.allocate(rows, batch, max(2048, rows + 32), shape.layers, shape.kv_heads, shape.head_dim, SPAN, spans, cache)
+        e.allocate(rows, batch, max(2048, rows + 32), SPAN, spans, cache)
 
     def start(self, slot: int, prompt: int, first_span: int) -> float:
         """Seconds for a prompt in one chunk."""

@@ -1,0 +1,142 @@
+#include "batch/slots.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace as {
+
+Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
+
+void Slots::check(const Plan& plan) {
+  auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
+  outlook_.resize(limits_.max_slots);
+  auto at = [&](int slot) -> Outlook& {
+    if (slot < 0 || slot >= limits_.max_slots)
+      refuse("slot " + std::to_string(slot) + " is not in 0..." + std::to_string(limits_.max_slots - 1));
+    return outlook_[slot];
+  };
+  auto recall = [&](int index) {
+    Outlook& o = at(index);
+    const Slot& s = slots_[index];
+    o = {s.live, (long)s.history.size(), s.cached, std::vector<long>(groups())};
+    for (int g = 0; g < groups() && s.live; g++) o.spans[g] = (long)s.spans[g].size();
+  };
+  for (int i : plan.free) recall(i);
+  for (const NewSequence& s : plan.fresh) recall(s.slot);
+  for (const Work& w : plan.work) recall(w.slot);
+  for (int i : plan.free) {
+    if (!outlook_[i].live) refuse("slot " + std::to_string(i) + " is free already");
+    outlook_[i].live = false;
+  }
+  for (const NewSequence& s : plan.fresh) {
+    const std::string name = "slot " + std::to_string(s.slot);
+    if (outlook_[s.slot].live) refuse(name + " is in use");
+    if (s.history.empty() || s.history.size() > (size_t)limits_.max_length)
+      refuse(name + " starts with " + std::to_string(s.history.size()) + " tokens; 1 to " +
+             std::to_string(limits_.max_length) + " are possible");
+    if (s.cached < 0 || s.cached % limits_.span_size || s.cached >= (int)s.history.size())
+      refuse(name + " starts with " + std::to_string(s.cached) + " cached positions: that must be a multiple of " +
+             std::to_string(limits_.span_size) + " below its " + std::to_string(s.history.size()) + " tokens");
+    outlook_[s.slot] = {true, (long)s.history.size(), s.cached, std::vector<long>(groups())};
+  }
+  long rows = 0, outputs = 0;
+  std::vector<char> seen(limits_.max_slots);
+  for (const Work& w : plan.work) {
+    Outlook& slot = outlook_[w.slot];
+    const std::string name = "slot " + std::to_string(w.slot);
+    if (!slot.live) refuse(name + " holds no sequence");
+    if (seen[w.slot]++) refuse(name + " has two items");
+    const int drafting = w.flags & (kLookup | kGiven | kDraftModel);
+    if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
+    if (w.flags & (kHidden | kPromptLogprobs) || w.outputs > 1)
+      refuse("hidden states and log probabilities of prompts are not available in this backend");
+    if (w.adapter != -1 || w.mask != 0) refuse("adapters and masks are not available in this backend");
+    if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
+      refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
+    if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
+      refuse(name + ": " + std::to_string(w.drafts) + " drafts among " + std::to_string(w.known.size()) + " known ids");
+    if (w.outputs != (w.draws() ? 1 : 0)) refuse(name + " has " + std::to_string(w.outputs) + " outputs");
+    for (int g = 0; g < groups(); g++) {
+      slot.spans[g] += (long)w.spans[g].size();
+      for (int32_t s : w.spans[g])
+        if (s < 0 || s >= limits_.num_spans[g])
+          refuse("span " + std::to_string(s) + " is not in 0..." + std::to_string(limits_.num_spans[g] - 1));
+    }
+    slot.history += (long)w.known.size() - (w.flags & kGiven ? w.drafts : 0);
+    const long end = slot.cached + w.rows;
+    if (w.rows < 1 || end > slot.history || slot.history > limits_.max_length)
+      refuse("positions " + std::to_string(slot.cached) + "..." + std::to_string(end) + " of " + name +
+             " are not among its " + std::to_string(slot.history) + " tokens, or these are more than " +
+             std::to_string(limits_.max_length));
+    for (long spans : slot.spans)
+      if (spans * limits_.span_size < end)
+        refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
+               std::to_string(spans) + " spans");
+    if (w.draws() && end != slot.history) refuse("only a sequence's last row can draw");
+    rows += w.rows + w.drafts, outputs += w.draws() ? 1 + w.drafts : 0;
+  }
+  if (rows > limits_.max_rows || outputs > limits_.max_outputs)
+    refuse(std::to_string(rows) + " rows, " + std::to_string(outputs) + " with outputs; at most " +
+           std::to_string(limits_.max_rows) + " and " + std::to_string(limits_.max_outputs) + " fit");
+}
+
+const Batch& Slots::begin(const Plan& plan) {
+  for (int i : plan.free) slots_[i].live = false;
+  for (const NewSequence& s : plan.fresh) {
+    Slot& slot = slots_[s.slot];
+    slot.live = true;
+    slot.sampling = s.sampling, slot.history = s.history;
+    slot.spans.assign(groups(), {});
+    slot.lookup.clear();
+    slot.cached = s.cached;
+  }
+  batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
+  for (const Work& w : plan.work) {
+    Slot& slot = slots_[w.slot];
+    slot.history.insert(slot.history.end(), w.known.begin(), w.known.end());
+    for (int g = 0; g < groups(); g++) slot.spans[g].insert(slot.spans[g].end(), w.spans[g].begin(), w.spans[g].end());
+    const int start = slot.cached, end = start + w.rows;
+    int drafts = 0;
+    if (w.drafts) {
+      // No further than the sequence may go, and than its spans do.
+      long room = limits_.max_length;
+      for (const auto& spans : slot.spans) room = std::min(room, (long)spans.size() * limits_.span_size);
+      const int most = (int)std::min<long>(w.drafts, room - end);
+      if (w.flags & kGiven) slot.history.resize(slot.history.size() - (w.drafts - most));
+      if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
+      drafts = (int)slot.history.size() - end;
+    }
+    const Item item{w.slot,
+                    (int)batch_.rows.size(),
+                    start,
+                    w.rows + drafts,
+                    drafts,
+                    (int)batch_.outputs.size(),
+                    w.draws() ? 1 + drafts : 0};
+    for (int p = start; p < start + item.count; p++) batch_.rows.push_back({w.slot, p, slot.history[p]});
+    for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + w.rows - 1 + i, w.slot, end + i});
+    slot.cached = end;
+    batch_.items.push_back(item);
+  }
+  return batch_;
+}
+
+std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samples) {
+  std::vector<Accepted> accepted;
+  for (const Item& item : batch_.items) {
+    if (!item.outputs) continue;
+    Slot& slot = slots_[item.slot];
+    const int end = slot.cached;  // the first draft's position
+    int kept = 0;
+    while (kept < item.drafts && samples[item.output + kept].token == slot.history[end + kept]) kept++;
+    slot.history.resize(end + kept);
+    // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the
+    // scheduler knows.
+    slot.history.push_back(std::max(samples[item.output + kept].token, 0));
+    slot.cached = end + kept;
+    accepted.push_back({item.output, kept + 1});
+  }
+  return accepted;
+}
+
+}  // namespace as

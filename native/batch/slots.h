@@ -1,0 +1,47 @@
+// The sequences that a rank runs, and what a step plan does to them.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "batch/batch.h"
+
+namespace as {
+
+// What plans may ask for.
+struct SlotLimits {
+  int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0, span_size = 0;
+  std::vector<int> num_spans;  // of each cache group
+};
+
+class Slots {
+ public:
+  Slots() = default;
+  explicit Slots(SlotLimits limits);
+
+  int groups() const { return (int)limits_.num_spans.size(); }
+  // Throws std::invalid_argument, and changes nothing, if the plan does not follow what the slots have.
+  void check(const Plan& plan);
+  // Brings the slots up to date with a plan that was checked; the step's rows, with drafts looked up.
+  const Batch& begin(const Plan& plan);
+  // Takes over what was drawn in that step. Of each item that draws: how many tokens, the first of which is
+  // drawn.samples[i].
+  struct Accepted {
+    int output, count;
+  };
+  std::vector<Accepted> accept(const std::vector<SampleOutput>& samples);
+
+ private:
+  // What a plan would make of a slot: sizes only.
+  struct Outlook {
+    bool live;
+    long history, cached;
+    std::vector<long> spans;
+  };
+
+  SlotLimits limits_;
+  std::vector<Slot> slots_;
+  std::vector<Outlook> outlook_;  // of the slots that a plan names
+  Batch batch_;
+};
+
+}  // namespace as

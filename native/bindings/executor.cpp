@@ -1,0 +1,310 @@
+// A rank's model, and the thread that runs its steps, for Python.
+#include "cpu/executor.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <climits>
+#include <optional>
+
+#include "batch/stepper.h"
+#include "bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace as {
+namespace {
+
+SourceType source_of(const std::string& name, const py::array& a) {
+  const bool two_bytes = a.itemsize() == 2;
+  if (name == "F32" && a.dtype().kind() == 'f' && a.itemsize() == 4) return SourceType::f32;
+  if (name == "F16" && two_bytes) return SourceType::f16;
+  if (name == "BF16" && two_bytes) return SourceType::bf16;
+  throw std::invalid_argument(
+      "source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
+}
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Scales = py::array_t<QuantizedScale, py::array::c_style>;
+
+// The rows of a two-dimensional array of which columns are adjacent; its columns are all taken.
+SourceRows source_rows(const py::array& a, const std::string& source) {
+  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
+  const SourceType type = source_of(source, a);
+  if (a.shape(1) > 1 && a.strides(1) != a.itemsize())
+    throw std::invalid_argument("a matrix' columns must be adjacent in memory");
+  if (a.strides(0) % a.itemsize()) throw std::invalid_argument("a matrix' rows must be whole elements apart");
+  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, (int64_t)a.shape(1), (int64_t)a.shape(1)};
+}
+
+// Gives back a model's memory, which takes seconds when it is large, while other threads run Python.
+struct WithoutGil {
+  void operator()(Executor* executor) const {
+    std::optional<py::gil_scoped_release> release;
+    if (PyGILState_Check()) release.emplace();
+    delete executor;
+  }
+};
+
+// What a step gave: arrays over the tokens drawn.
+struct StepResult {
+  py::array_t<int32_t> counts, tokens, status, top_ids;
+  py::array_t<float> logprobs, top_logprobs;
+  py::object logits;
+};
+
+StepResult to_result(const StepOutput& out, bool want_logits) {
+  const py::ssize_t n = (py::ssize_t)out.samples.size();
+  StepResult r;
+  r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
+  r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
+  r.top_ids = py::array_t<int32_t>({n, (py::ssize_t)kMaxTopLogprobs});
+  r.top_logprobs = py::array_t<float>({n, (py::ssize_t)kMaxTopLogprobs});
+  int32_t *tokens = r.tokens.mutable_data(), *status = r.status.mutable_data(), *ids = r.top_ids.mutable_data();
+  float *logprobs = r.logprobs.mutable_data(), *top = r.top_logprobs.mutable_data();
+  for (py::ssize_t i = 0; i < n; i++) {
+    const SampleOutput& s = out.samples[i];
+    tokens[i] = s.token, status[i] = (int32_t)s.status, logprobs[i] = s.logprob;
+    std::copy_n(s.top_ids, kMaxTopLogprobs, ids + i * kMaxTopLogprobs);
+    std::copy_n(s.top_logprobs, kMaxTopLogprobs, top + i * kMaxTopLogprobs);
+  }
+  r.logits = py::none();
+  if (want_logits) {
+    const py::ssize_t width = std::max(out.logit_width, 1);
+    r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
+  }
+  return r;
+}
+
+py::list profile_of(const Executor& e) {
+  py::list all;
+  for (const CpuRunner::Step& step : e.steps()) {
+    const Counters& c = step.counters;
+    py::dict d;
+    d["index"] = step.first, d["op"] = step.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
+    d["sum"] = c.total, d["bytes"] = c.bytes, d["operations"] = c.operations;
+    all.append(d);
+  }
+  return all;
+}
+
+void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+  executor
+      .def("add_matrix", &Executor::add_matrix, py::arg("out_features"), py::arg("in_features"), py::arg("dtype"),
+           py::arg("group_size") = 0)
+      .def(
+          "fill_matrix",
+          [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
+             std::optional<int64_t> group_size) {
+            SourceRows rows = source_rows(a, source);
+            rows.row_offset = row_offset, rows.column = column;
+            if (!group_size && rows.columns != e.weights().matrix(id).k)
+              throw std::invalid_argument("fill_matrix: " + std::to_string(rows.columns) +
+                                          " columns do not fit a matrix of " +
+                                          std::to_string(e.weights().matrix(id).k));
+            const int64_t group = group_size.value_or(e.weights().matrix(id).group);
+            rows.group = group ? group : rows.columns;
+            const int64_t count = a.shape(0);
+            py::gil_scoped_release release;
+            return e.weights().fill_matrix(id, rows, count);
+          },
+          py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
+          py::arg("group_size") = py::none(),
+          "Packs columns `column`... of rows into a matrix, converting to its type; returns how many values are NaN or "
+          "infinite.\n"
+          "group_size: by which the rows are quantized, 0 for whole ones; without it, the rows must be no longer than "
+          "the matrix'.")
+      .def(
+          "fill_quantized",
+          [](Executor& e, int id, Bytes q, Scales scales, Scales offsets, int bits, int64_t columns, int64_t group_size,
+             int64_t row_offset, int64_t column) {
+            const StoredRows rows{q.data(), scales.data(), offsets.data(),
+                                  bits,     columns,       group_size ? group_size : columns};
+            if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0)
+              throw std::invalid_argument("fill_quantized: bits, columns or group_size");
+            const py::ssize_t count = q.ndim() == 2 ? q.shape(0) : -1;
+            auto is = [&](const py::array& a, int64_t width) {
+              return a.ndim() == 2 && a.shape(0) == count && a.shape(1) == width;
+            };
+            if (!is(q, rows.row_bytes()) || !is(scales, rows.groups()) || !is(offsets, rows.groups()))
+              throw std::invalid_argument("fill_quantized: q must be [rows, " + std::to_string(rows.row_bytes()) +
+                                          "], scales and offsets [rows, " + std::to_string(rows.groups()) + "]");
+            py::gil_scoped_release release;
+            e.weights().fill_quantized(id, rows, count, row_offset, column);
+          },
+          py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("offsets").noconvert(),
+          py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
+          "Packs columns `column`... of rows that quantize_rows made of rows of `columns` values.")
+      .def(
+          "source_hash", [](const Executor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
+          "A hash of all bytes that fill_matrix has read into a matrix, whatever the threads and the instruction set.")
+      .def(
+          "quantize_rows",
+          [](Executor& e, const py::array& a, const std::string& source, int bits, int64_t group_size) {
+            SourceRows rows = source_rows(a, source);
+            if ((bits != 8 && bits != 4) || group_size < 0 || group_size % 2)
+              throw std::invalid_argument("quantize_rows: bits or group_size");
+            rows.group = group_size ? group_size : rows.columns;
+            QuantizedRows out{nullptr, nullptr, nullptr, bits, rows.columns, rows.group};
+            Bytes q({(py::ssize_t)a.shape(0), (py::ssize_t)out.row_bytes()});
+            Scales scales({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()}),
+                offsets({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()});
+            out.q = q.mutable_data(), out.scales = scales.mutable_data(), out.offsets = offsets.mutable_data();
+            const int64_t count = a.shape(0);
+            int64_t bad;
+            {
+              py::gil_scoped_release release;
+              bad = e.weights().quantize(rows, out, count);
+            }
+            return py::make_tuple(q, scales, offsets, bad);
+          },
+          py::arg("array"), py::arg("source"), py::arg("bits"), py::arg("group_size"),
+          "InstantQuant: (q uint8 [rows, columns], of 4 bits two in a byte, the even column in the lower half; scales "
+          "and offsets\n"
+          "[rows, groups]; how many values are NaN or infinite). A weight is recovered as scale * (q - 2^(bits - 1)) + "
+          "offset.")
+      .def("add_vector", [](Executor& e, py::array_t<float, py::array::c_style | py::array::forcecast> a) {
+        return e.add_vector(std::vector<float>(a.data(), a.data() + a.size()));
+      });
+}
+
+}  // namespace
+
+void bind_executor(py::module_& m) {
+  py::class_<StepResult>(
+      m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
+      .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")
+      .def_readonly("tokens", &StepResult::tokens, "int32 [n]; -1 where status is not 0")
+      .def_readonly("status", &StepResult::status, "int32 [n]: 0, or why there is no token (describe_status)")
+      .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
+      .def_readonly("top_ids", &StepResult::top_ids, "int32 [n, 20], -1 where unused")
+      .def_readonly("top_logprobs", &StepResult::top_logprobs, "float32 [n, 20]")
+      .def_readonly("logits", &StepResult::logits,
+                    "float32 [rows with outputs, local vocabulary] if wanted, else None");
+  m.def("describe_status", [](int status) { return std::string(describe((SampleStatus)status)); });
+
+  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor",
+                                                           "A model's op list, weights and KV cache of one rank.");
+  executor.def(py::init([](int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads) {
+                 return std::shared_ptr<Executor>(
+                     new Executor(rank, world, std::move(window), std::move(cpus), threads), WithoutGil{});
+               }),
+               py::arg("rank") = 0, py::arg("world") = 1, py::arg("window") = nullptr,
+               py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
+  bind_weights(executor);
+  executor
+      .def(
+          "add_tensor",
+          [](Executor& e, int width, bool of_outputs) {
+            return e.program().add_tensor(width, of_outputs ? kOutputRows : kAllRows);
+          },
+          py::arg("width"), py::arg("logit_rows") = false)
+      .def(
+          "add_op",
+          [](Executor& e, const std::string& name, std::vector<int> inputs, std::vector<int> outputs,
+             std::vector<int> weights, const AttributeValues& attributes) {
+            e.program().add_op(name, std::move(inputs), std::move(outputs), std::move(weights), attributes);
+          },
+          py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
+      .def(
+          "allocate",
+          [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
+             const std::string& dtype, int max_outputs) {
+            py::gil_scoped_release release;
+            e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
+                       {span_size, {num_spans}, cache_dtype_of(dtype)});
+          },
+          py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
+          py::arg("cache_dtype"), py::arg("max_outputs") = 0,
+          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots.")
+      .def(
+          "step",
+          [](Executor& e, const py::bytes& plan, bool want_logits) {
+            const std::string bytes = plan;
+            StepOutput out;
+            {
+              py::gil_scoped_release release;
+              out = e.step(bytes, want_logits);
+            }
+            return to_result(out, want_logits);
+          },
+          py::arg("plan"), py::arg("want_logits") = false)
+      .def(
+          "multiply",
+          [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
+             std::optional<py::array_t<float, py::array::c_style | py::array::forcecast>> bias) {
+            const int n = e.weights().matrix(id).n, k = e.weights().matrix(id).k;
+            if (x.ndim() != 2 || x.shape(1) != k || out_features != n ||
+                (bias && (bias->ndim() != 1 || bias->shape(0) != n)))
+              throw std::invalid_argument("multiply: a matrix of " + std::to_string(n) + " x " + std::to_string(k) +
+                                          " takes x [rows, " + std::to_string(k) + "], out_features " +
+                                          std::to_string(n) + " and no bias or one of " + std::to_string(n));
+            if (x.shape(0) > INT_MAX / 2) throw std::invalid_argument("multiply: too many rows");
+            py::array_t<float> y({x.shape(0), (py::ssize_t)out_features});
+            const float *xp = x.data(), *bp = bias ? bias->data() : nullptr;
+            float* yp = y.mutable_data();
+            py::gil_scoped_release release;
+            e.multiply(id, xp, bp, yp, (int)x.shape(0));
+            return y;
+          },
+          py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(),
+          "x w^T (+ bias) with one matrix, for tests and microbenchmarks.")
+      .def(
+          "read_row",
+          [](const Executor& e, int id, int64_t row) {
+            py::array_t<float> out(e.weights().matrix(id).k);
+            e.weights().read_row(id, row, out.mutable_data());
+            return out;
+          },
+          py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
+      .def("set_profiling", &Executor::set_profiling)
+      .def("profile", profile_of,
+           "Per op that runs (\"add+rms_norm\": two of the list together): index of the first in the list, name, how "
+           "often, least, most\n"
+           "and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
+      .def(
+          "memory",
+          [](const Executor& e) {
+            py::list all;
+            for (const auto& [p, n] : e.memory()) all.append(py::make_tuple((uintptr_t)p, n));
+            return all;
+          },
+          "(address, bytes) of weights and cache.")
+      .def("weight_bytes", [](const Executor& e) { return e.weights().bytes(); })
+      .def("cache_bytes", &Executor::cache_bytes);
+
+  py::class_<Stepper>(m, "Stepper", "Runs steps in order on a thread of its own, without Python in between.")
+      .def(py::init<>())
+      .def(
+          "submit",
+          [](Stepper& s, std::shared_ptr<Executor> executor, const py::bytes& plan, std::shared_ptr<Window> window,
+             int kind, const py::bytes& prefix, int profiling) {
+            s.submit([executor, plan = std::string(plan), window, kind, prefix = std::string(prefix), profiling] {
+              if (window) window->publish(kind, prefix + plan);
+              if (profiling >= 0) executor->set_profiling(profiling);
+              return executor->step(plan, false);
+            });
+          },
+          py::arg("executor"), py::arg("plan"), py::arg("window") = nullptr, py::arg("kind") = 0,
+          py::arg("prefix") = py::bytes(), py::arg("profiling") = -1,
+          "Queues a step. window: publish prefix + plan as a command of this kind first. profiling: 1 on, 0 off, -1 as "
+          "it is.")
+      .def(
+          "collect",
+          [](Stepper& s) {
+            StepOutput out;
+            {
+              py::gil_scoped_release release;
+              out = s.collect();
+            }
+            return to_result(out, false);
+          },
+          "The oldest step's StepResult, once it is there; raises what the step raised.")
+      .def("drain", &Stepper::drain, py::call_guard<py::gil_scoped_release>(),
+           "Waits until all that was submitted has run.")
+      .def_property_readonly("busy_seconds", &Stepper::busy_seconds,
+                             "How long the running step has been at it; 0: none runs.");
+}
+
+}  // namespace as

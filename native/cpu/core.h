@@ -1,0 +1,50 @@
+// What the ops of one rank share, and the tensors that they pass rows in.
+#pragma once
+#include <vector>
+
+#include "batch/batch.h"
+#include "comm/window.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/pool.h"
+
+namespace as {
+
+struct Core {
+  int rank, world;
+  Window* window;  // null: one rank
+  Pool& pool;
+  const Kernels& k;
+};
+
+// Rows of which there is one for each row of a step, or for each of its outputs.
+struct Tensor {
+  float* data = nullptr;
+  int width = 0;
+  bool of_outputs = false;
+  // Rows as the linear with this matrix wants them, which alone reads the tensor: so many bytes each (PreparedLayout)
+  // instead of floats.
+  const Packed* prepared_for = nullptr;
+  size_t prepared = 0;
+
+  int rows(const Batch& batch) const { return (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
+  size_t row_bytes() const { return prepared ? prepared : width * sizeof(float); }
+  float* row(int r) const { return data + (size_t)r * width; }
+  char* bytes(int r) const { return reinterpret_cast<char*>(data) + (size_t)r * prepared; }
+};
+
+// An op with its tensors and weights. All threads of a rank run it; when it returns on one, that thread's part is done,
+// not yet that of others.
+class BoundOp {
+ public:
+  virtual ~BoundOp() = default;
+  // Before the ops of a step run, by one thread.
+  virtual void begin(const Batch&) {}
+  virtual void run(const Batch& batch, int thread) = 0;
+};
+
+inline std::pair<int, int> my_rows(const Core& core, const Tensor& t, const Batch& batch, int thread) {
+  return part(t.rows(batch), thread, core.pool.size());
+}
+
+}  // namespace as

@@ -1,0 +1,34 @@
+// embedding: rows of the token embedding; zeros for ids of another rank's part of the vocabulary.
+#include <algorithm>
+
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class Embedding : public BoundOp {
+ public:
+  explicit Embedding(const Binding& b)
+      : core_(b.core), m_(b.matrix()), vocab_begin_(b.op.integer("vocab_begin")), out_(b.out()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, out_, batch, thread);
+    for (int r = r0; r < r1; r++) {
+      const int64_t id = (int64_t)batch.rows[r].token - vocab_begin_;
+      if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.k, 0.0f);
+      else core_.k.read_row(m_, id, out_.row(r));
+    }
+  }
+
+ private:
+  const Core& core_;
+  const Packed m_;
+  const int vocab_begin_;
+  const Tensor out_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_embedding(const Binding& b) { return std::make_unique<Embedding>(b); }
+
+}  // namespace as

@@ -1,0 +1,39 @@
+// head_norm: RMS norm of each of some heads, in place.
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class HeadNorm : public BoundOp {
+ public:
+  explicit HeadNorm(const Binding& b)
+      : core_(b.core),
+        weight_(b.vector()),
+        eps_((float)b.op.number("eps")),
+        offset_(b.op.integer("offset")),
+        heads_(b.op.integer("heads")),
+        head_dim_(b.op.integer("head_dim")),
+        x_(b.in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++)
+      for (int h = 0; h < heads_; h++) {
+        float* x = x_.row(r) + offset_ + (size_t)h * head_dim_;
+        core_.k.rms_norm(x, weight_, x, head_dim_, eps_);
+      }
+  }
+
+ private:
+  const Core& core_;
+  const float* weight_;
+  const float eps_;
+  const int offset_, heads_, head_dim_;
+  const Tensor x_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_head_norm(const Binding& b) { return std::make_unique<HeadNorm>(b); }
+
+}  // namespace as

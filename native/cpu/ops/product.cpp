@@ -1,0 +1,56 @@
+#include "cpu/ops/product.h"
+
+#include <algorithm>
+
+namespace as {
+
+Share share_of(int thread, int threads, int panels, int rows) {
+  constexpr int kRowsTogether = 32;
+  const int row_tiles = (rows + kRowsTogether - 1) / kRowsTogether;
+  int row_parts = 1;
+  long least = 0;
+  for (int parts = 1; parts <= std::min(threads, row_tiles / 4 + 1); parts++) {
+    if (threads % parts) continue;
+    const long panel_parts = threads / parts;
+    const long most = (panels + panel_parts - 1) / panel_parts * ((row_tiles + parts - 1) / parts);
+    if (parts == 1 || most < least) least = most, row_parts = parts;
+  }
+  const auto [p0, p1] = part(panels, thread / row_parts, threads / row_parts);
+  const auto [t0, t1] = part(row_tiles, thread % row_parts, row_parts);
+  return {p0, p1, t0 * kRowsTogether, std::min(rows, t1 * kRowsTogether)};
+}
+
+size_t prepared_bytes(const Core& core, const Packed& m, int rows) {
+  return core.k.prepared(m).bytes * std::max(rows, core.pool.size());
+}
+
+bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
+                 Activations& a) {
+  a = {x.data, m.k, scratch.as(), core.k.prepared(m).bytes};
+  if (x.prepared) {
+    a.prepared = x.bytes(0);
+    return true;
+  }
+  if (!a.stride) return true;
+  if (rows == 1) {
+    char* own = scratch.as() + thread * a.stride;
+    core.k.prepare(m, x.data, own);
+    a.prepared = own;
+    return true;
+  }
+  const auto [r0, r1] = part(rows, thread, core.pool.size());
+  for (int r = r0; r < r1; r++) core.k.prepare(m, x.row(r), scratch.as() + r * a.stride);
+  return core.pool.barrier();
+}
+
+void multiply(const Core& core, int thread, const Packed& m, const Tensor& x, const float* bias, float* y, int rows,
+              const Buffer& scratch) {
+  Activations a;
+  if (!activations(core, thread, m, x, rows, scratch, a)) return;
+  const auto [p0, p1, r0, r1] = share_of(thread, core.pool.size(), m.panels(), rows);
+  if (r0 >= r1 || p0 >= p1) return;
+  a.x += (size_t)r0 * m.k, a.prepared += r0 * a.stride;
+  core.k.matmul(m, a, bias, y + (size_t)r0 * m.n, m.n, r1 - r0, p0, p1);
+}
+
+}  // namespace as

@@ -1,0 +1,28 @@
+// A matrix times rows of activations: how threads share it out, and the rows prepared as the kernels take them.
+#pragma once
+#include "cpu/core.h"
+
+namespace as {
+
+// Part of a product that one thread computes: panels and rows.
+struct Share {
+  int p0, p1, r0, r1;
+};
+
+// Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
+Share share_of(int thread, int threads, int panels, int rows);
+
+// Bytes of scratch memory for `rows` prepared rows of a product, or for one row in a copy for each thread.
+size_t prepared_bytes(const Core& core, const Packed& m, int rows);
+
+// Rows of `x` as the kernels take them: those of a prepared tensor as they are; else prepared into `scratch`: threads
+// share them out, but one row each thread prepares for itself, which takes less than waiting for each other. False:
+// another thread has failed.
+bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
+                 Activations& a);
+
+// One thread's part of y = x w^T + bias.
+void multiply(const Core& core, int thread, const Packed& m, const Tensor& x, const float* bias, float* y, int rows,
+              const Buffer& scratch);
+
+}  // namespace as

@@ -1,0 +1,37 @@
+// rope: rotates the first features of each of some heads by a rotary table's angles, in place.
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class Rope : public BoundOp {
+ public:
+  explicit Rope(const Binding& b)
+      : core_(b.core),
+        table_(b.rotary.at(b.op.integer("table"))),
+        offset_(b.op.integer("offset")),
+        heads_(b.op.integer("heads")),
+        head_dim_(b.op.integer("head_dim")),
+        x_(b.in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const int half = table_->half;
+    const auto [r0, r1] = my_rows(core_, x_, batch, thread);
+    for (int r = r0; r < r1; r++)
+      for (int h = 0; h < heads_; h++)
+        core_.k.rope(x_.row(r) + offset_ + (size_t)h * head_dim_, table_->cosine.data() + (size_t)r * half,
+                     table_->sine.data() + (size_t)r * half, half);
+  }
+
+ private:
+  const Core& core_;
+  const std::shared_ptr<RotaryTable> table_;
+  const int offset_, heads_, head_dim_;
+  const Tensor x_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_rope(const Binding& b) { return std::make_unique<Rope>(b); }
+
+}  // namespace as

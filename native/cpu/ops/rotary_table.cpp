@@ -1,0 +1,76 @@
+// rotary_table: cosines and sines of every row's position, in single precision as transformers has them: angle =
+// position
+// * inverse frequency rounded to float, the functions themselves exact.
+//
+// Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own
+// position's once that is larger; so it does not depend on chunks.
+#include <algorithm>
+
+#include "common/exact.h"
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class RotaryTableOp : public BoundOp {
+ public:
+  explicit RotaryTableOp(const Binding& b)
+      : core_(b.core),
+        inverse_(b.weights.vector(b.op.weights[0])),
+        attention_factor_((float)b.op.number("attention_factor")),
+        dynamic_(b.op.flag("dynamic")),
+        base_(b.op.number("base")),
+        factor_(b.op.number("factor")),
+        original_max_(b.op.number("original_max")),
+        dim_(b.op.integer("rotary_dim")),
+        table_(std::make_shared<RotaryTable>()) {
+    table_->half = dim_ / 2;
+    table_->cosine.resize((size_t)b.limits.max_rows * table_->half), table_->sine.resize(table_->cosine.size());
+    b.rotary.push_back(table_);
+  }
+
+  void run(const Batch& batch, int thread) override {
+    const int half = table_->half;
+    const auto [r0, r1] = part((int64_t)batch.rows.size(), thread, core_.pool.size());
+    std::vector<float> grown(dynamic_ ? half : 0);
+    int grown_length = -1;
+    for (int r = r0; r < r1; r++) {
+      const Row& row = batch.rows[r];
+      const float* inverse = inverse_.data();
+      if (dynamic_) {
+        const int length = std::max(batch.slot(row.slot).sampling.prompt_len, row.position + 1);
+        if (length > original_max_) {
+          if (length != grown_length) grow(length, grown.data());
+          grown_length = length;
+          inverse = grown.data();
+        }
+      }
+      for (int i = 0; i < half; i++) {
+        const exact::Angle angle = exact::cos_sin((float)row.position * inverse[i]);
+        table_->cosine[(size_t)r * half + i] = (float)angle.cosine * attention_factor_;
+        table_->sine[(size_t)r * half + i] = (float)angle.sine * attention_factor_;
+      }
+    }
+  }
+
+ private:
+  void grow(int length, float* inverse) const {
+    const double base = base_ * exact::pow(factor_ * length / original_max_ - (factor_ - 1), (double)dim_ / (dim_ - 2));
+    for (int i = 0; i < table_->half; i++)
+      inverse[i] = 1.0f / (float)exact::pow(base, (double)((float)(2 * i) / (float)dim_));
+  }
+
+  const Core& core_;
+  const std::vector<float>& inverse_;
+  const float attention_factor_;
+  const bool dynamic_;
+  const double base_, factor_, original_max_;
+  const int dim_;
+  const std::shared_ptr<RotaryTable> table_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_rotary_table(const Binding& b) { return std::make_unique<RotaryTableOp>(b); }
+
+}  // namespace as

@@ -1,0 +1,68 @@
+// A program compiled for the CPUs of one rank: a vector of bound ops, and the memory that they work in.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/ops/ops.h"
+#include "program/fusion.h"
+
+namespace as {
+
+// What an op has cost.
+struct Counters {
+  int64_t count = 0;
+  double total = 0, least = 0, most = 0;  // seconds on thread 0
+  double bytes = 0, operations = 0;       // in total
+};
+
+// The cache: of every layer that attends.
+struct CacheLimits {
+  int span_size = 0;
+  std::vector<int> num_spans;  // of each cache group
+  DType dtype = DType::f32;
+};
+
+class CpuRunner : public Runner {
+ public:
+  struct Step {
+    std::string name;
+    int first;  // of the program's ops, whose number of `count` it computes
+    Counters counters;
+    FusedOp fused;
+    std::unique_ptr<BoundOp> op;
+    const SpanLayout* layout = nullptr;  // of attention
+  };
+
+  // Throws std::invalid_argument naming what this backend does not have. Program and weights must outlive the runner.
+  CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
+            const CacheLimits& cache);
+
+  Drawn run(const Batch& batch, bool want_logits) override;
+  void set_profiling(bool on);  // on: counts anew; off: what was counted stays
+  const std::vector<Step>& steps() const { return steps_; }
+  const Buffer& cache() const { return cache_.memory(); }
+
+ private:
+  void allocate_cache(const CacheLimits& limits);
+  std::vector<Tensor> allocate_tensors(const std::vector<FusedOp>& ops);
+  Tensor bound(const std::vector<FusedOp>& ops, size_t index, int tensor, bool output) const;
+  const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t writer, int tensor) const;
+  void record(Step& step, const Batch& batch, double seconds) const;
+
+  const Core core_;
+  const Program& program_;
+  const Weights& weights_;
+  const RunnerLimits limits_;
+  SpanCache cache_;
+  Buffer activations_;
+  Buffer scratch_;  // rows as linears want them, made by themselves
+  std::vector<std::shared_ptr<RotaryTable>> rotary_;
+  std::vector<std::shared_ptr<AttentionWork>> attention_;
+  std::vector<Tensor> tensors_;
+  std::vector<Step> steps_;
+  Drawn drawn_;
+  bool profiling_ = false;
+};
+
+}  // namespace as

@@ -1,0 +1,156 @@
+#include "cpu/weights.h"
+
+#include <atomic>
+#include <map>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/pack.h"
+#include "cpu/row_hash.h"
+
+namespace as {
+
+Format format_of(const std::string& name) {
+  const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16},
+                                                 {"int8", Format::int8},   {"int4", Format::int4},
+                                                 {"w8a8", Format::w8a8},   {"w4a8", Format::w4a8}};
+  const auto found = formats.find(name);
+  if (found == formats.end())
+    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8 or w4a8, got " + name);
+  return found->second;
+}
+
+int Weights::add_matrix(int out_features, int in_features, Format format, int group_size) {
+  if (out_features < 1 || in_features < 1)
+    throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) +
+                                ": both must be positive");
+  if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
+    throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
+  Packed packed = layout(out_features, in_features, k_.rules, format, group_size);
+  if (packed.planes && packed.group > kMaxIntegerK)
+    throw std::invalid_argument("matrix of " + std::to_string(in_features) +
+                                " input features: sums of 8-bit products are exact up to " +
+                                std::to_string(kMaxIntegerK) + " in a group");
+  packed.data = arena_.take(matrix_bytes(packed), "weights");
+  weights_.push_back({packed, 0, {}});
+  sizes_.push_back((double)matrix_bytes(packed));
+  return (int)weights_.size() - 1;
+}
+
+// The matrix, of which rows [row_offset, row_offset + rows) are to be columns [column, column + k) of rows of `columns`
+// values in groups of `group`.
+const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
+                                    int64_t group) const {
+  const Packed& m = matrix(id);
+  if (rows < 0 || row_offset < 0 || row_offset + rows > m.n || column < 0 || column + m.k > columns)
+    throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) +
+                                " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
+                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+  if (is_quantized(m.format))
+    for (int64_t g = 0, first = column; g < m.groups(); first += m.group_k(g), g++)
+      if (group < 1 || first / group != (first + m.group_k(g) - 1) / group)
+        throw std::invalid_argument("groups of " + std::to_string(m.group) + " from column " + std::to_string(column) +
+                                    " on are not parts of groups of " + std::to_string(group));
+  return m;
+}
+
+void Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) {
+  const Packed& m = checked_part(id, rows, row_offset, column, source.columns, source.group);
+  if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
+    throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
+                                std::to_string(bits_of(m.format)));
+  const int64_t first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part(last - first, thread, pool_.size());
+    const int64_t r0 = std::max(row_offset, (first + p0) * m.panel),
+                  r1 = std::min(row_offset + rows, (first + p1) * m.panel);
+    if (r0 < r1) place_rows(m, source, row_offset, column, r0, r1);
+  });
+}
+
+int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const {
+  std::atomic<int64_t> bad{0};
+  pool_.run([&](int thread) {
+    const auto [r0, r1] = part(rows, thread, pool_.size());
+    pool_.guard([&, r0 = r0, r1 = r1] { bad += quantize_rows(k_, source, out, r0, r1); });
+  });
+  return bad;
+}
+
+int64_t Weights::fill_matrix(int id, const SourceRows& source, int64_t rows) {
+  const int64_t row_offset = source.row_offset, stride = source.stride;
+  const Packed& m = checked_part(id, rows, row_offset, source.column, source.columns, source.group);
+  std::atomic<int64_t> bad{0};
+  std::atomic<uint64_t> hash{0};
+  const size_t item = source.type == SourceType::f32 ? 4 : 2;
+  const int64_t first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
+  auto fill = [&](int64_t r0, int64_t r1) {
+    if (is_quantized(m.format)) {
+      bad += k_.quantize(m, source, r0, r1);
+      return;
+    }
+    auto pack = [&](auto tag) {
+      using S = decltype(tag);
+      auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
+      if (m.format == Format::f32) bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (float*)m.data);
+      else bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
+    };
+    if (source.type == SourceType::f32) pack(F32{});
+    else if (source.type == SourceType::f16) pack(F16{});
+    else pack(BF16{});
+  };
+  pool_.run([&](int thread) {
+    const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
+    uint64_t sum = 0;
+    for (int64_t panel = first + p0; panel < first + p1; panel++) {
+      const int64_t r0 = std::max(row_offset, panel * m.panel), r1 = std::min(row_offset + rows, (panel + 1) * m.panel);
+      const char* row = static_cast<const char*>(source.data) + ((r0 - row_offset) * stride + source.column) * item;
+      for (int64_t r = r0; r < r1; r++, row += stride * item)
+        sum += row_hash(row, m.k * item, r);  // brings the panel into the cache
+      fill(r0, r1);
+    }
+    hash += sum;
+  });
+  weights_[id].source_hash += hash;
+  return bad;
+}
+
+int Weights::add_vector(std::vector<float> values) {
+  sizes_.push_back((double)values.size() * sizeof(float));
+  weights_.push_back({{}, 0, std::move(values)});
+  return (int)weights_.size() - 1;
+}
+
+void Weights::read_row(int id, int64_t row, float* out) const {
+  const Packed& m = matrix(id);
+  if (row < 0 || row >= m.n)
+    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
+  k_.read_row(m, row, out);
+}
+
+const Packed& Weights::matrix(int id) const {
+  const Packed& m = weights_.at(id).packed;
+  if (!m.k) throw std::invalid_argument("weight " + std::to_string(id) + " is a vector, not a matrix");
+  return m;
+}
+
+const std::vector<float>& Weights::vector(int id) const {
+  const Weight& w = weights_.at(id);
+  if (w.packed.k) throw std::invalid_argument("weight " + std::to_string(id) + " is a matrix, not a vector");
+  return w.values;
+}
+
+size_t Weights::bytes() const {
+  size_t total = 0;
+  for (const Weight& w : weights_) total += w.packed.k ? matrix_bytes(w.packed) : w.values.size() * sizeof(float);
+  return total;
+}
+
+std::vector<std::pair<const void*, size_t>> Weights::memory() const {
+  std::vector<std::pair<const void*, size_t>> all;
+  for (const Weight& w : weights_)
+    if (w.packed.k) all.emplace_back(w.packed.data, matrix_bytes(w.packed));
+  return all;
+}
+
+}  // namespace as

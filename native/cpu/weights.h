@@ -1,0 +1,64 @@
+// A model's weights on one rank: matrices packed for the kernels (kernels/format.h), and vectors.
+#pragma once
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/kernels/kernels.h"
+#include "cpu/memory.h"
+#include "cpu/pool.h"
+#include "cpu/quantized.h"
+
+namespace as {
+
+// Bytes of a matrix of this layout: what is prefetched past its end included.
+inline size_t matrix_bytes(const Packed& m) { return m.panels() * m.panel_bytes + 4096; }
+
+// "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8"; std::invalid_argument for anything else.
+Format format_of(const std::string& name);
+
+class Weights {
+ public:
+  // Threads of `pool` share out the rows: so pages lie where they are read.
+  Weights(Pool& pool, const Kernels& kernels) : pool_(pool), k_(kernels) {}
+
+  // group_size: of quantized formats, along in_features; 0: one group a row.
+  int add_matrix(int out_features, int in_features, Format format, int group_size);
+  // Copies `rows` rows of source (from source.column on) into rows source.row_offset... Returns how many NaN or Inf
+  // they have.
+  int64_t fill_matrix(int id, const SourceRows& source, int64_t rows);
+  // The same from rows that are quantized already.
+  void fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
+  // Of all bytes that fill_matrix() has read into a matrix: the same with any number of threads and instruction set.
+  uint64_t source_hash(int id) const { return matrix(id), weights_[id].source_hash; }
+  // Quantizes rows into plain arrays. Returns how many values are NaN or infinite.
+  int64_t quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const;
+  int add_vector(std::vector<float> values);
+
+  // Ids count matrices and vectors together. std::invalid_argument for the other kind.
+  const Packed& matrix(int id) const;
+  const std::vector<float>& vector(int id) const;
+  // out [in features]: a row of a matrix as its format recovers it.
+  void read_row(int id, int64_t row, float* out) const;
+
+  size_t bytes() const;
+  const std::vector<double>& sizes() const { return sizes_; }  // bytes of each
+  std::vector<std::pair<const void*, size_t>> memory() const;  // of matrices, to check where their pages are
+
+ private:
+  struct Weight {
+    Packed packed;  // k = 0: none, but a vector
+    uint64_t source_hash;
+    std::vector<float> values;
+  };
+  const Packed& checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
+                             int64_t group) const;
+
+  Pool& pool_;
+  const Kernels& k_;
+  Arena arena_;
+  std::vector<Weight> weights_;
+  std::vector<double> sizes_;
+};
+
+}  // namespace as

@@ -1,0 +1,306 @@
+#include "program/op_spec.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "program/program.h"
+#include "sampling/sampler.h"
+
+namespace as {
+namespace {
+
+using Type = AttributeType;
+
+constexpr double kAnyNumber = 1e30;
+constexpr Arity kNone{0, 0}, kOne{1, 1}, kTwo{2, 2};
+
+// -- attributes ------------------------------------------------------------------------------------------------------
+AttributeSpec whole(const char* name, Scope scope = Scope::model) {
+  return {name, Type::integer, scope, true, 0, nullptr, -kLargestCount, kLargestCount, {}};
+}
+
+AttributeSpec whole_or(const char* name, double otherwise, Scope scope = Scope::model) {
+  return {name, Type::integer, scope, false, otherwise, nullptr, -kLargestCount, kLargestCount, {}};
+}
+
+AttributeSpec whole_or_as(const char* name, const char* other) {
+  return {name, Type::integer, Scope::model, false, 0, other, -kLargestCount, kLargestCount, {}};
+}
+
+AttributeSpec within(AttributeSpec a, double least, double most) {
+  a.least = least, a.most = most;
+  return a;
+}
+
+AttributeSpec number(const char* name) {
+  return {name, Type::number, Scope::model, true, 0, nullptr, -kAnyNumber, kAnyNumber, {}};
+}
+
+AttributeSpec number_or(const char* name, double otherwise) {
+  return {name, Type::number, Scope::model, false, otherwise, nullptr, -kAnyNumber, kAnyNumber, {}};
+}
+
+AttributeSpec flag(const char* name) { return {name, Type::flag, Scope::model, false, 0, nullptr, 0, 1, {}}; }
+
+// -- checks ----------------------------------------------------------------------------------------------------------
+std::invalid_argument wrong(const OpNode& op, const std::string& what) {
+  return std::invalid_argument(std::string("op ") + op.spec->name + ": " + what);
+}
+
+void width_is(const OpNode& op, const TensorSpec& tensor, long width, const char* what) {
+  if (tensor.width != width)
+    throw wrong(op,
+                std::string(what) + " is " + std::to_string(tensor.width) + " wide, expected " + std::to_string(width));
+}
+
+const WeightSpec& matrix(const Program& p, const OpNode& op, int i) {
+  const WeightSpec& w = p.weights()[op.weights[i]];
+  if (!w.k) throw wrong(op, "weight " + std::to_string(op.weights[i]) + " is a vector, expected a matrix");
+  return w;
+}
+
+void vector_is(const Program& p, const OpNode& op, int i, long n) {
+  const WeightSpec& w = p.weights()[op.weights[i]];
+  if (w.k) throw wrong(op, "weight " + std::to_string(op.weights[i]) + " is a matrix, expected a vector");
+  if (w.n != n) throw wrong(op, "vector of " + std::to_string(w.n) + " values, expected " + std::to_string(n));
+}
+
+// A range of heads in the input's columns.
+void check_heads(const Program& p, const OpNode& op, int rotary_dim) {
+  const int offset = op.integer("offset"), heads = op.integer("heads"), head_dim = op.integer("head_dim");
+  if (offset < 0 || heads < 0 || head_dim < 1 || rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2 ||
+      offset + (long)heads * head_dim > p.in(op).width)
+    throw std::invalid_argument(std::string("op ") + op.spec->name + " reaches past its input");
+}
+
+// The rotary table of that number, or null.
+const OpNode* rotary_table(const Program& p, int number) {
+  for (const OpNode& op : p.ops())
+    if (!std::strcmp(op.spec->name, "rotary_table") && op.integer("table") == number) return &op;
+  return nullptr;
+}
+
+void check_rotary_table(const Program& p, const OpNode& op) {
+  const int table = op.integer("table");
+  if (rotary_table(p, table)) throw wrong(op, "there can be one with table " + std::to_string(table));
+  vector_is(p, op, 0, op.integer("rotary_dim") / 2);
+}
+
+void check_embedding(const Program& p, const OpNode& op) { width_is(op, p.out(op), matrix(p, op, 0).k, "output"); }
+
+void check_nothing(const Program&, const OpNode&) {}
+
+void check_rms_norm(const Program& p, const OpNode& op) {
+  width_is(op, p.out(op), p.in(op).width, "output");
+  vector_is(p, op, 0, p.in(op).width);
+}
+
+void check_linear(const Program& p, const OpNode& op) {
+  const WeightSpec& m = matrix(p, op, 0);
+  width_is(op, p.in(op), m.k, "input");
+  width_is(op, p.out(op), m.n, "output");
+  if (op.weights.size() == 2) vector_is(p, op, 1, m.n);
+}
+
+void check_head_norm(const Program& p, const OpNode& op) {
+  check_heads(p, op, 0);
+  vector_is(p, op, 0, op.integer("head_dim"));
+}
+
+void check_rope(const Program& p, const OpNode& op) {
+  check_heads(p, op, op.integer("rotary_dim"));
+  const OpNode* table = rotary_table(p, op.integer("table"));
+  if ((table ? table->integer("rotary_dim") : 0) != op.integer("rotary_dim"))
+    throw wrong(op, "rotary_dim differs from rotary_table's");
+}
+
+void check_span_attention(const Program& p, const OpNode& op) {
+  const long layer = op.integer("layer"), q_heads = op.integer("q_heads"), kv_heads = op.integer("kv_heads"),
+             head_dim = op.integer("head_dim"), group = op.integer("group"), q_head_begin = op.integer("q_head_begin"),
+             kv_begin = op.integer("kv_begin"), cache = op.integer("cache_group");
+  width_is(op, p.in(op), (q_heads + 2 * kv_heads) * head_dim, "input");
+  width_is(op, p.out(op), q_heads * head_dim, "output");
+  if (layer < 0 || head_dim < 1 || group < 1 || q_heads < 1 || kv_heads < 1 || q_head_begin < 0 || kv_begin < 0 ||
+      (kv_begin + kv_heads + 1) * group > 1 << 28 || p.in(op).rows != kAllRows)
+    throw wrong(op, "a layer, head_dim, group or number of heads that cannot be");
+  if (cache >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(cache));
+}
+
+void check_silu_mul(const Program& p, const OpNode& op) { width_is(op, p.in(op), 2l * p.out(op).width, "input"); }
+
+void check_add(const Program& p, const OpNode& op) {
+  width_is(op, p.in(op, 1), p.in(op).width, "second input");
+  if (p.in(op).rows != p.in(op, 1).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(op), p.in(op).width, "output"); }
+
+void check_sample(const Program& p, const OpNode& op) {
+  check_shard(op.integer("vocab_begin"), p.in(op).width, op.integer("vocab_size"));
+  if (p.in(op).rows != kOutputRows) throw wrong(op, "its input must have a row for each row that samples");
+}
+
+// -- costs -----------------------------------------------------------------------------------------------------------
+double values(const Program& p, const TensorSpec& t, const StepSize& size) { return p.rows_of(t.rows, size) * t.width; }
+
+double bytes_of(const Program& p, int weight, const StepSize& size) {
+  return size.weight_bytes.empty() ? p.weights()[weight].bytes() : size.weight_bytes.at(weight);
+}
+
+// Inputs and outputs once each.
+double moved(const Program& p, const OpNode& op, const StepSize& size) {
+  double total = 0;
+  for (const auto* list : {&op.inputs, &op.outputs})
+    for (int t : *list) total += values(p, p.tensors()[t], size) * (p.tensors()[t].type == TensorType::float32 ? 4 : 2);
+  return total;
+}
+
+template <int kOperations>  // for each value of the first tensor
+Cost each_value(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size), kOperations * values(p, op.outputs.empty() ? p.in(op) : p.out(op), size)};
+}
+
+Cost cost_rotary_table(const Program&, const OpNode& op, const StepSize& size) {
+  const double count = size.rows * op.integer("rotary_dim");
+  return {count * 4, count};
+}
+
+Cost cost_embedding(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size) + size.rows * bytes_of(p, op.weights[0], size) / p.weights()[op.weights[0]].n, 0};
+}
+
+Cost cost_all_reduce(const Program& p, const OpNode& op, const StepSize& size) {
+  return {size.world > 1 ? moved(p, op, size) * size.world : 0, values(p, p.in(op), size) * (size.world - 1)};
+}
+
+Cost cost_linear(const Program& p, const OpNode& op, const StepSize& size) {
+  return {moved(p, op, size) + bytes_of(p, op.weights[0], size),
+          2.0 * p.weights()[op.weights[0]].k * values(p, p.out(op), size)};
+}
+
+Cost cost_head_norm(const Program& p, const OpNode& op, const StepSize& size) {
+  const double count = p.rows_of(p.in(op).rows, size) * op.integer("heads") * op.integer("head_dim");
+  return {8 * count, 4 * count};
+}
+
+Cost cost_rope(const Program& p, const OpNode& op, const StepSize& size) {
+  const double count = p.rows_of(p.in(op).rows, size) * op.integer("heads") * op.integer("rotary_dim");
+  return {8 * count, 3 * count};
+}
+
+Cost cost_span_attention(const Program& p, const OpNode& op, const StepSize& size) {
+  const double cache = (size.context + size.rows) * size.position_bytes * op.integer("kv_heads");  // read, and written
+  return {moved(p, op, size) + cache, size.seen * op.integer("q_heads") * 4 * op.integer("head_dim")};
+}
+
+Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) {
+  return {8 * values(p, p.out(op), size), 0};
+}
+
+// -- the table -------------------------------------------------------------------------------------------------------
+std::vector<OpSpec> table() {
+  const auto table_number = within(whole_or("table", 0), 0, 255);
+  return {
+      {"rotary_table",
+       kNone,
+       kNone,
+       kOne,
+       false,
+       RowRule::none,
+       {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
+        number_or("original_max", 0), whole("rotary_dim"), table_number},
+       check_rotary_table,
+       cost_rotary_table},
+      {"embedding",
+       kNone,
+       kOne,
+       kOne,
+       false,
+       RowRule::all,
+       {whole("vocab_begin", Scope::rank)},
+       check_embedding,
+       cost_embedding},
+      {"all_reduce", kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce},
+      {"rms_norm", kOne, kOne, kOne, false, RowRule::as_input, {number("eps")}, check_rms_norm, each_value<4>},
+      {"linear", kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear},
+      {"head_norm",
+       kOne,
+       kOne,
+       kOne,
+       true,
+       RowRule::as_input,
+       {number("eps"), whole("head_dim"), whole("offset", Scope::rank), whole("heads", Scope::rank),
+        within(whole("block", Scope::graph), 0, 255)},
+       check_head_norm,
+       cost_head_norm},
+      {"rope",
+       kOne,
+       kOne,
+       kNone,
+       true,
+       RowRule::as_input,
+       {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number, whole("offset", Scope::rank),
+        whole("heads", Scope::rank)},
+       check_rope,
+       cost_rope},
+      {"span_attention",
+       kOne,
+       kOne,
+       kNone,
+       false,
+       RowRule::as_input,
+       {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
+        whole("q_heads", Scope::rank), whole("kv_heads", Scope::rank), whole_or("q_head_begin", 0, Scope::rank),
+        whole_or("kv_begin", 0, Scope::rank)},
+       check_span_attention,
+       cost_span_attention},
+      {"silu_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_silu_mul, each_value<5>},
+      {"add", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>},
+      {"select_rows", kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows},
+      {"sample",
+       kOne,
+       kNone,
+       kNone,
+       false,
+       RowRule::none,
+       {whole("vocab_size"), whole("vocab_begin", Scope::rank)},
+       check_sample,
+       each_value<1>},
+  };
+}
+
+}  // namespace
+
+int OpSpec::attribute(const std::string& wanted) const {
+  for (size_t i = 0; i < attributes.size(); i++)
+    if (wanted == attributes[i].name) return (int)i;
+  return -1;
+}
+
+const std::vector<OpSpec>& op_specs() {
+  static const std::vector<OpSpec> specs = table();
+  return specs;
+}
+
+const OpSpec& op_spec(const std::string& name) {
+  for (const OpSpec& spec : op_specs())
+    if (name == spec.name) return spec;
+  throw std::invalid_argument("unknown op " + name);
+}
+
+const char* name_of(AttributeType type) {
+  constexpr const char* kNames[] = {"integer", "number", "flag", "choice"};
+  return kNames[(int)type];
+}
+
+const char* name_of(Scope scope) {
+  constexpr const char* kNames[] = {"model", "rank", "graph"};
+  return kNames[(int)scope];
+}
+
+const char* name_of(RowRule rule) {
+  constexpr const char* kNames[] = {"none", "as_input", "all", "selected", "routed", "expanded", "combined"};
+  return kNames[(int)rule];
+}
+
+}  // namespace as

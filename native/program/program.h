@@ -1,0 +1,101 @@
+// A model's ops for one rank, as checked data: what a backend compiles. It knows no rows, memory or devices.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "program/op_spec.h"
+
+namespace as {
+
+// An attribute as it is given; a node holds it as the spec's type.
+using AttributeValue = std::variant<bool, int64_t, double, std::string>;
+using AttributeValues = std::map<std::string, AttributeValue>;
+
+enum class TensorType { float32, bfloat16 };
+
+// Rows that tensors have in common. 0 and 1 are always there; others are formed by a router within the step: `times`
+// entries for each row of set `of`.
+constexpr int kAllRows = 0, kOutputRows = 1;
+struct RowSet {
+  int of, times;
+};
+
+struct TensorSpec {
+  int width, rows;  // rows: a row set
+  TensorType type;
+};
+
+// A matrix [n, k] as y = x w^T has it, or with k = 0 a float32 vector [n]. Values are the backend's.
+struct WeightSpec {
+  int n, k;
+  std::string format;
+  int group;  // along k, of quantized formats; 0: one group a row
+  double bytes() const;
+};
+
+// What a cache group keeps of a sequence: every position, the last `window`, compressed positions, or a state.
+enum class CacheKind { full, sliding, latent, recurrent };
+struct CacheGroup {
+  CacheKind kind;
+  int window;  // of sliding
+};
+
+struct OpNode {
+  const OpSpec* spec;
+  std::vector<int> inputs, outputs, weights;
+  std::vector<double> values;  // of spec's attributes; choices as indices
+
+  // By name and type; std::logic_error if the spec has no such attribute.
+  int integer(const char* name) const { return (int)value(name, AttributeType::integer); }
+  double number(const char* name) const { return value(name, AttributeType::number); }
+  bool flag(const char* name) const { return value(name, AttributeType::flag) != 0; }
+  const char* choice(const char* name) const;
+
+ private:
+  double value(const char* name, AttributeType type) const;
+};
+
+// Every add function returns the new thing's id, and throws std::invalid_argument naming what was wrong; the program is
+// then as before.
+class Program {
+ public:
+  int add_matrix(int out_features, int in_features, const std::string& format, int group_size);
+  int add_vector(int n);
+  int add_row_set(int of, int times);
+  int add_tensor(int width, int rows = kAllRows, TensorType type = TensorType::float32);
+  int add_cache_group(CacheKind kind, int window = 0);
+  int add_op(const std::string& name, std::vector<int> inputs, std::vector<int> outputs, std::vector<int> weights,
+             const AttributeValues& attributes);
+
+  const std::vector<WeightSpec>& weights() const { return weights_; }
+  const std::vector<RowSet>& row_sets() const { return row_sets_; }
+  const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  const std::vector<CacheGroup>& cache_groups() const { return cache_groups_; }
+  const std::vector<OpNode>& ops() const { return ops_; }
+
+  const TensorSpec& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }
+  const TensorSpec& out(const OpNode& op, int i = 0) const { return tensors_[op.outputs[i]]; }
+  // How many entries a row set has in such a step.
+  double rows_of(int row_set, const StepSize& size) const;
+  Cost cost(const OpNode& op, const StepSize& size) const { return op.spec->cost(*this, op, size); }
+
+ private:
+  void check_rows(const OpNode& op) const;
+
+  std::vector<WeightSpec> weights_;
+  std::vector<RowSet> row_sets_{{kAllRows, 1}, {kAllRows, 1}};
+  std::vector<TensorSpec> tensors_;
+  std::vector<CacheGroup> cache_groups_;
+  std::vector<OpNode> ops_;
+};
+
+const char* name_of(TensorType type);
+const char* name_of(CacheKind kind);
+// Throw std::invalid_argument for a name that there is not.
+TensorType tensor_type_of(const std::string& name);
+CacheKind cache_kind_of(const std::string& name);
+
+}  // namespace as
