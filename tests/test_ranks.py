@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -456,6 +457,26 @@ def test_window_larger_than_shared_memory_is_told(monkeypatch):
 
 # ---- groups without mpirun: threads as ranks -----------------------------------------------------------------------
 
+class FakeStepper:
+    """Stands for native.Stepper, which takes native executors only: computes at once."""
+
+    def __init__(self):
+        self.ended: list[Future] = []
+
+    def run(self, job) -> None:
+        self.ended.append(Future())
+        try:
+            self.ended[-1].set_result(job())
+        except Exception as error:
+            self.ended[-1].set_exception(error)
+
+    def collect(self):
+        return self.ended.pop(0).result()
+
+    def drain(self) -> None:
+        pass
+
+
 class FakeRunner:
     """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
 
@@ -478,6 +499,14 @@ class FakeRunner:
         self._maybe_fail("step")
         return self.rank, plan
 
+    def submit(self, stepper: FakeStepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
+        def job():
+            if window is not None:
+                window.publish(kind, prefix + plan)
+            return self.step(plan)
+
+        stepper.run(job)
+
     def close(self) -> None:
         self.closed = True
 
@@ -490,6 +519,7 @@ def threads(monkeypatch):
     from allspark_server.runtime.group import Member, WindowGroup
     from allspark_server.runtime.worker import serve
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     step = -(-_native.Window.bytes_needed(3) // 4096) * 4096
     memory = mmap.mmap(-1, 3 * step)
     view = np.frombuffer(memory, np.uint8)
@@ -568,9 +598,11 @@ def test_a_step_that_fails_ends_the_group(threads):
 
 def test_the_first_step_is_told(monkeypatch):
     """The supervisor counts lives that served nothing."""
+    from allspark_server import _native
     from allspark_server.runtime import runner
     from allspark_server.runtime.group import LocalGroup
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     group, told = LocalGroup(), []
     group.member.on_served = lambda: told.append("served")
     load(group, "step0")
@@ -584,9 +616,11 @@ def test_the_first_step_is_told(monkeypatch):
 
 
 def test_local_group(monkeypatch):
+    from allspark_server import _native
     from allspark_server.runtime import runner
     from allspark_server.runtime.group import LocalGroup
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(_native, "Stepper", FakeStepper)
     group = LocalGroup()
     with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
         load(group, "load0")

@@ -353,11 +353,12 @@ class WindowGroup(LocalGroup):
         self.size = size
         self._window = window
         self.member = Member(0, size, window, cpus)
+        self._steps = Steps(window)
         self._closed = False
 
     def submit(self, name: str, plan: bytes) -> None:
-        self._publish(Command.STEP, pack_step(name, plan))
-        super().submit(name, plan)
+        self._steps.submit(self.member.runners[name], name, plan, int(Command.STEP), pack_step(name, b""))
+        self._submitted.append(name)
 
     def fail(self, message: str) -> None:
         message = self._window.aborted() or message
@@ -373,9 +374,6 @@ class WindowGroup(LocalGroup):
 
     def _tell(self, command: Command, payload: bytes) -> None:
         super()._tell(command, payload)
-        self._publish(command, payload)
-
-    def _publish(self, command: Command, payload: bytes) -> None:
         try:
             self._window.publish(int(command), payload)
         except RuntimeError as error:

@@ -166,17 +166,18 @@ class Profiler:
         self._renew = self._renew or not self.active
         self.active, self._end = True, None
 
-    def before_step(self) -> None:
-        """Switches the executor's profiling on at the first step of the time, and off after it."""
+    def before_step(self) -> bool | None:
+        """Whether the executor's profiling is to be switched: on (True) at the first step of the time, off after it."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + PROFILE_SECONDS
             if self._renew:
-                self._executor.set_profiling(True)
                 self._renew = False
+                return True
         elif now > self._end:
-            self._executor.set_profiling(False)
             self.active = False
+            return False
+        return None
 
     def read(self, graph: Graph, formats: Mapping[str, WeightFormat]) -> list[OpProfile]:
         """What was counted, for each place in the graph's op list; and more will be. formats: of the matrices.

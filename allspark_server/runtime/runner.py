@@ -124,10 +124,20 @@ class ModelRunner:
             weight_group_size=self.weight_group_size, quantize_head=self.quantize_head)
 
     def step(self, plan: bytes, want_logits: bool = False):
-        """Runs one step plan; see runtime/plan.py. Returns the native StepResult; Python runs on meanwhile."""
-        if self._profiler is not None and self._profiler.active:
-            self._profiler.before_step()
+        """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""
+        switch = self._profiler_switch()
+        if switch is not None:
+            self._executor.set_profiling(switch)
         return self._executor.step(plan, want_logits)
+
+    def submit(self, stepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
+        """Has a native Stepper run a step plan, after publishing prefix + plan in `window` (None: no other ranks)."""
+        switch = self._profiler_switch()
+        stepper.submit(self._executor, plan, window, kind, prefix, -1 if switch is None else int(switch))
+
+    def _profiler_switch(self) -> bool | None:
+        """Whether the next step switches profiling on or off; None: it stays."""
+        return self._profiler.before_step() if self._profiler is not None and self._profiler.active else None
 
     def measure_ceilings(self) -> bool:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
