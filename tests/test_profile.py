@@ -47,7 +47,7 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     passed = 4 * rows * (2 * heads + 2 * kv_heads)  # in and out
     cached = native_library().span_bytes(32, net.head_dim, "float32") / 32 * net.num_kv_heads * rows
     assert attention.bytes == layers * (passed + 2 * cached)  # written and read
-    both = ops["rms_norm+linear", "mlp.gate_proj+mlp.up_proj"]
+    both = ops["rms_norm+linear", "mlp.gate_proj+up_proj"]
     assert both.operations == layers * rows * 4 * hidden * (1 + net.intermediate_size)
 
 
