@@ -22,7 +22,7 @@ Adapter = Mapping[int, tuple[np.ndarray, np.ndarray]]
 class StepResult:
     """What a step gives, as the native StepResult has it: flat over the tokens drawn, in order of the items.
 
-    logits: [tokens, vocabulary]. hidden: [rows, width], of the output rows of items with HIDDEN. prompt_logprobs: of the
+    logits: [output rows, vocabulary], of rejected drafts too. hidden: [rows, width], of the output rows of items with HIDDEN. prompt_logprobs: of the
     output rows of items with PROMPT that draw nothing.
     """
 
@@ -138,12 +138,13 @@ class Runner:
             rank.values[rank.ops[number]["inputs"][0]] = total.copy()
 
     def _sample(self, logits: list[np.ndarray], batch: Batch, masks: np.ndarray | None, result: StepResult) -> None:
+        result.logits = list(np.concatenate(logits, axis=1))
         for item in batch.items:
             sampling, history = self.slots.live[item.slot].sampling, self.slots.live[item.slot].history
             inside = item.outputs - 1 if item.flags & DRAW else item.outputs
             if item.flags & PROMPT:
                 for i in range(inside):
-                    row = np.concatenate([part[item.output + i] for part in logits])
+                    row = result.logits[item.output + i]
                     follows = history[item.end - item.outputs + i + 1]
                     result.prompt_logprobs.append((row - np.logaddexp.reduce(row))[follows])
             if not item.flags & DRAW:
@@ -161,7 +162,6 @@ class Runner:
                 result.logprobs.append(each["logprob"])
                 result.top_ids.append(each["top_ids"])
                 result.top_logprobs.append(each["top_logprobs"])
-                result.logits.append(np.concatenate([part[item.output + item.outputs - 1 + i] for part in logits]))
 
 
 def draw(parts: list[np.ndarray], sampling, history: list[int], mask: np.ndarray | None) -> dict:
