@@ -124,11 +124,11 @@ class FakeExecutor:
         for draft in [*drafts, None]:
             drawn.append(self.token(slot.history))
             slot.history.append(drawn[-1])
-            if drawn[-1] != draft:
+            if drawn[-1] != draft or drawn[-1] < 0:
                 break
             slot.computed += 1
-            self.accepted += 1
-        return drawn if drawn[-1] >= 0 else [-1]
+        self.accepted += len(drawn) - 1
+        return drawn
 
 
 def step_result(drawn: list[list[int]]) -> SimpleNamespace:

@@ -173,7 +173,7 @@ def test_sums_of_16_bits_are_exact_at_the_largest_values(dtype, k, group):
         part, weights = x[:, first:first + (group or k)], (q[:, first:first + (group or k)] - middle).T
         planes = (part + 128) >> 8, part - 256 * ((part + 128) >> 8)
         by_planes = lambda w: single(256 * single(planes[0] @ w) + single(planes[1] @ w))
-        chain = single(part @ weights) if _native.isa() in ("avx2", "avx512", "neon") else by_planes(weights)
+        chain = single(part @ weights) if _native.isa() in ("avx2", "avx2_vnni", "avx512", "neon") else by_planes(weights)
         total = single(chain + total)
         total = single(middle * by_planes(np.ones((part.shape[1], 1), np.int64)) + total)
     for rows in (1, 2, 7, 14, 45):
