@@ -47,8 +47,8 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     passed = 4 * rows * (2 * heads + 2 * kv_heads)  # in and out
     cached = native_library().span_bytes(32, net.head_dim, "float32") / 32 * net.num_kv_heads * rows
     assert attention.bytes == layers * (passed + 2 * cached)  # written and read
-    gated = ops["rms_norm+linear+silu_mul", "mlp.gate_proj+mlp.up_proj"]
-    assert gated.operations == layers * rows * (4 * hidden + net.intermediate_size * (4 * hidden + 5))
+    both = ops["rms_norm+linear", "mlp.gate_proj+up_proj"]
+    assert both.operations == layers * rows * 4 * hidden * (1 + net.intermediate_size)
 
 
 def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkeypatch):
