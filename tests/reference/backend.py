@@ -9,6 +9,7 @@ import numpy as np
 
 from allspark_server import _native
 from reference.batch import Batch, Item, Limits, Slots
+from reference.encodings import Stored
 from reference.ops import OPS
 from reference.plan import DRAW, HIDDEN, PROMPT, read_plan
 
@@ -46,7 +47,7 @@ class Rank:
     def __init__(self, program, weights: Mapping[int, np.ndarray], limits: Limits, number: int):
         self.program, self.limits, self.number = program, limits, number
         self.ops, self.tensors, self.row_sets = program.ops, program.tensors, program.row_sets
-        self.weights = {i: np.asarray(w, float) for i, w in weights.items()}
+        self.weights = {i: self._decoded(i, w) for i, w in weights.items()}
         for i, (n, k, *_) in enumerate(program.weights):
             if self.weights[i].shape != ((n, k) if k else (n,)):
                 raise ValueError(f"weight {i} is of shape {self.weights[i].shape}, expected {n} x {k}")
@@ -58,6 +59,14 @@ class Rank:
         self.values: dict[int, np.ndarray] = {}
         self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.entries: dict[int, list[tuple[int, int]]] = {}  # of a routed row set: (expert, row), ascending
+
+    def _decoded(self, number: int, weight) -> np.ndarray:
+        if not isinstance(weight, Stored):
+            return np.asarray(weight, float)
+        _, _, form, group = self.program.weights[number]
+        if (form, group, self.program.scale_layout(number)) != (weight.format, weight.group, vars(weight.layout)):
+            raise ValueError(f"weight {number} is declared as {form}, groups of {group}, and is {weight.format}")
+        return weight.decode()
 
     def begin(self, slots: Slots, batch: Batch) -> None:
         self.slots, self.batch = slots.live, batch
