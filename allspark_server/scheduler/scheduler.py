@@ -9,7 +9,7 @@ from typing import Callable, Optional
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import DRAW, NewSlot, WorkTable
+from ..runtime.plan import MAX_STEP_DRAFTS, DRAW, NewSlot, WorkTable
 from .queue import WaitingQueue
 from .sequence import FinishReason, Sequence, State
 from .slots import SlotTable
@@ -191,8 +191,8 @@ class Scheduler:
         table.pending[live] -= 1
         if self._drafts is not None:
             table.longest[live] -= (drafts + 1 - counts)[alive]
-            self._drafts.learn(live, drafts[alive], counts[alive] - 1)
-            counters.drafted_tokens += int(drafts.sum())
+            self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
+            counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
         plain = alive & ~table.careful[slots]
         plain &= result.status[first] == 0
@@ -311,6 +311,7 @@ class Scheduler:
         left = budget - len(slots)
         if self._prompts or self._queue.waiting:
             left //= 2
+        left = min(left, MAX_STEP_DRAFTS)
         if drafts.sum() > left:
             drafts[np.cumsum(drafts) > left] = 0
         return drafts
