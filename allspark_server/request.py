@@ -97,7 +97,9 @@ class Request:
             self.sink.on_finish(self.handle, status, error, self.stat(), reason)
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
-        self.sequences, self.sink, self.obstacle = [], None, None  # callers may keep handles for long
+        self.sink = self.obstacle = None  # callers may keep handles for long
+        if self.ended:  # otherwise the engine's thread still has to cancel them
+            self.sequences = []
         self.done.set()
 
     def stat(self) -> dict[str, float]:
