@@ -27,6 +27,7 @@ CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = "0.1.0"
 LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (launch/mpi.py)
 
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
           "-mprefer-vector-width=512", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]  # GCC 12's own headers
 # Without the scheduling before register allocation: GCC moves all loads of a step in front of its multiply-adds and
@@ -34,15 +35,18 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
 ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
-# Instruction sets of each architecture: name -> compiler flags. The name becomes the C++ namespace (AS_ISA).
+# The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
+# namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
 ISAS = {
     "x86_64": {
-        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mbmi2"],
+        "avx2": AVX2,
+        # AVX-VNNI by inline assembly: what the compiler makes is avx2's, to the bit.
+        "avx2_vnni": [*AVX2, "-DAS_ISA_AVX2", "-DAS_ISA_VNNI"],
         "avx512": AVX512,
-        "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512"],
-        "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI"],
+        "avx512_vnni": [*AVX512, "-mavx512vnni", "-DAS_ISA_AVX512", "-DAS_ISA_VNNI"],
+        "avx512_bf16": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-DAS_ISA_AVX512", "-DAS_ISA_VNNI"],
         "amx": [*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8",
-                "-DAS_ISA_AVX512", "-DAS_ISA_AVX512_VNNI", "-DAS_ISA_AVX512_BF16"],
+                "-DAS_ISA_AVX512", "-DAS_ISA_VNNI", "-DAS_ISA_AVX512_BF16"],
     },
     "aarch64": {
         "neon": [*ARM, "-march=armv8-a"],
@@ -55,14 +59,17 @@ ISAS = {
 SVE_TYPE = "#include <arm_sve.h>\ntypedef svfloat32_t V __attribute__((arm_sve_vector_bits(__ARM_FEATURE_SVE_BITS)));"
 # Left out where compiler or assembler is too old to know this.
 OPTIONAL = {
+    "avx2_vnni": 'void f() { asm("{vex} vpdpbusd %ymm0, %ymm0, %ymm0"); }',
     "avx512_bf16": 'void f() { asm("vdpbf16ps %zmm0, %zmm0, %zmm0"); }',
     "amx": 'void f() { asm("tilerelease"); }',
     "neon_dotprod": 'void f() { asm("sdot v0.4s, v0.16b, v0.16b"); }',
     "sve256": SVE_TYPE,
     "sve512": SVE_TYPE,
 }
-# For tests on machines without AMX: its tiles computed in C++, slowly and not to the bit.
-EMULATED = ["-DAS_AMX_EMULATED"] if os.environ.get("ALLSPARK_EMULATE_AMX", "0") not in ("", "0") else []
+# Instruction sets whose own instructions $ALLSPARK_EMULATE has computed in C++, slowly and AMX's not to the bit, for tests
+# on machines without them: ALLSPARK_EMULATE=amx,avx2_vnni.
+EMULATED = [f"-DAS_{name.strip().upper()}_EMULATED"
+            for name in os.environ.get("ALLSPARK_EMULATE", "").split(",") if name.strip()]
 COMMON = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Sanitizers that $ALLSPARK_SANITIZE may name. GCC's own headers warn under them.
 SANITIZERS = ("address", "undefined", "thread")
@@ -170,10 +177,11 @@ class BuildExt(build_ext):
                         [*COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
                     )
                 )
+        best_first = " ".join(f"X({name})" for name in reversed(isas))
         for source in map(Path, ext.sources):
             jobs.append(
                 (ROOT / source, temporary / "base" / source.parent,
-                 [*COMMON, *EMULATED, *sanitize, *(f"-DAS_HAVE_{n.upper()}" for n in isas)])
+                 [*COMMON, *EMULATED, *sanitize, f"-DAS_FOR_EACH_ISA(X)={best_first}"])
             )
 
         includes = [
@@ -242,15 +250,16 @@ def options() -> dict:
     }
 
 
-setup(
-    name="allspark",
-    version=VERSION,
-    description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
-    cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
-    **requirements(),
-    **options(),
-)
+if __name__ == "__main__":  # tests read the lists above
+    setup(
+        name="allspark",
+        version=VERSION,
+        description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
+        long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        python_requires=">=3.10",
+        cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
+        **requirements(),
+        **options(),
+    )

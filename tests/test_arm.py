@@ -1,18 +1,20 @@
 """The kernels' own tests for every Arm level, cross-built and run under qemu (tests/arm/run)."""
 import pathlib
 import platform
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 RUN = pathlib.Path(__file__).parent / "arm" / "run"
+LEVELS = list(runpy.run_path(str(RUN.parents[2] / "setup.py"))["ISAS"]["aarch64"])
 
 
 @pytest.mark.arm
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="this is an Arm machine: the usual tests are those")
-@pytest.mark.parametrize("level", ["neon", "neon_dotprod", "sve256", "sve512"])
+@pytest.mark.parametrize("level", LEVELS)
 def test_level_passes_the_tests_of_the_kernels(level):
     done = subprocess.run([sys.executable, RUN, level], capture_output=True, text=True)
     if done.returncode == 3:

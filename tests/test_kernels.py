@@ -1,5 +1,7 @@
 """Kernels of every instruction set this machine has, against float64, at awkward sizes; bitwise invariance."""
 import os
+import platform
+import shutil
 import subprocess
 import sys
 
@@ -262,6 +264,24 @@ def test_isa_switch_is_honoured_and_unknown_names_are_refused():
         assert run_with_isa(isa, show).stdout.strip() == isa
     failed = run_with_isa("sse9", show)
     assert failed.returncode != 0 and "sse9" in failed.stderr and _native.isas()[-1] in failed.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("objdump"), reason="needs objdump, on x86-64")
+def test_avx_vnni_is_encoded_as_its_processors_know_it():
+    """Assemblers take AVX-512's encoding of the same instructions where they may."""
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", _native.__file__], capture_output=True, text=True, check=True).stdout
+    found, function = {"vpdpbusd": 0, "vpdpwssd": 0}, ""
+    for line in listing.splitlines():
+        if line.endswith(">:"):
+            function = line
+        elif "vpdp" in line and "9avx2_vnni" in function:
+            assert "{vex}" in line, f"{function} {line}"
+            found[line.split("{vex} ")[1].split()[0]] += 1
+    if not any("9avx2_vnni" in line for line in listing.splitlines()):
+        pytest.skip("the level is not built: an old assembler, or $ALLSPARK_ISAS")
+    if not any(found.values()):
+        pytest.skip("the level is built with its instructions emulated")
+    assert all(found.values())
 
 
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")

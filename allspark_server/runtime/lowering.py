@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Mapping
-
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph, Op
 from allspark_server.models.ops import Attribute
-from allspark_server.runtime.native import native_library
-from allspark_server.weights.formats import WeightFormat, group_of_slice
 
 
 def check_ranks(graph: Graph, world: int) -> None:
@@ -41,25 +37,6 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
     elif op.type == "sample":
         attrs["vocab_begin"] = blocks[0].range_of(rank, world)[0]
     return attrs
-
-
-def build_program(graph: Graph, formats: Mapping[str, WeightFormat], rank: int, world: int):
-    """One rank's native Program and the id in it of each weight, by name. formats: of each matrix.
-
-    AllSparkError when the graph holds what cannot be.
-    """
-    program, ids = native_library().Program(), {}
-    program.add_cache_group("full")
-    for weight in graph.weights.values():
-        rows = weight.rows_of(rank, world)
-        if weight.is_matrix:
-            (first, last), form = weight.column_range_of(rank, world), formats[weight.name]
-            group = group_of_slice(form.group_size, first)
-            ids[weight.name] = program.add_matrix(rows, last - first, form.dtype, group)
-        else:
-            ids[weight.name] = program.add_vector(rows)
-    add_ops(graph, program, ids, rank, world)
-    return program, ids
 
 
 def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: int) -> None:

@@ -16,70 +16,14 @@ namespace py = pybind11;
 
 namespace as {
 
-#define AS_DECLARE(isa)                                  \
-  namespace isa {                                        \
-  double integer_multiply_add(long rounds, float* keep); \
-  }
-#if defined(AS_HAVE_AVX2)
-AS_DECLARE(avx2)
-#endif
-#if defined(AS_HAVE_AVX512)
-AS_DECLARE(avx512)
-#endif
-#if defined(AS_HAVE_AVX512_VNNI)
-AS_DECLARE(avx512_vnni)
-#endif
-#if defined(AS_HAVE_AVX512_BF16)
-AS_DECLARE(avx512_bf16)
-#endif
-#if defined(AS_HAVE_NEON)
-AS_DECLARE(neon)
-#endif
-#if defined(AS_HAVE_NEON_DOTPROD)
-AS_DECLARE(neon_dotprod)
-#endif
-#if defined(AS_HAVE_SVE256)
-AS_DECLARE(sve256)
-#endif
-#if defined(AS_HAVE_SVE512)
-AS_DECLARE(sve512)
-#endif
-
 namespace {
 
 using MultiplyAdd = double (*)(long, float*);
 
-// That of the instruction set in use; null if it has none.
+// That of the instruction set in use.
 MultiplyAdd integer_multiply_add() {
-  [[maybe_unused]] const char* isa = kernels().name;
   if (kernels().multiply_tiles) return [](long rounds, float*) { return kernels().multiply_tiles(rounds, true); };
-#define AS_CHOOSE(name) \
-  if (!std::strcmp(isa, #name)) return name::integer_multiply_add;
-#if defined(AS_HAVE_AVX2)
-  AS_CHOOSE(avx2)
-#endif
-#if defined(AS_HAVE_AVX512)
-  AS_CHOOSE(avx512)
-#endif
-#if defined(AS_HAVE_AVX512_VNNI)
-  AS_CHOOSE(avx512_vnni)
-#endif
-#if defined(AS_HAVE_AVX512_BF16)
-  AS_CHOOSE(avx512_bf16)
-#endif
-#if defined(AS_HAVE_NEON)
-  AS_CHOOSE(neon)
-#endif
-#if defined(AS_HAVE_NEON_DOTPROD)
-  AS_CHOOSE(neon_dotprod)
-#endif
-#if defined(AS_HAVE_SVE256)
-  AS_CHOOSE(sve256)
-#endif
-#if defined(AS_HAVE_SVE512)
-  AS_CHOOSE(sve512)
-#endif
-  return nullptr;
+  return kernels().integer_multiply_add;
 }
 
 // The machine's ceilings, measured in slices of a few milliseconds for a caller who has steps to run in between.

@@ -81,8 +81,11 @@ py::list profile_of(const Executor& e) {
   py::list all;
   for (const CpuRunner::Step& step : e.steps()) {
     const Counters& c = step.counters;
+    int index = step.parts.parts[0];
+    for (int p : step.parts.parts)
+      if (e.program().ops()[p].spec->name == std::string("linear")) index = p;
     py::dict d;
-    d["index"] = step.first, d["op"] = step.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
+    d["index"] = index, d["op"] = step.parts.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
     d["sum"] = c.total, d["bytes"] = c.bytes, d["operations"] = c.operations;
     all.append(d);
   }
@@ -210,14 +213,16 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs) {
+             const std::string& dtype, int max_outputs, bool fused) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)});
+                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
-          py::arg("cache_dtype"), py::arg("max_outputs") = 0,
-          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots.")
+          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true,
+          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
+          "compute ops together\n"
+          "that can be; the bits are the same.")
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {
@@ -260,9 +265,10 @@ void bind_executor(py::module_& m) {
           py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
       .def("set_profiling", &Executor::set_profiling)
       .def("profile", profile_of,
-           "Per op that runs (\"add+rms_norm\": two of the list together): index of the first in the list, name, how "
-           "often, least, most\n"
-           "and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
+           "Per op that runs (\"rms_norm+linear\": two of the list together): index in the list (of the linear or the "
+           "first), name, how often,\n"
+           "least, most and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
+      .def_property_readonly("barriers", &Executor::barriers, "How many barriers its threads have come to.")
       .def(
           "memory",
           [](const Executor& e) {

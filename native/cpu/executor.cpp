@@ -28,8 +28,8 @@ int Executor::add_vector(std::vector<float> values) {
   return weights_.add_vector(std::move(values));
 }
 
-void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache) {
-  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache);
+void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused) {
+  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused);
   decoder_.emplace(*runner_, SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
                                         cache.span_size, cache.num_spans});
 }
@@ -55,7 +55,14 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   if (need > scratch_.size()) scratch_ = Buffer(need, "prepared activations");
   Tensor input;
   input.data = const_cast<float*>(x), input.width = m.k;
-  pool_.run([&](int thread) { as::multiply(all, thread, m, input, bias, y, rows, scratch_); });
+  pool_.run([&](int thread) {
+    Activations a;
+    if (!activations(all, thread, m, input, rows, scratch_, a)) return;
+    const Share share = share_of(thread, pool_.size(), m.panels(), rows);
+    if (share.empty()) return;
+    a.x += (size_t)share.r0 * m.k, a.prepared += share.r0 * a.stride;
+    all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);
+  });
 }
 
 std::vector<std::pair<const void*, size_t>> Executor::memory() const {

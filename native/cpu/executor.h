@@ -25,9 +25,10 @@ class Executor {
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
   Program& program() { return program_; }
+  const Program& program() const { return program_; }
 
   // Compiles the program. Neither program nor weights may change from then on.
-  void allocate(const RunnerLimits& limits, const CacheLimits& cache);
+  void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true);
   StepOutput step(const std::string& plan, bool want_logits);
   void set_profiling(bool on);
   // Empty before allocate().
@@ -35,6 +36,8 @@ class Executor {
 
   // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
+
+  int64_t barriers() const { return pool_.barriers(); }  // that steps have come to so far
 
   size_t cache_bytes() const { return runner_ ? runner_->cache().size() : 0; }
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are

@@ -3,14 +3,13 @@
 
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 
-#if defined(AS_HAVE_AMX)
+#if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-
-#if defined(__aarch64__)
+#elif defined(__aarch64__)
 #include <sys/auxv.h>
 #include <sys/prctl.h>
 #endif
@@ -18,39 +17,61 @@
 #include "sampling/sampler.h"
 
 namespace as {
+
+// setup.py's list of the instruction sets that kernels are compiled for, best first: AS_FOR_EACH_ISA(X) is X(name) ...
+#define AS_DECLARE(name)    \
+  namespace name {          \
+  const Kernels& kernels(); \
+  }
+AS_FOR_EACH_ISA(AS_DECLARE)
+
 namespace {
 
-struct Isa {
-  const char* name;
-  bool (*supported)();
-  const Kernels& (*kernels)();
-};
+// has_NAME(): whether this CPU and this system have all that the kernels of NAME use.
 
 #if defined(__x86_64__)
+
+enum class Register { eax, ebx, ecx, edx };
+
+bool cpuid_has(unsigned leaf, unsigned subleaf, Register in, unsigned bits) {
+  unsigned found[4];
+  if (!__get_cpuid_count(leaf, subleaf, &found[0], &found[1], &found[2], &found[3])) return false;
+  return (found[(int)in] & bits) == bits;
+}
+
+[[maybe_unused]] bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+}
+[[maybe_unused]] bool has_avx2_vnni() {
+#if defined(AS_AVX2_VNNI_EMULATED)
+  return has_avx2();
+#else
+  return has_avx2() && cpuid_has(7, 1, Register::eax, 1u << 4);
+#endif
+}
 [[maybe_unused]] bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
-#endif
-
-#if defined(AS_HAVE_AMX)
-bool has_amx() {
-  if (!has_avx512() || !__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16")) return false;
+[[maybe_unused]] bool has_avx512_vnni() { return has_avx512() && cpuid_has(7, 0, Register::ecx, 1u << 11); }
+[[maybe_unused]] bool has_avx512_bf16() { return has_avx512_vnni() && cpuid_has(7, 1, Register::eax, 1u << 5); }
+[[maybe_unused]] bool has_amx() {
+  if (!has_avx512_bf16()) return false;
 #if defined(AS_AMX_EMULATED)
   return true;
 #else
-  unsigned a, b, c, d;
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kAll) != kAll) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  if (!cpuid_has(7, 0, Register::edx, kBf16 | kTile | kInt8)) return false;
   // The kernel keeps the tiles' 8 KB only for processes that ask; the answer holds for all threads.
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #endif
 }
-#endif
 
-#if defined(__aarch64__)
-[[maybe_unused]] bool has_dot_products() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
+#elif defined(__aarch64__)
+
+[[maybe_unused]] bool has_neon() { return getauxval(AT_HWCAP) & (1ul << 1); }           // HWCAP_ASIMD
+[[maybe_unused]] bool has_neon_dotprod() { return getauxval(AT_HWCAP) & (1ul << 20); }  // HWCAP_ASIMDDP
 
 // SVE with vectors of just this size: kernels have it compiled in. (A process may have set a shorter one than the
 // CPU's.)
@@ -61,40 +82,19 @@ bool has_amx() {
   const int length = prctl(kGetVectorLength);
   return length >= 0 && (length & kLengthMask) == bytes;
 }
+[[maybe_unused]] bool has_sve256() { return has_sve(32); }
+[[maybe_unused]] bool has_sve512() { return has_sve(64); }
+
 #endif
 
-// From best to worst.
-const Isa kIsas[] = {
-#if defined(AS_HAVE_AMX)
-    {"amx", has_amx, amx::kernels},
-#endif
-#if defined(AS_HAVE_AVX512_BF16)
-    {"avx512_bf16",
-     [] { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); },
-     avx512_bf16::kernels},
-#endif
-#if defined(AS_HAVE_AVX512_VNNI)
-    {"avx512_vnni", [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }, avx512_vnni::kernels},
-#endif
-#if defined(AS_HAVE_AVX512)
-    {"avx512", has_avx512, avx512::kernels},
-#endif
-#if defined(AS_HAVE_AVX2)
-    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, avx2::kernels},
-#endif
-#if defined(AS_HAVE_SVE512)
-    {"sve512", [] { return has_sve(64); }, sve512::kernels},
-#endif
-#if defined(AS_HAVE_SVE256)
-    {"sve256", [] { return has_sve(32); }, sve256::kernels},
-#endif
-#if defined(AS_HAVE_NEON_DOTPROD)
-    {"neon_dotprod", has_dot_products, neon_dotprod::kernels},
-#endif
-#if defined(AS_HAVE_NEON)
-    {"neon", [] { return (getauxval(AT_HWCAP) & 2) != 0; }, neon::kernels},  // HWCAP_ASIMD
-#endif
+struct Isa {
+  const char* name;
+  bool (*supported)();
+  const Kernels& (*kernels)();
 };
+
+#define AS_ENTRY(name) {#name, has_##name, name::kernels},
+const Isa kIsas[] = {AS_FOR_EACH_ISA(AS_ENTRY)};
 
 const Kernels& choose() {
   std::string known;

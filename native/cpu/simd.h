@@ -1,6 +1,7 @@
-// The vector of the instruction set a kernel is compiled for: `vf`, W floats. One source, one namespace per ISA.
-// Fused multiply-adds are written out (the build forbids the compiler to contract on its own), so that every loop
-// over the same recipe rounds alike: bitwise invariance rests on it.
+// The vectors of the instruction set a kernel is compiled for: `vf`, W floats, and `vi`, the same register as integers
+// of 32 bits (or of what an operation says). One source, one namespace per ISA. Fused multiply-adds are written out
+// (the build forbids the compiler to contract on its own), so that every loop over the same recipe rounds alike:
+// bitwise invariance rests on it.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -20,17 +21,18 @@
 namespace as {
 namespace AS_ISA {
 
+// The four bytes at p, aligned or not.
+inline int32_t four_bytes(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, 4);
+  return x;
+}
+
 #if defined(AS_ISA_AVX512)
 
 using vf = __m512;
 constexpr int W = 16;
 inline vf vzero() { return _mm512_setzero_ps(); }
-// The four bytes at p, aligned or not, in every lane.
-inline __m512i four_bytes_everywhere(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return _mm512_set1_epi32(x);
-}
 inline vf vset(float x) { return _mm512_set1_ps(x); }
 inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
 inline void vstore(float* p, vf v) { _mm512_storeu_ps(p, v); }
@@ -63,6 +65,53 @@ inline vf vscale2(vf a, vf n) {
       a, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)));
 }
 
+using vi = __m512i;
+inline vi izero() { return _mm512_setzero_si512(); }
+inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline vi iload(const void* p) { return _mm512_loadu_si512(p); }
+inline void istore(void* p, vi x) { _mm512_storeu_si512(p, x); }
+inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
+inline vi isub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+inline vi isub16(vi a, vi b) { return _mm512_sub_epi16(a, b); }
+inline vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
+template <int N>
+inline vi shift_right16(vi a) {
+  return N ? _mm512_srli_epi16(a, N) : a;
+}
+template <int N>
+inline vi shift_right(vi a) {  // with its sign
+  return _mm512_srai_epi32(a, N);
+}
+template <int N>
+inline vi shift_left(vi a) {
+  return _mm512_slli_epi32(a, N);
+}
+inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+inline int32_t isum(vi a) { return _mm512_reduce_add_epi32(a); }
+inline vi madd16(vi a, vi b) { return _mm512_madd_epi16(a, b); }
+// Products below: not the intrinsics, as GCC 12 copies the accumulator before and after each.
+#if defined(AS_ISA_VNNI)
+// acc + four products of u8 and s8 in every lane
+inline vi idot8(vi acc, vi u8, vi s8) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u8), "v"(s8));
+  return acc;
+}
+// acc + two products of 16 bits in every lane
+inline vi idot16(vi acc, vi a, vi b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
+#else
+inline vi idot16(vi acc, vi a, vi b) { return iadd(acc, madd16(a, b)); }
+#endif
+#if defined(AS_ISA_AVX512_BF16)
+// acc + two products of bfloat16 in every lane, one after the other
+inline vf vdot_bf16(vf acc, vi a, vi b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
+#endif
+
 #elif defined(AS_ISA_AVX2)
 
 using vf = __m256;
@@ -87,6 +136,54 @@ inline vf vscale2(vf a, vf n) {
   return _mm256_mul_ps(
       a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
 }
+
+using vi = __m256i;
+inline vi izero() { return _mm256_setzero_si256(); }
+inline vi iset(int32_t x) { return _mm256_set1_epi32(x); }
+inline vi iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void istore(void* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
+inline vi isub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
+inline vi isub16(vi a, vi b) { return _mm256_sub_epi16(a, b); }
+inline vi iand(vi a, vi b) { return _mm256_and_si256(a, b); }
+template <int N>
+inline vi shift_right16(vi a) {
+  return N ? _mm256_srli_epi16(a, N) : a;
+}
+template <int N>
+inline vi shift_right(vi a) {
+  return _mm256_srai_epi32(a, N);
+}
+template <int N>
+inline vi shift_left(vi a) {
+  return _mm256_slli_epi32(a, N);
+}
+inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
+inline int32_t isum(vi a) {
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+inline vi madd16(vi a, vi b) { return _mm256_madd_epi16(a, b); }
+#if defined(AS_ISA_VNNI) && defined(AS_AVX2_VNNI_EMULATED)
+inline vi idot16(vi acc, vi a, vi b) { return iadd(acc, madd16(a, b)); }
+inline vi idot8(vi acc, vi u8, vi s8) {
+  const vi even = madd16(iand(u8, iset(0x00ff00ff)), _mm256_srai_epi16(_mm256_slli_epi16(s8, 8), 8));
+  return iadd(acc, iadd(even, madd16(shift_right16<8>(u8), _mm256_srai_epi16(s8, 8))));
+}
+#elif defined(AS_ISA_VNNI)
+// Processors of this level lack the encoding of AVX-512, which assemblers prefer.
+inline vi idot8(vi acc, vi u8, vi s8) {
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(u8), "x"(s8));
+  return acc;
+}
+inline vi idot16(vi acc, vi a, vi b) {
+  asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(acc) : "x"(a), "x"(b));
+  return acc;
+}
+#else
+inline vi idot16(vi acc, vi a, vi b) { return iadd(acc, madd16(a, b)); }
+#endif
 
 #elif defined(AS_ISA_SVE)
 
@@ -115,6 +212,29 @@ inline vf vmin(vf a, vf b) { return svmin_f32_x(vall(), a, b); }
 inline vf vround(vf a) { return svrintn_f32_x(vall(), a); }
 inline vf vscale2(vf a, vf n) { return svscale_f32_x(vall(), a, svcvt_s32_f32_x(vall(), n)); }
 
+typedef svint32_t vi AS_SVE_FIXED;
+inline vi izero() { return svdup_n_s32(0); }
+inline vi iset(int32_t x) { return svdup_n_s32(x); }
+inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
+inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
+inline vi isub(vi a, vi b) { return svsub_s32_x(vall(), a, b); }
+template <int N>
+inline vi shift_right(vi a) {
+  return svasr_n_s32_x(vall(), a, N);
+}
+template <int N>
+inline vi shift_left(vi a) {
+  return svlsl_n_s32_x(vall(), a, N);
+}
+inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
+inline int32_t isum(vi a) { return (int32_t)svaddv_s32(vall(), a); }
+// SVE's own products of 16-bit pairs come with SVE2. The halves of a may be the same for many b, and the other way
+// round.
+inline vi idot16(vi acc, vi a, vi b) {
+  const svint32_t even = svmla_s32_x(vall(), acc, svexth_s32_x(vall(), a), svexth_s32_x(vall(), b));
+  return svmla_s32_x(vall(), even, svasr_n_s32_x(vall(), a, 16), svasr_n_s32_x(vall(), b, 16));
+}
+
 #elif defined(AS_ISA_NEON)
 
 using vf = float32x4_t;
@@ -137,7 +257,31 @@ inline vf vscale2(vf a, vf n) {
   return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23)));
 }
 
+using vi = int32x4_t;
+inline vi izero() { return vdupq_n_s32(0); }
+inline vi iset(int32_t x) { return vdupq_n_s32(x); }
+inline vi iload(const void* p) { return vld1q_s32(static_cast<const int32_t*>(p)); }
+inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
+inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
+template <int N>
+inline vi shift_right(vi a) {
+  return vshrq_n_s32(a, N);
+}
+template <int N>
+inline vi shift_left(vi a) {
+  return vshlq_n_s32(a, N);
+}
+inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
+inline int32_t isum(vi a) { return vaddvq_s32(a); }
+inline vi idot16(vi acc, vi a, vi b) {
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  return vaddq_s32(acc, vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y)));
+}
+
 #endif
+
+// The four bytes at p in every lane.
+inline vi iset_bytes(const void* p) { return iset(four_bytes(p)); }
 
 // Sum and maximum over the lanes, always in the same order.
 inline float vsum(vf v) {

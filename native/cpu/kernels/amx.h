@@ -59,7 +59,7 @@ void tile_dot_bf16() {
   for (int r = 0; r < t.config.rows[C]; r++) {
     __m512 c = _mm512_loadu_ps(t.data[C][r]);
     for (int i = 0; i < 16; i++) {
-      const __m512i a = four_bytes_everywhere(t.data[A][r] + 4 * i), b = _mm512_loadu_si512(t.data[B][i]);
+      const __m512i a = iset_bytes(t.data[A][r] + 4 * i), b = _mm512_loadu_si512(t.data[B][i]);
       c = _mm512_add_ps(c, _mm512_add_ps(_mm512_mul_ps(first(a), first(b)), _mm512_mul_ps(second(a), second(b))));
     }
     _mm512_storeu_ps(t.data[C][r], c);
@@ -71,7 +71,7 @@ void tile_dot_s8u8() {
   for (int r = 0; r < t.config.rows[C]; r++) {
     __m512i c = _mm512_loadu_si512(t.data[C][r]);
     for (int i = 0; i < 16; i++)
-      c = _mm512_dpbusd_epi32(c, _mm512_loadu_si512(t.data[B][i]), four_bytes_everywhere(t.data[A][r] + 4 * i));
+      c = _mm512_dpbusd_epi32(c, _mm512_loadu_si512(t.data[B][i]), iset_bytes(t.data[A][r] + 4 * i));
     _mm512_storeu_si512(t.data[C][r], c);
   }
 }

@@ -46,11 +46,37 @@ constexpr int QR = 8, QG = 1, OR = 8, OV = 2;
 constexpr int QR = 4, QG = 1, OR = 4, OV = 4;
 #endif
 
+// Two 16-bit values a lane of what the cache holds at p: int8, uint4.
 #if defined(AS_ISA_AVX512)
-using vi = __m512i;
-inline vi izero() { return _mm512_setzero_si512(); }
-inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
+inline vi pairs_i8(const char* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+inline vi pairs_u4(const char* p) {
+  const vi x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi32(x, 12)), _mm512_set1_epi32(0x000f000f));
+}
+#elif defined(AS_ISA_AVX2)
+inline vi pairs_i8(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+inline vi pairs_u4(const char* p) {
+  const vi x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 12)), _mm256_set1_epi32(0x000f000f));
+}
+#elif defined(AS_ISA_SVE)
+inline vi pairs_i8(const char* p) {
+  return svreinterpret_s32_u16(svld1ub_u16(svptrue_b16(), reinterpret_cast<const uint8_t*>(p)));
+}
+inline vi pairs_u4(const char* p) {
+  const svuint32_t x = svld1ub_u32(vall(), reinterpret_cast<const uint8_t*>(p));
+  return svreinterpret_s32_u32(svand_n_u32_x(vall(), svorr_u32_x(vall(), x, svlsl_n_u32_x(vall(), x, 12)), 0x000f000f));
+}
+#else
+inline vi pairs_i8(const char* p) { return vreinterpretq_s32_u16(vmovl_u8(vld1_u8((const uint8_t*)p))); }
+inline vi pairs_u4(const char* p) {
+  const uint16x4_t x16 = vget_low_u16(vmovl_u8(vcreate_u8((uint32_t)four_bytes(p))));
+  const uint32x4_t x = vmovl_u16(x16);
+  return vreinterpretq_s32_u32(vandq_u32(vorrq_u32(x, vshlq_n_u32(x, 12)), vdupq_n_u32(0x000f000f)));
+}
+#endif
+
+#if defined(AS_ISA_AVX512)
 inline void store_rounded(int16_t* p, vf a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a)));
 }
@@ -61,70 +87,7 @@ inline vf exponential(vf x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, vset(-87.3f), _CMP_NLT_UQ),
                              vexp2(vmul(x, vset(1.44269504088896341f))));
 }
-inline vi add_pairs(vi acc, vi k, vi q) {
-#if defined(AS_ISA_AVX512_VNNI)
-  asm("vpdpwssd %2, %1, %0"
-      : "+v"(acc)
-      : "v"(k), "v"(q));  // not the intrinsic: GCC 12 copies the accumulator around it
-  return acc;
 #else
-  return _mm512_add_epi32(acc, _mm512_madd_epi16(k, q));
-#endif
-}
-inline vi pairs_i8(const char* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-inline vi pairs_u4(const char* p) {
-  const vi x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-  return _mm512_and_si512(_mm512_or_si512(x, _mm512_slli_epi32(x, 12)), _mm512_set1_epi32(0x000f000f));
-}
-#elif defined(AS_ISA_AVX2)
-using vi = __m256i;
-inline vi izero() { return _mm256_setzero_si256(); }
-inline vi iset(int32_t x) { return _mm256_set1_epi32(x); }
-inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-inline vi add_pairs(vi acc, vi k, vi q) { return _mm256_add_epi32(acc, _mm256_madd_epi16(k, q)); }
-inline vi pairs_i8(const char* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
-inline vi pairs_u4(const char* p) {
-  const vi x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
-  return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 12)), _mm256_set1_epi32(0x000f000f));
-}
-#elif defined(AS_ISA_SVE)
-typedef svint32_t vi AS_SVE_FIXED;
-inline vi izero() { return svdup_n_s32(0); }
-inline vi iset(int32_t x) { return svdup_n_s32(x); }
-inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
-// SVE's own products of 16-bit pairs come with SVE2. The halves of k are the same for all rows, those of q for all
-// vectors.
-inline vi add_pairs(vi acc, vi k, vi q) {
-  const svint32_t even = svmla_s32_x(vall(), acc, svand_n_s32_x(vall(), k, 0xffff), svexth_s32_x(vall(), q));
-  return svmla_s32_x(vall(), even, svasr_n_s32_x(vall(), k, 16), svasr_n_s32_x(vall(), q, 16));
-}
-inline vi pairs_i8(const char* p) {
-  return svreinterpret_s32_u16(svld1ub_u16(svptrue_b16(), reinterpret_cast<const uint8_t*>(p)));
-}
-inline vi pairs_u4(const char* p) {
-  const svuint32_t x = svld1ub_u32(vall(), reinterpret_cast<const uint8_t*>(p));
-  return svreinterpret_s32_u32(svand_n_u32_x(vall(), svorr_u32_x(vall(), x, svlsl_n_u32_x(vall(), x, 12)), 0x000f000f));
-}
-#else
-using vi = int32x4_t;
-inline vi izero() { return vdupq_n_s32(0); }
-inline vi iset(int32_t x) { return vdupq_n_s32(x); }
-inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
-inline vi add_pairs(vi acc, vi k, vi q) {
-  const int16x8_t a = vreinterpretq_s16_s32(k), b = vreinterpretq_s16_s32(q);
-  return vaddq_s32(acc, vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b)));
-}
-inline vi pairs_i8(const char* p) { return vreinterpretq_s32_u16(vmovl_u8(vld1_u8((const uint8_t*)p))); }
-inline vi pairs_u4(const char* p) {
-  uint32_t bytes;
-  std::memcpy(&bytes, p, 4);
-  const uint16x4_t x16 = vget_low_u16(vmovl_u8(vcreate_u8(bytes)));
-  const uint32x4_t x = vmovl_u16(x16);
-  return vreinterpretq_s32_u32(vandq_u32(vorrq_u32(x, vshlq_n_u32(x, 12)), vdupq_n_u32(0x000f000f)));
-}
-#endif
-
-#if !defined(AS_ISA_AVX512)
 inline void store_rounded(int16_t* p, vf a) {
   float x[W];
   vstore(x, vround(a));
@@ -241,11 +204,9 @@ inline void scores_integers(const char* const (&keys)[QG], const char* const (&a
     for (int g = 0; g < G; g++) prefetch_far(ahead[g] + p * C::row);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      int32_t pair;
-      std::memcpy(&pair, queries.q + (r0 + r) * queries.stride + 2 * p, 4);
-      const vi x = iset(pair);
+      const vi x = iset_bytes(queries.q + (r0 + r) * queries.stride + 2 * p);
 #pragma GCC unroll 4
-      for (int v = 0; v < G * KV; v++) acc[r][v] = add_pairs(acc[r][v], k[v], x);
+      for (int v = 0; v < G * KV; v++) acc[r][v] = idot16(acc[r][v], k[v], x);
     }
   }
 #pragma GCC unroll 8
@@ -315,11 +276,9 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
       for (size_t line = 0; line < V * C::vector_bytes; line += 64) prefetch_far(ahead + line);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        int32_t pair;
-        std::memcpy(&pair, weights + (r0 + r) * kBlockTokens + t + 2 * p, 4);
-        const vi w = iset(pair);
+        const vi w = iset_bytes(weights + (r0 + r) * kBlockTokens + t + 2 * p);
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) acc[r][v] = add_pairs(acc[r][v], x[v], w);
+        for (int v = 0; v < V; v++) acc[r][v] = idot16(acc[r][v], x[v], w);
       }
     }
   }

@@ -32,12 +32,6 @@ constexpr int kStep = 32;  // values of a row that 64 bytes hold
 using Weights = uint16_t[kTileRows][kBlockTokens];
 using Scores = float[kTileRows][kBlockTokens];
 
-// Not the intrinsic: GCC 12 copies the accumulator before and after each.
-AS_INLINE vf multiply_pairs(vf sum, __m512i a, __m512i b) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-  return sum;
-}
-
 // The first n of 16 lanes.
 AS_INLINE __mmask16 lanes(int n) { return (__mmask16)_bzhi_u32(0xffff, (unsigned)std::max(0, std::min(n, 16))); }
 
@@ -57,7 +51,7 @@ AS_INLINE vf weight(vf x, vf top, vf factor) {
 template <typename Between>
 void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Between&& between) {
   const vf factor = vset(a.scale * 1.44269504088896341f);
-  const __m512i ones = _mm512_set1_epi16(0x3f80);
+  const vi ones = _mm512_set1_epi16(0x3f80);
   for (int r = 0; r < a.rows; r++) {
     between();
     const float* x = scores[r];
@@ -75,8 +69,8 @@ void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Betw
     const float maximum = limit ? _mm512_reduce_max_ps(vmax(low, high)) : 0.0f;
     const vf top = vset(maximum);
     auto put = [&](int t, vf first, vf second) {
-      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-      sum = multiply_pairs(sum, both, ones);
+      const vi both = (vi)_mm512_cvtne2ps_pbh(second, first);
+      sum = vdot_bf16(sum, both, ones);
       _mm512_store_si512(to + t, both);
     };
     int t = 0;
@@ -100,7 +94,7 @@ const char* value_of(const SpanLayout& s, const void* const* spans, int token) {
   return static_cast<const char*>(spans[token / s.span_size]) + s.value_offset + token % s.span_size * s.value_bytes;
 }
 
-AS_INLINE __m512i lower_half(__m512i pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff)); }
+AS_INLINE vi lower_half(vi pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff)); }
 
 #if defined(AS_ISA_AMX)
 
@@ -210,7 +204,7 @@ class ValueSteps {
       for (int p = 0; p < 16; p++) {
         const int token = t_ + 2 * p;
         for (int i = 0; i < N; i++) {
-          __m512i x = _mm512_setzero_si512();
+          vi x = _mm512_setzero_si512();
           if (token < a_.tokens) x = _mm512_loadu_si512(value_of(s_, a_.spans, token) + (column_ + i) * 64);
           if (token + 1 == a_.tokens) x = lower_half(x);
           _mm512_store_si512(copy + (p * N + i) * 64, x);
@@ -286,7 +280,7 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) sum[r][g] = vzero();
   for (int p = 0; p < pairs; p++) {
-    __m512i k[G];
+    vi k[G];
 #pragma GCC unroll 2
     for (int g = 0; g < G; g++) {
       k[g] = _mm512_loadu_si512(keys[g] + p * 64);
@@ -294,9 +288,9 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const __m512i x = four_bytes_everywhere(queries + r * stride + 4 * p);
+      const vi x = iset_bytes(queries + r * stride + 4 * p);
 #pragma GCC unroll 2
-      for (int g = 0; g < G; g++) sum[r][g] = multiply_pairs(sum[r][g], k[g], x);
+      for (int g = 0; g < G; g++) sum[r][g] = vdot_bf16(sum[r][g], k[g], x);
     }
   }
 #pragma GCC unroll 8
@@ -306,12 +300,12 @@ void score_rows(const AttentionTile& a, int r0, int token, float* out) {
 }
 
 template <int R, int V>
-AS_INLINE void weigh_pair(const __m512i (&x)[V], const uint16_t* weights, vf (&sum)[R][V]) {
+AS_INLINE void weigh_pair(const vi (&x)[V], const uint16_t* weights, vf (&sum)[R][V]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const __m512i w = four_bytes_everywhere(weights + r * kBlockTokens);
+    const vi w = iset_bytes(weights + r * kBlockTokens);
 #pragma GCC unroll 4
-    for (int v = 0; v < V; v++) sum[r][v] = multiply_pairs(sum[r][v], x[v], w);
+    for (int v = 0; v < V; v++) sum[r][v] = vdot_bf16(sum[r][v], x[v], w);
   }
 }
 
@@ -325,7 +319,7 @@ void weigh_rows(const AttentionTile& a, const Weights& weights, int r0, int firs
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) sum[r][v] = vzero();
-  __m512i x[V];
+  vi x[V];
   for (int t = 0; t < a.tokens; t += s.span_size) {
     const char *values = value_of(s, a.spans, t) + first * 64, *ahead = value_of(s, a.next, t) + first * 64;
     const uint16_t* w = weights[r0] + t;

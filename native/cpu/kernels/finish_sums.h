@@ -79,8 +79,7 @@ AS_INLINE void add_group(const char* sums, int middle, const char* activations, 
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_slli_epi32(of_activations, middle)));
   };
   auto together = [](__m512i high, __m512i low) { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); };
-  const __m512i first = four_bytes_everywhere(activations),
-                second = Planes == 2 ? four_bytes_everywhere(activations + apart) : first;
+  const __m512i first = iset_bytes(activations), second = Planes == 2 ? iset_bytes(activations + apart) : first;
   constexpr bool kTogether = Planes == 2 && kSmall;
   const __m512i both = kTogether ? together(first, second) : first;
   const vf sum = Planes == 1 || kTogether ? _mm512_cvtepi32_ps(both)

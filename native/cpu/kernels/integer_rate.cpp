@@ -1,51 +1,36 @@
 // The rate at which 8-bit integers are multiplied and summed in 32 bits: the ceiling of w8a8 and w4a8.
 #include <cstdint>
 
+#include "cpu/kernels/tables.h"
 #include "cpu/simd.h"
 
 namespace as {
 namespace AS_ISA {
 namespace {
 
-// vi: sums of 32 bits; vb: what is multiplied, kProducts to an instruction (or the fewest that do it); AS_REGISTER: how
-// inline assembly names a register that holds one.
-#if defined(AS_ISA_AVX512)
+// vb: what is multiplied, kProducts to an instruction (or the fewest that do it); AS_REGISTER: how inline assembly
+// names a register that holds one.
+#if defined(AS_ISA_AVX512) || defined(AS_ISA_AVX2)
 #define AS_REGISTER "+v"
-using vi = __m512i;
-using vb = __m512i;
-constexpr int kProducts = 64;
-inline vi sums(int x) { return _mm512_set1_epi32(x); }
-inline vb bytes(int8_t x) { return _mm512_set1_epi8(x); }
-#if defined(__AVX512VNNI__)
-inline vi dot(vi sum, vb x) { return _mm512_dpbusd_epi32(sum, x, x); }
+using vb = vi;
+constexpr int kProducts = 4 * W;
+inline vb bytes(int8_t x) { return iset(0x01010101 * x); }
+#if defined(AS_ISA_VNNI)
+inline vi dot(vi sum, vb x) { return idot8(sum, x, x); }
+#elif defined(AS_ISA_AVX512)
+inline vi dot(vi sum, vb x) { return iadd(sum, madd16(_mm512_maddubs_epi16(x, x), iset(0x00010001))); }
 #else
-inline vi dot(vi sum, vb x) {
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(x, x), _mm512_set1_epi16(1)));
-}
+inline vi dot(vi sum, vb x) { return iadd(sum, madd16(_mm256_maddubs_epi16(x, x), iset(0x00010001))); }
 #endif
-#elif defined(AS_ISA_AVX2)
-#define AS_REGISTER "+x"
-using vi = __m256i;
-using vb = __m256i;
-constexpr int kProducts = 32;
-inline vi sums(int x) { return _mm256_set1_epi32(x); }
-inline vb bytes(int8_t x) { return _mm256_set1_epi8(x); }
-inline vi dot(vi sum, vb x) {
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(x, x), _mm256_set1_epi16(1)));
-}
 #elif defined(AS_ISA_SVE)
 #define AS_REGISTER "+w"
-typedef svint32_t vi AS_SVE_FIXED;
 typedef svint8_t vb AS_SVE_FIXED;
 constexpr int kProducts = 4 * W;
-inline vi sums(int x) { return svdup_n_s32(x); }
 inline vb bytes(int8_t x) { return svdup_n_s8(x); }
 inline vi dot(vi sum, vb x) { return svdot_s32(sum, x, x); }
 #else
 #define AS_REGISTER "+w"
-using vi = int32x4_t;
 using vb = int8x16_t;
-inline vi sums(int x) { return vdupq_n_s32(x); }
 inline vb bytes(int8_t x) { return vdupq_n_s8(x); }
 #if defined(AS_ISA_DOTPROD)
 constexpr int kProducts = 16;
@@ -66,7 +51,7 @@ double integer_multiply_add(long rounds, float* keep) {
   vb x = bytes(3);
   vi a[12];
 #pragma GCC unroll 12
-  for (int i = 0; i < 12; i++) a[i] = sums(i);
+  for (int i = 0; i < 12; i++) a[i] = iset(i);
   for (long r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
     for (int i = 0; i < 12; i++) {

@@ -17,18 +17,7 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-AS_INLINE int32_t four_bytes(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return x;
-}
-
 #if defined(AS_ISA_SVE)
-typedef svint32_t vi AS_SVE_FIXED;
-inline vi iload(const void* p) { return svld1_s32(vall(), static_cast<const int32_t*>(p)); }
-inline vi iset(int32_t x) { return svdup_n_s32(x); }
-inline vi iadd(vi a, vi b) { return svadd_s32_x(vall(), a, b); }
-inline vf to_float(vi a) { return svcvt_f32_s32_x(vall(), a); }
 inline vi signed_bytes(vi a) { return sveor_n_s32_x(vall(), a, (int32_t)0x80808080); }
 template <int Part>
 inline vi nibbles(vi a) {
@@ -36,15 +25,9 @@ inline vi nibbles(vi a) {
   return svreinterpret_s32_u8(Part ? svlsr_n_u8_x(svptrue_b8(), bytes, 4) : svand_n_u8_x(svptrue_b8(), bytes, 15));
 }
 using Four = vi;
-inline Four four_values(const void* p) { return iset(four_bytes(p)); }
+inline Four four_values(const void* p) { return iset_bytes(p); }
 inline vi dot(vi acc, vi w, Four a) { return svdot_s32(acc, svreinterpret_s8_s32(w), svreinterpret_s8_s32(a)); }
-#else
-using vi = int32x4_t;
-inline vi iload(const void* p) { return vld1q_s32(static_cast<const int32_t*>(p)); }
-inline vi iset(int32_t x) { return vdupq_n_s32(x); }
-inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
-inline vf to_float(vi a) { return vcvtq_f32_s32(a); }
-#if defined(AS_ISA_DOTPROD)
+#elif defined(AS_ISA_DOTPROD)
 inline vi signed_bytes(vi a) { return veorq_s32(a, iset((int32_t)0x80808080)); }
 template <int Part>
 inline vi nibbles(vi a) {
@@ -54,7 +37,6 @@ inline vi nibbles(vi a) {
 using Four = int8x8_t;  // in the first four lanes
 inline Four four_values(const void* p) { return vcreate_s8((uint32_t)four_bytes(p)); }
 inline vi dot(vi acc, vi w, Four a) { return vdotq_lane_s32(acc, vreinterpretq_s8_s32(w), a, 0); }
-#endif
 #endif
 
 constexpr int kAhead = 2048;  // bytes
@@ -216,10 +198,11 @@ inline vf round_doubles(const double* sums, double less) {
   return vcvt_high_f32_f64(vcvt_f32_f64(vsubq_f64(vld1q_f64(sums), minus)), vsubq_f64(vld1q_f64(sums + 2), minus));
 }
 #endif
+using WideBytes = Bytes;
 using WideNibbles = Nibbles;
 
 // n <= W values times factor, rounded to nearest even, zeros behind; n <= W lanes stored as bytes, or as 16 bits with n
-// rounded up to fours; the sum of all lanes.
+// rounded up to fours.
 template <typename Value>
 void store_values(char* p, vi x, int n);
 #if defined(AS_ISA_SVE)
@@ -230,16 +213,6 @@ template <>
 inline void store_values<int8_t>(char* p, vi x, int n) {
   svst1b_s32(svwhilelt_b32(0, n), reinterpret_cast<int8_t*>(p), x);
 }
-inline vi isub(vi a, vi b) { return svsub_s32_x(vall(), a, b); }
-template <int N>
-inline vi shift_right(vi a) {
-  return svasr_n_s32_x(vall(), a, N);
-}
-template <int N>
-inline vi shift_left(vi a) {
-  return svlsl_n_s32_x(vall(), a, N);
-}
-inline int32_t isum(vi a) { return (int32_t)svaddv_s32(vall(), a); }
 #else
 inline vi rounded(const float* x, int n, vf factor) {
   float some[W] = {};
@@ -258,16 +231,6 @@ inline void store_values<int8_t>(char* p, vi x, int n) {
   if (n == W) std::memcpy(p, &bytes, W);
   else std::memcpy(p, &bytes, n);
 }
-inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
-template <int N>
-inline vi shift_right(vi a) {
-  return vshrq_n_s32(a, N);
-}
-template <int N>
-inline vi shift_left(vi a) {
-  return vshlq_n_s32(a, N);
-}
-inline int32_t isum(vi a) { return vaddvq_s32(a); }
 #endif
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Integer products of matmul_integer.cpp on x86.
 //
-//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits; 16-bit activations are two rows of it (planes).
+//   VNNI     vpdpbusd adds four products of u8 and s8 to 32 bits; 16-bit activations are two rows of it (planes), with
+//            AVX2 they are taken whole by vpdpwssd, as without VNNI: the same bits, and no more instructions.
 //   without  vpmaddwd adds two products of 16 bits, vpaddd sums those: an activation of 16 bits costs no more than one
 //   of 8, so
 //            int8, int4 and w8a8 are one product, of widened weights. (Of 8 bits, vpmaddubsw of |w| and sign(a, w) or
@@ -27,29 +28,6 @@ namespace AS_ISA {
 namespace {
 
 #if defined(AS_ISA_AVX512)
-using vi = __m512i;
-inline vi iload(const void* p) { return _mm512_loadu_si512(p); }
-inline void istore(void* p, vi x) { _mm512_storeu_si512(p, x); }
-inline vi iset(int32_t x) { return _mm512_set1_epi32(x); }
-inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
-inline vi isub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
-inline vi isub16(vi a, vi b) { return _mm512_sub_epi16(a, b); }
-inline vi iand(vi a, vi b) { return _mm512_and_si512(a, b); }
-template <int N>
-inline vi shift_right16(vi a) {
-  return N ? _mm512_srli_epi16(a, N) : a;
-}
-template <int N>
-inline vi shift_right(vi a) {
-  return _mm512_srai_epi32(a, N);
-}
-template <int N>
-inline vi shift_left(vi a) {
-  return _mm512_slli_epi32(a, N);
-}
-inline vi pairs16(vi a, vi b) { return _mm512_madd_epi16(a, b); }
-inline vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
-inline int32_t isum(vi a) { return _mm512_reduce_add_epi32(a); }
 inline __mmask16 first_lanes(int n) { return (__mmask16)(n >= W ? 0xffff : (1 << n) - 1); }
 // n <= W values times factor, rounded to nearest even, zeros behind.
 inline vi rounded(const float* x, int n, vf factor) {
@@ -77,33 +55,6 @@ inline vf round_doubles(const double* sums, double less) {
   return _mm512_insertf32x8(_mm512_castps256_ps512(half(sums)), half(sums + 8), 1);
 }
 #else
-using vi = __m256i;
-inline vi iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline void istore(void* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
-inline vi iset(int32_t x) { return _mm256_set1_epi32(x); }
-inline vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
-inline vi isub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
-inline vi isub16(vi a, vi b) { return _mm256_sub_epi16(a, b); }
-inline vi iand(vi a, vi b) { return _mm256_and_si256(a, b); }
-template <int N>
-inline vi shift_right16(vi a) {
-  return N ? _mm256_srli_epi16(a, N) : a;
-}
-template <int N>
-inline vi shift_right(vi a) {
-  return _mm256_srai_epi32(a, N);
-}
-template <int N>
-inline vi shift_left(vi a) {
-  return _mm256_slli_epi32(a, N);
-}
-inline vi pairs16(vi a, vi b) { return _mm256_madd_epi16(a, b); }
-inline vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
-inline int32_t isum(vi a) {
-  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
-}
 inline vi rounded(const float* x, int n, vf factor) {
   float some[W] = {};
   if (n < W) std::memcpy(some, x, n * sizeof(float));
@@ -138,27 +89,18 @@ inline vf round_doubles(const double* sums, double less) {
 // Bytes ahead. Four bits pass more slowly than eight.
 constexpr int kAheadBytes = kStreamAhead, kAheadNibbles = 1024;
 
-AS_INLINE int32_t four_bytes(const void* p) {
-  int32_t x;
-  std::memcpy(&x, p, 4);
-  return x;
-}
-
 template <int Rows, int Far>
 AS_INLINE void prefetch_unit(const char* w) {
   for (int line = 0; line < NR * 4; line += 64) prefetch_weights<Rows, Far>(w + line);
 }
 
-#if defined(AS_ISA_AVX512_VNNI)
-constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
-constexpr int rows_of_tile(int planes) { return MR / planes; }
-
-// acc + four products of u8 weights and s8 activations in every lane
-inline vi dot(vi acc, vi w, vi a) {
-  // Not the intrinsic: GCC 12 copies the accumulator before and after each.
-  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
-  return acc;
+// p, from which a value is to be loaded anew: kept for its next use it would take registers that accumulators need.
+AS_INLINE const char* reload(const char* p) {
+  asm("" : "+r"(p));
+  return p;
 }
+
+#if defined(AS_ISA_VNNI)
 
 // A value that is not to be loaded again for its next use.
 inline vi in_register(vi x) {
@@ -166,9 +108,10 @@ inline vi in_register(vi x) {
   return x;
 }
 
-// A group of R rows: line(r) is where the values of row (or plane of a row) r lie.
+// 8-bit weights. A group of R rows: line(r) is where the values of row (or plane of a row) r lie.
 struct Bytes {
   static constexpr int kMiddle = 128, kUnit = 4;
+  static constexpr bool kWidens = false;
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
@@ -179,16 +122,25 @@ struct Bytes {
       for (int v = 0; v < NV; v++) raw[v] = R <= 2 ? in_register(iload(w + v * W * 4)) : iload(w + v * W * 4);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        const vi value = iset(four_bytes(line(r) + i));
+        const vi value = iset_bytes(line(r) + i);
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = dot(acc[r][v], raw[v], value);
+        for (int v = 0; v < NV; v++) acc[r][v] = idot8(acc[r][v], raw[v], value);
       }
     }
   }
 };
 
+#endif
+
+#if defined(AS_ISA_VNNI) && defined(AS_ISA_AVX512)
+
+constexpr bool kWords = false;  // 16-bit values are two rows of 8-bit ones
+constexpr int rows_of_tile(int planes) { return MR / planes; }
+
+// 4-bit weights.
 struct Nibbles {
   static constexpr int kMiddle = 8, kUnit = 8;
+  static constexpr bool kWidens = false;
   using Value = int8_t;
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
@@ -200,8 +152,8 @@ struct Nibbles {
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) upper[r][v] = iset(0);
     for (int i = 0; i < k; i += kUnit, w += NR * 4) {
-      vi low[NV], high[NV];
       prefetch_unit<R, kAheadNibbles>(w);
+      vi low[NV], high[NV];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; v++) {
         const vi raw = iload(w + v * W * 4);
@@ -209,12 +161,12 @@ struct Nibbles {
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        const vi first = iset(four_bytes(line(r) + i)), second = iset(four_bytes(line(r) + i + 4));
+        const vi first = iset_bytes(line(r) + i), second = iset_bytes(line(r) + i + 4);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
-          acc[r][v] = dot(acc[r][v], low[v], first);
-          if constexpr (kSplit) upper[r][v] = dot(upper[r][v], high[v], second);
-          else acc[r][v] = dot(acc[r][v], high[v], second);
+          acc[r][v] = idot8(acc[r][v], low[v], first);
+          if constexpr (kSplit) upper[r][v] = idot8(upper[r][v], high[v], second);
+          else acc[r][v] = idot8(acc[r][v], high[v], second);
         }
       }
     }
@@ -225,9 +177,12 @@ struct Nibbles {
         for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
   }
 };
+
+using WideBytes = Bytes;
 using WideNibbles = Nibbles;
 
 #else
+
 #define AS_WORDS
 #define AS_WIDENED_BLOCKS
 constexpr bool kWords = true;         // 16-bit values are multiplied as such
@@ -237,60 +192,42 @@ constexpr int kUncentredWords = 256;  // of activations * q
 // Rows of a tile; k of a block, which has up to 16 and 24 KB of the first level's 32.
 #if defined(AS_ISA_AVX512)
 constexpr int kPairRows = 12, kBlockK = 256;
+#elif defined(AS_ISA_VNNI)
+constexpr int kPairRows = 4, kBlockK = 512;
 #else
 constexpr int kPairRows = 3, kBlockK = 512;
 #endif
 constexpr int rows_of_tile(int) { return kPairRows; }
 
-// acc[r] += sums of pairs of products of weights and `a`. Not the intrinsics: GCC 12 gives the sums other registers and
-// copies accumulators about. Multiplications first: their ports are then not taken by additions, which any port could
-// do (4 to 5 %).
+// acc[r] += sums of pairs of products of weights and `a`. Without VNNI not the intrinsics: GCC 12 gives the sums other
+// registers and copies accumulators about. Multiplications first: their ports are then not taken by additions, which
+// any port could do (4 to 5 %).
 template <int R>
 AS_INLINE void add_pairs16(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
+#if defined(AS_ISA_VNNI)
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) acc[r][v] = idot16(acc[r][v], w[v], a);
+#elif defined(AS_ISA_AVX512)
   vi first, x = acc[r][0], y = acc[r][1];
-#if defined(AS_ISA_AVX512)
   asm("vpmaddwd %3, %4, %2\n\tvpmaddwd %3, %5, %3\n\tvpaddd %2, %0, %0\n\tvpaddd %3, %1, %1"
       : "+v"(x), "+v"(y), "=&v"(first), "+v"(a)
       : "v"(w[0]), "v"(w[1]));
+  acc[r][0] = x, acc[r][1] = y;
 #else
-  vi second, z = acc[r][2];
+  vi first, second, x = acc[r][0], y = acc[r][1], z = acc[r][2];
   asm("vpmaddwd %5, %6, %3\n\tvpmaddwd %5, %7, %4\n\tvpmaddwd %5, %8, %5\n\tvpaddd %3, %0, %0\n\tvpaddd %4, %1, "
       "%1\n\tvpaddd %5, %2, %2"
       : "+x"(x), "+x"(y), "+x"(z), "=&x"(first), "=&x"(second), "+x"(a)
       : "x"(w[0]), "x"(w[1]), "x"(w[2]));
-  acc[r][2] = z;
+  acc[r][0] = x, acc[r][1] = y, acc[r][2] = z;
 #endif
-  acc[r][0] = x, acc[r][1] = y;
-}
-template <int R>
-AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
-  vi first, x = acc[r][0], y = acc[r][1];
-#if defined(AS_ISA_AVX512)
-  asm("vpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1"
-      : "+v"(x), "+v"(y), "=&v"(first), "+v"(a)
-      : "v"(w[0]), "v"(w[1]));
-#else
-  vi second, z = acc[r][2];
-  asm("vpmaddubsw %5, %6, %3\n\tvpmaddubsw %5, %7, %4\n\tvpmaddubsw %5, %8, %5\n\tvpaddw %3, %0, %0\n\tvpaddw %4, %1, "
-      "%1\n\tvpaddw %5, %2, %2"
-      : "+x"(x), "+x"(y), "+x"(z), "=&x"(first), "=&x"(second), "+x"(a)
-      : "x"(w[0]), "x"(w[1]), "x"(w[2]));
-  acc[r][2] = z;
-#endif
-  acc[r][0] = x, acc[r][1] = y;
 }
 
 // acc += pairs of products of widened weights and the two 16-bit activations at line(r) + at
 template <int R, typename L>
 AS_INLINE void add_pairs(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
 #pragma GCC unroll 16
-  for (int r = 0; r < R; r++) add_pairs16(acc, r, weights, iset(four_bytes(line(r) + at)));
-}
-
-// p, from which a value is to be loaded anew: kept for its next use it would take registers that accumulators need.
-AS_INLINE const char* reload(const char* p) {
-  asm("" : "+r"(p));
-  return p;
+  for (int r = 0; r < R; r++) add_pairs16(acc, r, weights, iset_bytes(line(r) + at));
 }
 
 template <int R>
@@ -324,10 +261,11 @@ AS_INLINE void multiply_words(const int16_t* block, int k, L&& line, vi* kept, b
   add_to(acc, kept, add);
 }
 
-// 8-bit weights. Activations: 16 bits, of four k in the order 0, 2, 1, 3, as the even and the odd bytes of a lane are
-// unpacked.
-struct Bytes {
+// 8-bit weights of int8. Activations: 16 bits, of four k in the order 0, 2, 1, 3, as the even and the odd bytes of a
+// lane are unpacked.
+struct WideBytes {
   static constexpr int kMiddle = 128, kUnit = 4, kWideMiddle = 0;
+  static constexpr bool kWidens = true;
   static constexpr int kFewRows = 24;  // up to which weights are widened in registers
   using Value = int16_t;
   using Wide = int16_t;
@@ -365,6 +303,7 @@ struct Bytes {
 // 4-bit weights of int4. A lane's 16-bit halves hold, from their lowest bits on, k = 0, 4, 1, 5 and 2, 6, 3, 7.
 struct WideNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 0;
+  static constexpr bool kWidens = true;
   static constexpr int kFewRows = 12;
   using Value = int16_t;
   using Wide = int16_t;
@@ -407,17 +346,104 @@ struct WideNibbles {
   }
 };
 
-// 4-bit weights of w4a8: 8-bit activations.
-struct Nibbles {
+// 4-bit weights of w4a8 (8-bit activations) in a block.
+struct WidenedNibbles {
   static constexpr int kMiddle = 8, kUnit = 8, kWideMiddle = 8;
+  static constexpr bool kWidens = true;
   static constexpr int kFewRows = 12;
-  static constexpr int kPiece = 32;  // k: eight pairs, as many as 16 bits hold
   using Value = int8_t;
   using Wide = uint8_t;
+  // A byte each, [k / 4][NR][4].
+  static AS_INLINE void widen(const char* w, int k, Wide* block) {
+    const vi mask = iset(0x0f0f0f0f);
+    for (int i = 0; i < k; i += kUnit, w += NR * 4, block += NR * kUnit)
+      for (int v = 0; v < NV; v++) {
+        const vi raw = iload(w + v * W * 4);
+        istore(block + v * W * 4, iand(raw, mask));
+        istore(block + (NR + v * W) * 4, iand(shift_right16<4>(raw), mask));
+      }
+  }
+};
+
+#if defined(AS_ISA_VNNI)
+
+struct Nibbles : WidenedNibbles {
+  template <int R, typename L>
+  static AS_INLINE void dot_rows(const vi (&weights)[NV], L&& line, int at, vi (&acc)[R][NV]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const vi value = iset_bytes(line(r) + at);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) acc[r][v] = idot8(acc[r][v], weights[v], value);
+    }
+  }
+  template <int R, typename L>
+  static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
+    constexpr bool kSplit = R * NV < 8;  // too few chains for the latency: low and high nibbles in chains of their own
+    const vi mask = iset(0x0f0f0f0f);
+    vi upper[R][NV];
+    clear(upper);
+    for (int i = 0; i < k; i += kUnit, w += NR * 4) {
+      vi weights[NV];
+      prefetch_unit<R, kAheadNibbles>(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = iand(iload(w + v * W * 4), mask);
+      dot_rows(weights, line, i, acc);
+      const char* again = reload(w);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = iand(shift_right16<4>(iload(again + v * W * 4)), mask);
+      if constexpr (kSplit) dot_rows(weights, line, i + 4, upper);
+      else dot_rows(weights, line, i + 4, acc);
+    }
+    if constexpr (kSplit)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], upper[r][v]);
+  }
+  template <int R, typename L>
+  static AS_INLINE void multiply(const Wide* block, int k, L&& line, vi* kept, bool add) {
+    vi acc[R][NV];
+    clear(acc);
+    for (int i = 0; i < k; i += 4, block += NR * 4) {
+      vi weights[NV];
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) weights[v] = iload(block + v * W * 4);
+      dot_rows(weights, line, i, acc);
+    }
+    add_to(acc, kept, add);
+  }
+};
+
+#else
+
+using Bytes = WideBytes;
+
+// As add_pairs16(), of unsigned and signed bytes, summed in 16 bits.
+template <int R>
+AS_INLINE void add_pairs8(vi (&acc)[R][NV], int r, const vi (&w)[NV], vi a) {
+#if defined(AS_ISA_AVX512)
+  vi first, x = acc[r][0], y = acc[r][1];
+  asm("vpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1"
+      : "+v"(x), "+v"(y), "=&v"(first), "+v"(a)
+      : "v"(w[0]), "v"(w[1]));
+  acc[r][0] = x, acc[r][1] = y;
+#else
+  vi first, second, x = acc[r][0], y = acc[r][1], z = acc[r][2];
+  asm("vpmaddubsw %5, %6, %3\n\tvpmaddubsw %5, %7, %4\n\tvpmaddubsw %5, %8, %5\n\tvpaddw %3, %0, %0\n\tvpaddw %4, %1, "
+      "%1\n\tvpaddw %5, %2, %2"
+      : "+x"(x), "+x"(y), "+x"(z), "=&x"(first), "=&x"(second), "+x"(a)
+      : "x"(w[0]), "x"(w[1]), "x"(w[2]));
+  acc[r][0] = x, acc[r][1] = y, acc[r][2] = z;
+#endif
+}
+
+struct Nibbles : WidenedNibbles {
+  static constexpr int kPiece = 32;  // k: eight pairs, as many as 16 bits hold
   template <int R, typename L>
   static AS_INLINE void add_bytes(const vi (&weights)[NV], L&& line, int at, vi (&part)[R][NV]) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) add_pairs8(part, r, weights, iset(four_bytes(line(r) + at)));
+    for (int r = 0; r < R; r++) add_pairs8(part, r, weights, iset_bytes(line(r) + at));
   }
   template <int R, typename L>
   static AS_INLINE void group(const char* w, int k, L&& line, vi (&acc)[R][NV]) {
@@ -439,18 +465,8 @@ struct Nibbles {
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], pairs16(part[r][v], ones));
+        for (int v = 0; v < NV; v++) acc[r][v] = iadd(acc[r][v], madd16(part[r][v], ones));
     }
-  }
-  // A byte each, [k / 4][NR][4].
-  static AS_INLINE void widen(const char* w, int k, Wide* block) {
-    const vi mask = iset(0x0f0f0f0f);
-    for (int i = 0; i < k; i += kUnit, w += NR * 4, block += NR * kUnit)
-      for (int v = 0; v < NV; v++) {
-        const vi raw = iload(w + v * W * 4);
-        istore(block + v * W * 4, iand(raw, mask));
-        istore(block + (NR + v * W) * 4, iand(shift_right16<4>(raw), mask));
-      }
   }
   template <int R, typename L>
   static AS_INLINE void multiply(const Wide* block, int k, L&& line, vi* kept, bool add) {
@@ -467,11 +483,13 @@ struct Nibbles {
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) part[r][v] = pairs16(part[r][v], ones);
+        for (int v = 0; v < NV; v++) part[r][v] = madd16(part[r][v], ones);
       add_to(part, kept, add);
     }
   }
 };
+#endif
+
 #endif
 
 }  // namespace

@@ -82,54 +82,9 @@ struct Kernels {
   // Ceilings (ceilings.cpp).
   float (*read_memory)(const float* p, size_t n);
   double (*multiply_add)(long rounds, float* keep);
+  double (*integer_multiply_add)(long rounds, float* keep);
   double (*multiply_tiles)(long rounds, bool integers);  // null without tiles
 };
-
-#if defined(AS_HAVE_AMX)
-namespace amx {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_AVX2)
-namespace avx2 {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_AVX512)
-namespace avx512 {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_AVX512_VNNI)
-namespace avx512_vnni {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_AVX512_BF16)
-namespace avx512_bf16 {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_NEON)
-namespace neon {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_NEON_DOTPROD)
-namespace neon_dotprod {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_SVE256)
-namespace sve256 {
-const Kernels& kernels();
-}
-#endif
-#if defined(AS_HAVE_SVE512)
-namespace sve512 {
-const Kernels& kernels();
-}
-#endif
 
 // The kernels in use.
 const Kernels& kernels();

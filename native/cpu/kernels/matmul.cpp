@@ -36,13 +36,9 @@ struct Pairs {
   using X = uint32_t;
   static constexpr int kStep = 2;
   static constexpr bool kConvert = false;
-  static __m512i load(const T* p) { return _mm512_loadu_si512(p); }
-  static __m512i broadcast(const X* x) { return _mm512_set1_epi32((int)*x); }
-  // Not the intrinsic: GCC 12 copies the accumulator before and after each.
-  static vf multiply(vf acc, __m512i a, __m512i b) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(b), "v"(a));
-    return acc;
-  }
+  static vi load(const T* p) { return iload(p); }
+  static vi broadcast(const X* x) { return iset((int)*x); }
+  static vf multiply(vf acc, vi a, vi b) { return vdot_bf16(acc, b, a); }
   static const X* activations(const Activations& a, int row) {
     return reinterpret_cast<const X*>(a.prepared + row * a.stride);
   }

@@ -218,13 +218,14 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
   const PreparedLayout at = prepared(w);
   constexpr int kRows = rows_of_tile(P);
 #if defined(AS_WIDENED_BLOCKS)
-  if (m > F::kFewRows) {
-    const int blocks = (m + kBlockRows - 1) / kBlockRows,
-              most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
-    for (int m0 = 0; m0 < m; m0 += most)
-      for (int p = p0; p < p1; p++) many_rows<F, P>(w, at, a, m0, std::min(most, m - m0), p, bias, y, ldy);
-    return;
-  }
+  if constexpr (F::kWidens)
+    if (m > F::kFewRows) {
+      const int blocks = (m + kBlockRows - 1) / kBlockRows,
+                most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
+      for (int m0 = 0; m0 < m; m0 += most)
+        for (int p = p0; p < p1; p++) many_rows<F, P>(w, at, a, m0, std::min(most, m - m0), p, bias, y, ldy);
+      return;
+    }
 #endif
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
     for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
@@ -289,7 +290,7 @@ AS_INLINE void with_format(const Packed& w, Work&& work) {
   constexpr std::integral_constant<int, 2> two;
   switch (w.format) {
     case Format::int8:
-      return work(Bytes(), two);
+      return work(WideBytes(), two);
     case Format::int4:
       return work(WideNibbles(), two);
     case Format::w8a8:

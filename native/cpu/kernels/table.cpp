@@ -38,6 +38,7 @@ const Kernels& kernels() {
                                 logit_kernels,
                                 read_memory,
                                 multiply_add,
+                                integer_multiply_add,
                                 kMultiplyTiles};
   return table;
 }

@@ -39,6 +39,7 @@ void merge(int rows, float* maximum, float* sum, float* out, const float* block_
 const LogitKernels& logit_kernels();
 float read_memory(const float* p, size_t n);
 double multiply_add(long rounds, float* keep);
+double integer_multiply_add(long rounds, float* keep);
 
 }  // namespace AS_ISA
 }  // namespace as
