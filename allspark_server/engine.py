@@ -1,8 +1,8 @@
 """The engine: models, requests, and the one thread that computes.
 
-A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their calls
-become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the group, so
-none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
+A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their
+calls become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the
+group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
 of the group, and files written by the callers' threads. The output stage (output.py) is a third thread: it tells the
 sinks of requests what came of them.
 """
@@ -240,8 +240,8 @@ class Engine(AbstractEngine):
             self._requests.pop(handle, None)
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks, and
-        after requests have ended otherwise."""
+        """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks,
+        and after requests have ended otherwise."""
         self._output.add_flush_listener(listener)
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:

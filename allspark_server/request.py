@@ -60,8 +60,8 @@ class Request:
         ended: bool,
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is the
-        sequence's last."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is
+        the sequence's last."""
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1

@@ -35,9 +35,9 @@ class Scheduler:
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
     way), and one more whenever its output may have filled the last.
 
-    A step is planned before the results of those before it are completed. The ranks append what they draw by themselves;
-    here only the least and the most that a history can hold is known, and spans are given for the most. No row is
-    planned that could pass a sequence's maximum length. Results of sequences that have ended meanwhile are discarded;
+    A step is planned before the results of those before it are completed. The ranks append what they draw by
+    themselves; here only the most that a history can hold is known, and spans are given for that. No row is planned
+    that could pass a sequence's maximum length. Results of sequences that have ended meanwhile are discarded;
     those of preempted ones are kept. Only accepted positions of completed steps enter the prefix cache.
     """
 

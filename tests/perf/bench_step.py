@@ -1,10 +1,10 @@
 """What a step costs in Python, without any computing: bench_step.py [RUNNING …] [--waiting N] [--drafts N].
 
 For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
-the medians over 300 steps of the processor's time for planning, encoding, completing and handing over on the engine's thread, in µs, and their
-sum as a part of the allowance, 60 µs + 1 µs for each running request; then what the output stage's thread and the event
-loop (Session.take) have to do for a step, with more requests waiting. `--drafts`: every sequence gets drafts, of which so
-many are accepted.
+the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
+engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request; then
+what the output stage's thread and the event loop (Session.take) have to do for a step, with more requests waiting.
+`--drafts`: every sequence gets drafts, of which so many are accepted.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def measure(running: int, waiting: int, accepted: int) -> None:
         one()
     medians = {name: statistics.median(values) for name, values in times.items()}
     allowed, mean = 60 + running, statistics.mean(times["total"])
-    print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode {medians['encode']:.0f}"
-          f" + complete {medians['complete']:.0f}; mean {mean:.0f}, {mean / allowed:.2f} of {allowed} us; output stage "
+    print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode "
+          f"{medians['encode']:.0f} + complete {medians['complete']:.0f}; mean {mean:.0f}, {mean / allowed:.2f} of {allowed} us; output stage "
           f"{medians['output']:.0f}, take {medians['take']:.0f}; {model.scheduler.waiting} waiting")
 
 
