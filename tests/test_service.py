@@ -19,7 +19,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
 from allspark_server.access import Access, Role
 from allspark_server.service import Service
-from allspark_server.session import Backlog, Session, _Pending, _RequestSink
+from allspark_server.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from fake_engine import FakeEngine
 from fake_service import MODEL, expected, serving, tokens, wait_until
 
@@ -194,7 +194,7 @@ def test_one_message_a_step(served):
 def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
     def seconds_to_take(waiting: int) -> float:
         notices = []
-        session = Session(None, lambda *notice: notices.append(notice))
+        session = ClientStream(None, lambda *notice: notices.append(notice))
         for i in range(waiting + 3):
             session._register(i)
             session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
@@ -216,9 +216,9 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
 
 def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():
     backlog, news = Backlog(limit=100), []
-    small, large = (Session(None, lambda session, now: news.append(session), 80, backlog) for _ in range(2))
+    small, large = (ClientStream(None, lambda session, now: news.append(session), 80, backlog) for _ in range(2))
 
-    def leave_unread(session: Session, count: int) -> None:
+    def leave_unread(session: ClientStream, count: int) -> None:
         session._pending.setdefault(1, _Pending(answered=True))
         for token in range(count):
             _RequestSink(session, 1).on_token(7, 0, token, None, [], None, 0)

@@ -3,7 +3,7 @@
 For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
 the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
 engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request; then
-what the output stage's thread and the event loop (Session.take) have to do for a step, with more requests waiting.
+what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests waiting.
 `--drafts`: every sequence gets drafts, of which so many are accepted.
 """
 
@@ -25,7 +25,7 @@ from allspark_server.prepare import prepare
 from allspark_server.request import Request
 from allspark_server.runtime.plan import WorkTable
 from allspark_server.served_model import ServedModel
-from allspark_server.session import Session, _RequestSink
+from allspark_server.client_stream import ClientStream, _RequestSink
 
 STEPS, WARM, DEPTH = 300, 50, 2
 
@@ -57,7 +57,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     output = Output()
     model = ServedModel(config, info, None, "", output)
     model.running = True
-    session = Session(None, lambda session, now: None, 1 << 30)
+    session = ClientStream(None, lambda session, now: None, 1 << 30)
     session._release = lambda handle: None
     for i in range(running + waiting):
         session._register(i)
