@@ -88,8 +88,14 @@ class FakeExecutor:
             sample = SamplingParams.decode(new.sampling, 0)[0].sample_index if self.samples_differ else 0
             self.slots[new.slot] = _Slot(list(new.history), new.cached, sample)
         assert len({item.slot for item in plan.work}) == len(plan.work)
-        drawn = [self._work(item) for item in plan.work]
-        return step_result([tokens for item, tokens in zip(plan.work, drawn) if item.flags & DRAW])
+        tried, drawn, drafted = self.drafted, [], []
+        for item in plan.work:
+            tokens = self._work(item)
+            if item.flags & DRAW:
+                drawn.append(tokens)
+                drafted.append(self.drafted - tried)
+            tried = self.drafted
+        return step_result(drawn, drafted)
 
     def _work(self, item: WorkItem) -> list[int]:
         """The tokens that the item draws."""
@@ -135,11 +141,12 @@ class FakeExecutor:
         return drawn
 
 
-def step_result(drawn: list[list[int]]) -> SimpleNamespace:
-    """A StepResult, of the tokens of each item that draws; a negative one has a status."""
+def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
+    """A StepResult, of the tokens of each item that draws and how many drafts it tried; a negative token has a status."""
     tokens = np.array([token for each in drawn for token in each], np.int32)
     return SimpleNamespace(
         counts=np.array([len(each) for each in drawn], np.int32),
+        drafted=np.array(drafted, np.int32),
         tokens=np.maximum(tokens, -1),
         status=(tokens < 0).astype(np.int32),
         logprobs=-tokens.astype(np.float32) / 1000,

@@ -385,7 +385,7 @@ def test_rows_far_into_a_context_cost_more():
         step = scheduler.plan(budget.rows, budget.price)
         times.append(1e-4 * (step.rows + step.context / 1000))
         budget.learn(step.rows, step.context, times[-1])
-        scheduler.complete(step, step_result([[1]] * len(step.drawing)))
+        scheduler.complete(step, step_result([[1]] * len(step.drawing), [0] * len(step.drawing)))
     assert 0.0008 < budget.price < 0.0012
     assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
     for _ in range(20):  # short prompts only

@@ -9,7 +9,7 @@ from typing import Callable, Optional
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import DRAW, NewSlot, WorkTable
+from ..runtime.plan import MAX_STEP_DRAFTS, DRAW, NewSlot, WorkTable
 from .queue import WaitingQueue
 from .sequence import FinishReason, Sequence, State
 from .slots import SlotTable
@@ -194,8 +194,8 @@ class Scheduler:
         if self._drafts is not None:
             drafts = step.work.columns[WorkTable.DRAFTS, step.drawing]
             table.longest[live] -= (drafts + 1 - counts)[alive]
-            self._drafts.learn(live, drafts[alive], counts[alive] - 1)
-            counters.drafted_tokens += int(drafts.sum())
+            self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
+            counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
         plain = alive & ~table.careful[slots]
         if result.status.any():
@@ -335,6 +335,7 @@ class Scheduler:
         left = budget - len(slots)
         if self._prompts or self._queue.waiting:
             left //= 2
+        left = min(left, MAX_STEP_DRAFTS)
         if drafts.sum() > left:
             drafts[np.cumsum(drafts) > left] = 0
         return drafts

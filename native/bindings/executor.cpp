@@ -49,7 +49,7 @@ struct WithoutGil {
 
 // What a step gave: arrays over the tokens drawn.
 struct StepResult {
-  py::array_t<int32_t> counts, tokens, status, top_ids;
+  py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
   py::array_t<float> logprobs, top_logprobs;
   py::object logits;
 };
@@ -58,6 +58,7 @@ StepResult to_result(const StepOutput& out, bool want_logits) {
   const py::ssize_t n = (py::ssize_t)out.samples.size();
   StepResult r;
   r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
+  r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
   r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
   r.top_ids = py::array_t<int32_t>({n, (py::ssize_t)kMaxTopLogprobs});
   r.top_logprobs = py::array_t<float>({n, (py::ssize_t)kMaxTopLogprobs});
@@ -178,6 +179,7 @@ void bind_executor(py::module_& m) {
   py::class_<StepResult>(
       m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
       .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")
+      .def_readonly("drafted", &StepResult::drafted, "int32 [items that draw]: drafts that were tried")
       .def_readonly("tokens", &StepResult::tokens, "int32 [n]; -1 where status is not 0")
       .def_readonly("status", &StepResult::status, "int32 [n]: 0, or why there is no token (describe_status)")
       .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
@@ -195,6 +197,9 @@ void bind_executor(py::module_& m) {
                }),
                py::arg("rank") = 0, py::arg("world") = 1, py::arg("window") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
+  executor.def(
+      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(e), WithoutGil{}); },
+      "An executor of another model on the threads of this one.");
   bind_weights(executor);
   executor
       .def(
@@ -213,16 +218,17 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, bool fused) {
+             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused);
+                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
-          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true,
+          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
           "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
-          "compute ops together\n"
-          "that can be; the bits are the same.")
+          "compute ops together "
+          "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
+          "makes drafts.")
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {
