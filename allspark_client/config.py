@@ -456,8 +456,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available(f"compute_unit={config.compute_unit!r}")
         if config.host_cache_memory:
             raise not_available(f"host_cache_memory={config.host_cache_memory} (the prefix cache's second tier)")
-        if config.speculation != "off":
-            raise not_available(f"speculation={config.speculation!r}")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():

@@ -1,8 +1,10 @@
 """The engine: models, requests, and the one thread that computes.
 
-Calls of any thread become commands in a queue; the engine's thread takes them between steps. It alone touches
-schedulers and the group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long:
-models are loaded by threads of the group, and files written by the callers' threads.
+A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their
+calls become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the
+group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
+of the group, and files written by the callers' threads. The output stage (output.py) is a third thread: it tells the
+sinks of requests what came of them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import atexit
 import copy
 import functools
 import itertools
-import json
 import logging
 import os
 import queue
@@ -38,10 +39,14 @@ from allspark_client.types import (
 from allspark_client.version import __version__
 
 from .fingerprint import fingerprint
-from .request import QueueSink, Request, Sink, build_request
+from .output import End, OutputStage
+from .pipeline import Pipeline
+from .prepare import Obstacle, prepare
+from .request import Request
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
-from .weights.files import MAX_STATE_BYTES, parse_json, read_file
+from .sinks import QueueSink, Sink
+from .state_file import StateFile, state_entry
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +66,18 @@ class Engine(AbstractEngine):
         check_environment()
         self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
-        self._state_file = state_file
+        self._state_file = StateFile(state_file)
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
         self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
         self._configured: set[str] = set()  # names of models that the configuration brought, not a client
-        self._saving = threading.Lock()
         self._installing = threading.Lock()  # one load at a time: each plans with the memory that is left then
         self._loading: Optional[AsModelConfig] = None  # of the load under way; set on the engine's thread
         self._models: dict[str, ServedModel] = {}
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
         self._forget_at = MAX_ENDED
-        self._listeners: list[Callable[[], None]] = []
+        self._output = OutputStage(self._cancel_undeliverable)
+        self._pipeline = Pipeline(self._group)
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
         self._closed = False
@@ -103,18 +108,21 @@ class Engine(AbstractEngine):
             self._save()
         else:  # its cache cannot be trusted any more: load it again
             # It stays in the file should that fail.
-            self._unrestored[model_name] = _entry(model.config, True, model_name in self._configured)
+            self._unrestored[model_name] = state_entry(model.config, True, model_name in self._configured)
             self._call(lambda: self._remove_model(model_name))
+            self._output.flush()
             self._install(model.config, start=True)
         return _SUCCESS
 
     def stop_model(self, model_name: str) -> AsStatus:
         self._call(lambda: self._stop_model(model_name))
+        self._output.flush()
         self._save()
         return _SUCCESS
 
     def release_model(self, model_name: str) -> AsStatus:
         self._call(lambda: self._release_model(model_name))
+        self._output.flush()
         self._save()
         return _SUCCESS
 
@@ -152,11 +160,11 @@ class Engine(AbstractEngine):
         counts. One of the configuration that cannot be loaded at a start is raised; any other is logged, stays in the
         file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
-        recorded = self._recorded()
+        recorded = self._state_file.read()
         if again and recorded is not None:
             entries = recorded
         else:
-            entries = {c.model_name: _entry(c, True, True) for c in configured}
+            entries = {c.model_name: state_entry(c, True, True) for c in configured}
             if len(entries) < len(configured):
                 raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
             entries |= {name: entry for name, entry in (recorded or {}).items()
@@ -180,38 +188,31 @@ class Engine(AbstractEngine):
                 self.unrestored[name] = str(error)
         return list(self._models)
 
-    def _recorded(self) -> Optional[dict[str, dict]]:
-        """The state file's entries by model name; None if there is no file that can be read."""
-        if self._state_file is None or not os.path.exists(self._state_file):
-            return None
-        try:
-            recorded = parse_json(read_file(self._state_file, MAX_STATE_BYTES))
-            return {entry["config"]["model_name"]: entry for entry in recorded}
-        except (AllSparkError, ValueError, TypeError, KeyError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
-            return None
-
     # --- requests ---
 
-    def submit(self, spec: RequestSpec, sink: Sink) -> int:
-        """Queues a request and returns its handle. Raises ValueError, TypeError or AllSparkError if it is refused."""
+    def submit(self, spec: RequestSpec, sink: Sink, obstacle: Optional[Obstacle] = None) -> int:
+        """Queues a request and returns its handle. Raises ValueError, TypeError or AllSparkError if it is refused.
+        `obstacle`: what it waits for before it may be computed."""
         model = self._model(spec.model)
-        model.reserve(spec.config.n)  # before the work of reading the prompt
+        model.check_running()
+        queue, samples, tokens = model.queue, spec.config.n, 0
+        queue.reserve(samples)  # before the work of reading the prompt
         try:
-            request = build_request(next(self._handles), spec, sink, model.info, model.tokenizer)
-            model.reserve_tokens(request)
-        except BaseException:
-            model.unreserve(spec.config.n)
-            raise
-        try:
+            prepared = prepare(spec, model.info, model.tokenizer, model.keys)
+            prepared.obstacle = obstacle
+            queue.reserve_tokens(prepared.tokens)
+            tokens = prepared.tokens
+            request = Request(next(self._handles), sink, prepared)
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
                 self._forget_old()
-        except AllSparkError:
-            model.unreserve(spec.config.n)
-            model.unreserve_tokens(request)
+        except BaseException:
+            queue.unreserve(samples)
+            queue.unreserve_tokens(tokens)
             raise
+        if obstacle is not None:
+            obstacle.gone.add_done_callback(lambda _: self._post_quietly(functools.partial(model.unblock, request)))
         return request.handle
 
     def _forget_old(self) -> None:
@@ -239,8 +240,9 @@ class Engine(AbstractEngine):
             self._requests.pop(handle, None)
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called on the engine's thread after each step, and after commands that end requests."""
-        self._listeners.append(listener)
+        """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks,
+        and after requests have ended otherwise."""
+        self._output.add_flush_listener(listener)
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
         results = ResultQueue()
@@ -250,6 +252,7 @@ class Engine(AbstractEngine):
         model, request = self._request(check_handle(request_handle), model_name)
         if not request.done.is_set():
             self._call(lambda: model.end(request, GenerateRequestStatus.GenerateInterrupted))
+            self._wait(request)
         return _SUCCESS
 
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
@@ -260,13 +263,13 @@ class Engine(AbstractEngine):
 
     def sync_request(self, model_name: str, request_handle: Optional[int] = None) -> AsStatus:
         if request_handle is not None:
-            self._request(check_handle(request_handle), model_name)[1].done.wait()
+            self._wait(self._request(check_handle(request_handle), model_name)[1])
             return _SUCCESS
         model = self._model(model_name)
         with self._lock:
             requests = [request for owner, request in self._requests.values() if owner is model]
         for request in requests:
-            request.done.wait()
+            self._wait(request)
         return _SUCCESS
 
     # --- information ---
@@ -363,6 +366,28 @@ class Engine(AbstractEngine):
         self._check_open()
         self._commands.put(command)
 
+    def _post_quietly(self, command: Callable[[], Any]) -> None:
+        """Puts a command into the queue that is of no use to an engine that has ended."""
+        try:
+            with self._lock:
+                self._post(command)
+        except AllSparkError as error:
+            logger.debug("a command came too late: %s", error)
+
+    def _cancel_undeliverable(self, request: Request) -> None:
+        """On the output stage's thread: the request has ended there; what it holds is to be freed."""
+        with self._lock:
+            model, _ = self._requests.get(request.handle, (None, None))
+        if model is not None:
+            self._post_quietly(functools.partial(model.end, request, GenerateRequestStatus.InternalError))
+
+    def _wait(self, request: Request) -> None:
+        """Waits until the request's sink was told of its end."""
+        while not request.done.wait(ALIVE_SECONDS):
+            if not self._output.alive and not request.done.is_set():
+                self._check_open()
+                raise closed_engine()
+
     def _check_open(self) -> None:
         if self._failure is not None:
             raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"the engine has failed: {self._failure}")
@@ -404,7 +429,7 @@ class Engine(AbstractEngine):
                     from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-                model = ServedModel(config, info, tokenizer, fingerprint(info))
+                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output)
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:
@@ -416,22 +441,12 @@ class Engine(AbstractEngine):
         self._save()
 
     def _save(self) -> None:
-        """Records the installed models; a reader sees the old file or the new one, never half of one."""
-        if self._state_file is None:
-            return
-        temporary = f"{self._state_file}.new"
-        with self._saving:
-            entries = [_entry(model.config, model.running, model.name in self._configured)
-                       for model in list(self._models.values())]
-            entries += list(self._unrestored.values())
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(entries, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._state_file)
-            except OSError as error:
-                logger.error("the state file %s cannot be written: %s", self._state_file, error)
+        """Records the installed models."""
+        self._state_file.write(lambda: [
+            *(state_entry(model.config, model.running, model.name in self._configured)
+              for model in list(self._models.values())),
+            *self._unrestored.values(),
+        ])
 
     # --- the engine's thread ---
 
@@ -444,23 +459,21 @@ class Engine(AbstractEngine):
             self._perish(str(error) or type(error).__name__)
 
     def _loop(self) -> None:
+        pipeline = self._pipeline
         while True:
             stepping = [model for model in self._models.values() if model.has_work]
-            if not stepping or not self._commands.empty():
-                if self._commands.empty():
+            idle = not stepping and not pipeline.busy
+            if idle or not self._commands.empty():
+                if idle and self._commands.empty():
                     self.busy_since = 0.0
                 command = self._commands.get()
                 self.busy_since = time.monotonic()
                 if command is None:
                     break
                 self._execute(command)
-                if not self._commands.empty():
-                    continue  # all that is known goes into the next step
-                stepping = [model for model in self._models.values() if model.has_work]
-            for model in stepping:
-                self.busy_since = time.monotonic()
-                self._step(model)
-            self._flush()
+                continue  # all that is known goes into the next step
+            self.busy_since = time.monotonic()
+            pipeline.advance(stepping)
 
     def _perish(self, message: str) -> None:
         """The end of the engine's thread by an error."""
@@ -473,9 +486,13 @@ class Engine(AbstractEngine):
             requests = [request for _, request in self._requests.values()]
         for model in self._models.values():
             model.failure = model.failure or message
-        for request in requests:
-            request.finish(GenerateRequestStatus.InternalError, error)
-        self._flush()
+        try:
+            for request in requests:
+                self._output.put(End(request, GenerateRequestStatus.InternalError, error))
+        except RuntimeError:  # that thread was the one that failed: nobody else tells them
+            for request in requests:
+                request.finish(GenerateRequestStatus.InternalError, error)
+        self._output.close()
         self._close_group()
 
     def _execute(self, command: Callable[[], Any]) -> None:
@@ -484,27 +501,11 @@ class Engine(AbstractEngine):
         except Exception:  # the thread must live; commands with a caller hand their errors to it
             logger.exception("a command failed in the engine's thread")
 
-    def _step(self, model: ServedModel) -> None:
-        try:
-            model.step(self._group)
-        except Exception as error:  # a defect: this model's cache is no longer what the scheduler thinks it is
-            logger.exception("a step of model %r failed", model.name)
-            model.failure = str(error) or type(error).__name__
-            message = f"a step of model {model.name!r} failed: {model.failure}"
-            model.end_all(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))
-
-    def _flush(self) -> None:
-        for listener in self._listeners:
-            try:
-                listener()
-            except Exception:  # a client's trouble is not the engine's
-                logger.exception("a flush listener failed")
-
     def _shut_down(self) -> None:
         for model in self._models.values():
             model.running = False
             model.end_all(GenerateRequestStatus.GenerateInterrupted)
-        self._flush()
+        self._output.close()
         self._close_group()
 
     def _close_group(self) -> None:
@@ -578,11 +579,6 @@ class Engine(AbstractEngine):
         model = self._models.pop(name)
         self._group.unload(name)
         return model
-
-
-def _entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
-    """A model in the state file."""
-    return {"config": config.to_dict(), "started": started, "configured": configured}
 
 
 def _of_configuration(name: str, error: Exception) -> Exception:

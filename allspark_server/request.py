@@ -1,102 +1,29 @@
-"""A request inside the engine: from its checked configuration to sequences, and from their tokens to its sink."""
+"""A request inside the engine, from its taking to its end."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Optional, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
 
-from allspark_client.config import GenerateConfig, check_available
-from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.queue import ResultQueue
-from allspark_client.request import RequestSpec
-from allspark_client.types import GeneratedElements, GenerateRequestStatus, ModelInfo
+from allspark_client.errors import AllSparkError
+from allspark_client.types import GenerateRequestStatus
 
-from .runtime.plan import SamplingParams
-from .scheduler import FinishReason, Sequence, StopRules
+from .prepare import Obstacle, PreparedRequest
+from .scheduler import FinishReason, Sequence
+from .sinks import Sink
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer, Tokenizer
-
+    from .text import StreamDetokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Where a request's results go. Called on the engine's thread; must not block."""
-
-    def on_token(
-        self,
-        handle: int,
-        sample: int,
-        token: int,
-        logprob: Optional[float],
-        top: list[tuple[int, float]],
-        text: Optional[str],
-        cached: int,
-    ) -> None:
-        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became decodable, None
-        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache."""
-
-    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        """Progress short of the end: ContextFinished with the first token, Generating with the second."""
-
-    def on_finish(
-        self,
-        handle: int,
-        status: GenerateRequestStatus,
-        error: Optional[AllSparkError],
-        stat: dict[str, float],
-        reason: str,
-    ) -> None:
-        """The last call for this request. `reason`: "stop" (end of sequence), "length" or "stop_word", of the sample
-        that ended last; "interrupted" or "error"."""
-
-
-class QueueSink:
-    """Feeds a ResultQueue."""
-
-    def __init__(self, results: ResultQueue):
-        self._results = results
-
-    def on_token(
-        self,
-        handle: int,
-        sample: int,
-        token: int,
-        logprob: Optional[float],
-        top: list[tuple[int, float]],
-        text: Optional[str],
-        cached: int,
-    ) -> None:
-        elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
-        if logprob is not None:
-            elements.token_logprobs_list = [logprob]
-            elements.log_probs_list = [top]
-        if text is not None:
-            elements.text = text
-        self._results.put(elements)
-
-    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._results.set_status(status)
-
-    def on_finish(
-        self,
-        handle: int,
-        status: GenerateRequestStatus,
-        error: Optional[AllSparkError],
-        stat: dict[str, float],
-        reason: str,
-    ) -> None:
-        self._results.update_stat(stat)
-        self._results.finish(status, error, reason)
-
-
 @dataclass
 class Sample:
-    """One of a request's sequences, with what its output needs."""
+    """One of a request's sequences, with what its output needs: the owner of the `Sequence`."""
 
     request: "Request"
     index: int
@@ -104,24 +31,25 @@ class Sample:
     detokenizer: Optional[StreamDetokenizer]
 
 
-@dataclass(eq=False)
 class Request:
-    """Lives on the engine's thread from the moment it is queued; `done` and `status` may be read by any."""
+    """The engine's thread decides of it (`sequences`, `unfinished`, `ended`, `first_step`), the output stage tells its
+    sink (`status`, `done` and the rest); `done` and `status` may be read by any thread."""
 
-    handle: int
-    sink: Optional[Sink]
-    sequences: list[Sequence] = field(default_factory=list)
-    status: GenerateRequestStatus = GenerateRequestStatus.Init
-    done: threading.Event = field(default_factory=threading.Event)
-    samples: int = 0
-    tokens: int = 0  # of all samples, when it was made
-    unfinished: int = 0
-    generated: int = 0
-    wall_arrival: float = field(default_factory=time.time)
-    arrival: float = field(default_factory=time.monotonic)
-    first_step: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
+    def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
+        self.handle = handle
+        self.sink: Optional[Sink] = sink
+        self.sequences: list[Sequence] = prepared.sequences
+        self.obstacle: Optional[Obstacle] = prepared.obstacle
+        for index, (sequence, detokenizer) in enumerate(zip(prepared.sequences, prepared.detokenizers)):
+            sequence.owner = Sample(self, index, prepared.top_logprobs, detokenizer)
+        self.samples = self.unfinished = len(prepared.sequences)
+        self.tokens = prepared.tokens  # of all samples, when it was made
+        self.ended = False  # nothing more is computed for it
+        self.done = threading.Event()  # its sink was told of its end
+        self.status = GenerateRequestStatus.Init
+        self.generated = 0
+        self.wall_arrival, self.arrival = time.time(), time.monotonic()
+        self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
 
     def deliver(
         self,
@@ -132,7 +60,8 @@ class Request:
         ended: bool,
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is
+        the sequence's last."""
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
@@ -168,8 +97,10 @@ class Request:
             self.sink.on_finish(self.handle, status, error, self.stat(), reason)
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
+        self.sink = self.obstacle = None  # callers may keep handles for long
+        if self.ended:  # otherwise the engine's thread still has to cancel them
+            self.sequences = []
         self.done.set()
-        self.sequences, self.sink = [], None  # callers may keep handles for long: let go of the tokens
 
     def stat(self) -> dict[str, float]:
         """Values of RequestStatInfo."""
@@ -197,159 +128,3 @@ class Request:
     def _set_status(self, status: GenerateRequestStatus) -> None:
         self.status = status
         self.sink.on_status(self.handle, status)
-
-
-def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int) -> list[int]:
-    """The prompt's ids, tokenized here if it came as text or as a chat. Raises what says that it has more than
-    `max_length`, if its size tells so beforehand."""
-    given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
-    if spec.input_ids is not None:
-        return spec.input_ids
-    if tokenizer is None:
-        raise AllSparkError(
-            AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-            f"model {spec.model!r} has no tokenizer.json beside its checkpoint: start requests with input_ids",
-        )
-    chat = spec.messages is not None
-    text = tokenizer.apply_chat_template(spec.messages) if chat else spec.text
-    longest = tokenizer.longest_text(max_length)
-    if longest is not None and len(text) > longest:
-        raise _exceeds(
-            f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
-            f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
-        )
-    return tokenizer.encode(text, add_special_tokens=not chat)  # a template writes them itself
-
-
-def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
-    """ValueError unless all ids are in the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        index, bad = next((i, v) for i, v in enumerate(ids) if not 0 <= v < vocab_size)
-        raise ValueError(f"{name}[{index}]={bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
-
-
-def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: ModelInfo) -> int:
-    """How long prompt and output may become. Raises if not even one token more fits.
-
-    An explicit max_length beyond the engine's is refused; max_new_tokens is a bound on the output, and the engine's
-    length is another: the lower one counts.
-    """
-    limit = info.max_length
-    if config.max_length is not None:
-        if config.max_length > limit:
-            raise _exceeds(f"max_length={config.max_length} exceeds engine_max_length={limit} of model {info.name!r}")
-        limit = config.max_length
-    if prompt_len >= limit:
-        which = "engine_max_length" if limit == info.max_length else "max_length"
-        raise _exceeds(
-            f"the prompt has {prompt_len} tokens and {which}={limit} counts prompt and output: "
-            f"at most {limit - 1} prompt tokens leave room for one of output"
-        )
-    if config.max_new_tokens is not None:
-        limit = min(limit, prompt_len + config.max_new_tokens)
-    if prompt_len + generated > limit:
-        raise _exceeds(f"{generated} tokens to resume from after {prompt_len} of prompt exceed the limit of {limit}")
-    return limit
-
-
-def _exceeds(message: str) -> AllSparkError:
-    return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, message)
-
-
-def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
-    """The end-of-sequence ids that count for a request; those beyond the vocabulary never come up and do no harm."""
-    value = config.eos_token_id
-    if value is None:
-        return tuple(info.eos_token_ids)
-    ids = [value] if isinstance(value, int) else value
-    return tuple(i for i in ids if i >= 0)
-
-
-def build_request(
-    handle: int, spec: RequestSpec, sink: Sink, info: ModelInfo, tokenizer: Optional[Tokenizer]
-) -> Request:
-    """Checks everything that can be checked before a request is queued, and makes its sequences. A prompt of text or of
-    a chat is replaced by its ids in `spec`.
-
-    Raises ValueError or TypeError for a bad argument, AllSparkError for one that is refused.
-    """
-    check_available(spec.config)
-    config = spec.config.with_seed()
-    prompt = list(prompt_ids(spec, tokenizer, info.max_length))
-    if not prompt:
-        raise ValueError("the prompt is empty; it needs at least one token")
-    spec.set_prompt(prompt)
-    generated = list(spec.generated)
-    check_ids("input_ids", prompt, info.vocab_size)
-    check_ids("generated", generated, info.vocab_size)
-    if generated and config.n > 1:
-        raise ValueError(f"only a request with n=1 can be resumed, not n={config.n}")
-    for name in ("bad_words_ids", "stop_words_ids"):
-        for i, word in enumerate(getattr(config, name)):
-            check_ids(f"{name}[{i}]", word, info.vocab_size)
-    limit = length_limit(config, len(prompt), len(generated), info)
-    if len(prompt) + len(generated) > info.num_spans * info.span_size:
-        raise AllSparkError(
-            AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
-            f"{len(prompt) + len(generated)} tokens can never fit the cache of model {info.name!r}: "
-            f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
-        )
-    eos = eos_ids(config, info)
-    stop = StopRules(
-        limit,
-        frozenset(eos) if config.early_stopping else frozenset(),
-        tuple(tuple(word) for word in config.stop_words_ids),
-    )
-    if spec.want_text and tokenizer is None:
-        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
-    request = Request(handle, sink)
-    for index in range(config.n):
-        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
-        detokenizer = None
-        if spec.want_text:
-            from .text import StreamDetokenizer
-
-            detokenizer = StreamDetokenizer(tokenizer)
-            detokenizer.push(generated)  # the client has their text
-        sample = Sample(request, index, config.top_logprobs if config.logprobs else -1, detokenizer)
-        leader = request.sequences[0] if request.sequences else None
-        request.sequences.append(
-            Sequence(
-                tokens=prompt + generated,
-                prompt_len=len(prompt),
-                sampling=sampling.encode(),
-                stop=stop,
-                priority=config.priority,
-                salt=config.cache_salt,
-                leader=leader,
-                owner=sample,
-            )
-        )
-    request.unfinished = request.samples = config.n
-    request.tokens = config.n * len(prompt + generated)
-    return request
-
-
-def sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
-    """What the executors need to draw the tokens of sample `index`."""
-    return SamplingParams(
-        do_sample=config.do_sample and config.top_k != 1,
-        logprobs=config.logprobs,
-        suppress_repetition_in_generation=config.suppress_repetition_in_generation,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        repetition_penalty=config.repetition_penalty,
-        presence_penalty=config.presence_penalty,
-        frequency_penalty=config.frequency_penalty,
-        no_repeat_ngram_size=config.no_repeat_ngram_size,
-        min_length=config.min_length,
-        top_logprobs=config.top_logprobs if config.logprobs else 0,
-        seed=config.seed,
-        sample_index=index,
-        prompt_len=prompt_len,
-        eos=tuple(eos),
-        bad_words=tuple(tuple(word) for word in config.bad_words_ids),
-    )

@@ -20,11 +20,11 @@ from allspark_client.request import RequestSpec
 from allspark_server import engine as engine_module
 from allspark_server.cache import SpanPool
 from allspark_server.engine import Engine
-from allspark_server.request import QueueSink
 from allspark_server.runtime.worker import Heartbeat
 from allspark_server.scheduler import Limits, Scheduler, Sequence, StopRules
-from allspark_server.served_model import StepBudget
-from fake_group import FakeGroup, expected_output
+from allspark_server.sinks import QueueSink
+from allspark_server.step_budget import StepBudget
+from fake_group import FakeGroup, expected_output, step_result
 from waiting import wait_for
 
 Status = GenerateRequestStatus
@@ -383,20 +383,18 @@ def test_rows_far_into_a_context_cost_more():
     scheduler.add(Sequence(list(range(30_000)), 30_000, b"", StopRules(30_001)))
     while scheduler.has_work:
         step = scheduler.plan(budget.rows, budget.price)
-        (item,) = step.plan.work
-        context = item.rows * (2 * step.starts[0] + item.rows - 1) // 2
-        times.append(1e-4 * (item.rows + context / 1000))
-        budget.learn(item.rows, context, times[-1])
-        scheduler.complete(step, [1] * item.outputs)
+        times.append(1e-4 * (step.rows + step.context / 1000))
+        budget.learn(step.rows, step.context, times[-1])
+        scheduler.complete(step, step_result([[1]] * len(step.drawing), [0] * len(step.drawing)))
     assert 0.0008 < budget.price < 0.0012
     assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
     for _ in range(20):  # short prompts only
         budget.learn(budget.rows, budget.rows**2 // 2, 1e-4 * (budget.rows + budget.rows**2 / 2000))
     scheduler.add(Sequence([2] * 30_000, 30_000, b"", StopRules(30_001)))
     scheduler.plan(1)
-    scheduler._running[0].computed = 20_000  # found in a prefix cache, say
-    (item,) = scheduler.plan(budget.rows, budget.price).plan.work
-    assert 0.005 < 1e-4 * (item.rows + item.rows * 20) < 0.024
+    scheduler._running[0].planned = 20_000  # found in a prefix cache, say
+    rows = scheduler.plan(budget.rows, budget.price).rows
+    assert 0.005 < 1e-4 * (rows + rows * 20) < 0.024
 
 
 def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):
@@ -474,7 +472,7 @@ def test_handles_that_nobody_releases_do_not_pile_up(make_engine, monkeypatch):
 
 def test_waiting_prompts_are_limited_in_tokens(make_engine, monkeypatch):
     engine = make_engine(config(engine_max_batch=1, cache_span_size=16), num_spans=60, delay=0.01)
-    monkeypatch.setattr(engine._models["m"], "_max_queued_tokens", 1000)
+    monkeypatch.setattr(engine._models["m"].queue, "max_tokens", 1000)
     generate = {"eos_token_id": -1, "max_new_tokens": 20}
     first = engine.start_request("m", {"input_ids": [1]}, generate)[2]
     first.Get()
@@ -484,7 +482,7 @@ def test_waiting_prompts_are_limited_in_tokens(make_engine, monkeypatch):
     assert [collect(queue) for queue in queues] == [expected_output([i] * 400, 20) for i in (2, 3)]
     assert len(run(engine, [4] * 400, max_new_tokens=1)) == 1
     model = engine._models["m"]
-    assert model._incoming == model._incoming_tokens == model.scheduler.waiting_tokens == 0
+    assert model.queue.incoming == model.queue.incoming_tokens == model.scheduler.waiting_tokens == 0
 
 
 def test_a_failed_model_is_loaded_again_by_start_model(make_engine, tmp_path):

@@ -1,4 +1,4 @@
-"""The models against transformers: the op lists through a NumPy interpreter, and the native executor on 1 to 4 ranks.
+"""The models against transformers: the op lists in the reference backend, and the native executor on 1 to 4 ranks.
 
 Ranks are threads here; tests/test_ranks.py runs the same checkpoints on real processes.
 """
@@ -16,28 +16,13 @@ pytest.importorskip("transformers")
 
 from allspark_server.models.config import read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
-from allspark_server.runtime.lowering import add_ops  # noqa: E402
-from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from allspark_server.weights.loader import Loader  # noqa: E402
 from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint,  # noqa: E402
                          prompt_of, reference_greedy, reference_logits, reference_model)
 from driver import Driver  # noqa: E402
-from numpy_executor import NumpyExecutor, forward, unquantized  # noqa: E402
+from reference.loading import logits_after, model_runner  # noqa: E402
 
 RANKS = (1, 2, 3, 4)
 GREEDY_PROMPTS = (1, 90)
-
-
-def numpy_logits(directory, prompt, world):
-    """Logits of a model divided among `world` ranks, by the interpreter."""
-    model = open_model(str(directory))
-    ranks = []
-    for rank in range(world):
-        executor = NumpyExecutor()
-        weights = Loader(model.graph, model.source, executor, rank, world, unquantized(model.graph)).load()
-        add_ops(model.graph, executor, weights, rank, world)
-        ranks.append(executor)
-    return forward(ranks, prompt)
 
 
 # -- the description of the network, without native code ---------------------------------------------------------------
@@ -51,16 +36,17 @@ def test_frequencies_are_those_of_transformers(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_graph_describes_the_model(name):
+    runner = model_runner(checkpoint(name))
     for length in (1, 7, 300):
         prompt = prompt_of(length)
-        check_logits(numpy_logits(checkpoint(name), prompt, 1), reference_logits(checkpoint(name), prompt))
+        check_logits(logits_after(runner, prompt), reference_logits(checkpoint(name), prompt))
 
 
 @pytest.mark.parametrize("world", RANKS[1:])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shards_add_up_to_the_model(name, world):
     prompt = prompt_of(33)
-    check_logits(numpy_logits(checkpoint(name), prompt, world), reference_logits(checkpoint(name), prompt))
+    check_logits(logits_after(model_runner(checkpoint(name), world), prompt), reference_logits(checkpoint(name), prompt))
 
 
 # -- the native executor -----------------------------------------------------------------------------------------------

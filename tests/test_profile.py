@@ -33,20 +33,22 @@ def test_bytes_and_operations_are_those_of_shapes_and_rows(runner):
     rows, net = 40, runner._model.graph.config
     prefill(runner, rows)
     ops = {(op.op, op.weight): op for op in runner.profile().ops}
-    out = ops["linear", "self_attn.o_proj"]
-    hidden, heads = net.hidden_size, net.num_heads * net.head_dim
-    assert out.count == net.num_layers
-    assert out.operations == net.num_layers * 2 * rows * hidden * heads
-    floats = heads * hidden + rows * (heads + hidden)
-    assert net.num_layers * 4 * floats <= out.bytes <= net.num_layers * (4 * floats * 1.2 + 8192)  # panels are padded
-    assert ops["linear", "lm_head"].operations == 2 * hidden * net.vocab_size      # of the one row that samples
-    attention = ops["span_attention", ""]
-    assert attention.operations == net.num_layers * 4 * heads * rows * (rows + 1) / 2
-    # Norms within layers are computed together with the sum before, but for the first; the last comes after
-    # select_rows.
-    both = ops["add+rms_norm", ""]
-    assert ops["rms_norm", ""].count == 2 and ops["add", ""].count == 1 and both.count == 2 * net.num_layers - 1
-    assert both.bytes == both.count * 4 * rows * 4 * hidden and both.operations == both.count * rows * 5 * hidden
+    layers = net.num_layers
+    out = ops["linear+add", "self_attn.o_proj"]     # computed together: the product itself need not pass through memory
+    hidden, heads, kv_heads = net.hidden_size, net.num_heads * net.head_dim, net.num_kv_heads * net.head_dim
+    assert out.count == layers
+    assert out.operations == layers * rows * hidden * (2 * heads + 1)
+    floats = heads * hidden + rows * (heads + 2 * hidden)
+    assert layers * 4 * floats <= out.bytes <= layers * (4 * floats * 1.2 + 8192)  # panels are padded
+    assert ops["rms_norm+linear", "lm_head"].operations == hidden * (2 * net.vocab_size + 4)  # of the one row that samples
+    attention = ops["rope+span_attention", ""]
+    rotated = 3 * rows * (heads + kv_heads)
+    assert attention.operations == layers * (4 * heads * rows * (rows + 1) / 2 + rotated)
+    passed = 4 * rows * (2 * heads + 2 * kv_heads)  # in and out
+    cached = native_library().span_bytes(32, net.head_dim, "float32") / 32 * net.num_kv_heads * rows
+    assert attention.bytes == layers * (passed + 2 * cached)  # written and read
+    both = ops["rms_norm+linear", "mlp.gate_proj+up_proj"]
+    assert both.operations == layers * rows * 4 * hidden * (1 + net.intermediate_size)
 
 
 def test_profiling_ends_by_itself_and_begins_anew_after_a_reading(runner, monkeypatch):

@@ -356,21 +356,17 @@ def quantized_weights(directory, dtype, group):
 @pytest.mark.parametrize("dtype, group", [("int8", 0), ("int8", 32), ("int4", 32)])
 def test_weight_only_model_computes_with_its_quantized_weights(dtype, group):
     """Head and embedding included: against the op list in float64 over weights that are quantized in NumPy."""
-    from allspark_server.runtime.lowering import add_ops
-    from allspark_server.weights.loader import Loader
     from checkpoints import check_logits, checkpoint, prompt_of
     from driver import Driver
-    from numpy_executor import NumpyExecutor, forward, unquantized
+    from reference.loading import loaded, logits_after, runner_of
 
     directory, prompt = checkpoint("qwen2-gqa-tied"), prompt_of(33)
     model, quantize = quantized_weights(directory, dtype, group)
-    executor = NumpyExecutor()
-    weights = Loader(model.graph, model.source, executor, 0, 1, unquantized(model.graph)).load()
-    executor.weights = [quantize(w).astype(np.float64) if w.ndim == 2 else w for w in executor.weights]
-    add_ops(model.graph, executor, weights, 0, 1)
+    exact = loaded(model)
+    exact.weights = {i: quantize(w).astype(np.float64) if w.ndim == 2 else w for i, w in exact.weights.items()}
     with Driver(directory, weight_dtype=dtype, weight_group_size=group) as driver:
         # 16-bit activations; in bfloat16 it would be 1e-2
-        check_logits(driver.generate(prompt, 1)[1][0], forward([executor], prompt), 1e-3)
+        check_logits(driver.generate(prompt, 1)[1][0], logits_after(runner_of([exact]), prompt), 1e-3)
         assert (driver.info.weight_dtype, driver.info.weight_group_size) == (dtype, group)
 
 

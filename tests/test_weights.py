@@ -25,7 +25,7 @@ pytest.importorskip("transformers")
 
 from checkpoints import STORED, check_logits, checkpoint, prompt_of, reference_logits, rewrite_header  # noqa: E402
 from driver import Driver  # noqa: E402
-from numpy_executor import NumpyExecutor, unquantized  # noqa: E402
+from reference.loading import Loaded, unquantized  # noqa: E402
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_loader_reports_progress():
     model = open_model(str(checkpoint("llama-biases")))
     seen = []
     Loader(
-        model.graph, model.source, NumpyExecutor(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)
+        model.graph, model.source, Loaded(), 1, 3, unquantized(model.graph), lambda *done: seen.append(done)
     ).load()
     assert all(a[0] < b[0] for a, b in zip(seen, seen[1:]))
     constants = len(model.graph.weights["rotary.inv_freq"].values)

@@ -5,6 +5,7 @@ behind it belongs to the native executor. No tensors and no requests in this pac
 """
 
 from .prefix_cache import PrefixCache
+from .span_keys import SpanKeys
 from .span_pool import SpanPool
 
-__all__ = ["PrefixCache", "SpanPool"]
+__all__ = ["PrefixCache", "SpanKeys", "SpanPool"]

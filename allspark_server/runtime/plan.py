@@ -21,6 +21,9 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
+#: Drafts in one step at most: their rows have logits, which take memory.
+MAX_STEP_DRAFTS = 64
+
 MAGIC = 0x41535032
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS = 1, 2, 4

@@ -9,18 +9,16 @@ from typing import Iterator, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.types import AsCacheMode, ModelInfo
-from allspark_server.models import Graph
-from allspark_server.models.graph import Weight
+from allspark_client.types import ModelInfo
 from allspark_server.runtime.binding import pages_by_node
-from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
+from allspark_server.runtime.plan import MAX_STEP_DRAFTS
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
+from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
-from allspark_server.weights.checkpoint import OpenedModel, Source, model_hash, open_model
-from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
-from allspark_server.weights.loader import Loader, Progress, unquantized_type
+from allspark_server.weights.checkpoint import model_hash
+from allspark_server.weights.loader import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +28,6 @@ DEFAULT_STEP_TOKENS = 256
 # Of the memory that is left beside the weights, what a cache of unspecified size takes at most; and what it may take if
 # that is needed for even one request of full length.
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
-QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
 MISPLACED_SHARE = 0.05
 PROGRESS_SECONDS = 5.0
 
@@ -53,11 +50,8 @@ def memory_errors(purpose: str) -> Iterator[None]:
 
 
 class ModelRunner:
-    """A model's shard on one rank. Loading has two phases, so that all ranks agree on the number of spans.
-
-    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a
-    quantized cache_mode comes before it.
-    """
+    """A model's shard on one rank, and its draft model's. Loading has two phases, so that all ranks agree on the number
+    of spans."""
 
     def __init__(self, config: AsModelConfig, *, rank: int = 0, world: int = 1, window=None,
                  cpus: list[int] | None = None):
@@ -68,7 +62,9 @@ class ModelRunner:
         self.progress: Progress | None = None
         self._executor = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
-        self._model: OpenedModel | None = None
+        self._model: RankModel | None = None
+        self._draft: RankModel | None = None
+        self._draft_executor = None
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
         #: of the bytes that load has read on this rank
@@ -79,26 +75,29 @@ class ModelRunner:
         began = time.perf_counter()
         native = native_library()
         check_available(self.config.validate())
-        self._model = open_model(self.config.model_path, self.config.weights_path)
-        graph, source = self._model.graph, self._model.source
-        check_ranks(graph, self.world)
-        self._choose_types(graph, unquantized_type(graph, source))
-        self._warn_about_length(graph)
-        self._warn_about_unused(graph, source)
-        fixed = self._weight_bytes(graph) + self._activation_bytes(graph)
+        config = self.config
+        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world)
+        models = [model]
+        if config.speculation == "draft":
+            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world)
+            check_draft(self._draft, model)
+            models.append(self._draft)
+        step = self._rows_of_step(), self._outputs_of_step(), self._threads()
+        fixed = sum(each.weight_bytes() + each.activation_bytes(*step) for each in models)
+        self._span_bytes = sum(each.span_bytes() for each in models)
         with planning():
             spans = self._spans(available_memory(self.world), fixed)
-            planned = fixed + spans * self._span_bytes(graph)
-            self._reservation = Reservation(self.config.model_name, planned, bound_nodes())
+            self._reservation = Reservation(config.model_name, fixed + spans * self._span_bytes, bound_nodes())
         self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
-        source.verify(self.rank, self.world)
-        with memory_errors(f"loading the weights of model {self.config.model_name!r}"):
-            loader = Loader(graph, source, self._executor, self.rank, self.world, self.formats, self._report())
-            weights = loader.load()
-        self.digest = loader.digest()
-        add_ops(graph, self._executor, weights, self.rank, self.world)
+        with memory_errors(f"loading the weights of model {config.model_name!r}"):
+            model.load(self._executor, self._report())
+        self.digest = model.digest
+        if self._draft is not None:
+            self._draft_executor = self._executor.beside()
+            with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
+                self._draft.load(self._draft_executor, None)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
-                    mib(self._executor.weight_bytes()), self.config.model_name, self.weight_dtype,
+                    mib(self._executor.weight_bytes()), self.config.model_name, model.weight_dtype,
                     time.perf_counter() - began)
         return spans
 
@@ -106,9 +105,12 @@ class ModelRunner:
         """Allocates KV cache and activations; the model can then run. num_spans: the least of what ranks can hold.
         digests: every rank's, in order; by default this one's alone."""
         config, model = self.config, self._loaded()
+        rows, outputs = self._rows_of_step(), self._outputs_of_step()
+        sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
-            self._executor.allocate(self._rows_of_step(), config.engine_max_batch, config.engine_max_length,
-                                    config.cache_span_size, num_spans, self.cache_dtype)
+            if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
+                self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
+            self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self._threads())
         self._check_placement()
@@ -116,12 +118,13 @@ class ModelRunner:
         return ModelInfo(
             name=config.model_name, architecture=net.architecture, vocab_size=net.vocab_size, num_layers=net.num_layers,
             eos_token_ids=list(net.eos_token_ids), max_length=config.engine_max_length, num_spans=num_spans,
-            span_size=config.cache_span_size, max_step_tokens=self._rows_of_step(), max_batch=config.engine_max_batch,
+            span_size=config.cache_span_size, max_step_tokens=rows, max_batch=config.engine_max_batch,
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
-            isa=native_library().isa(), weight_dtype=self.weight_dtype, cache_dtype=self.cache_dtype,
-            model_hash=model_hash(model, self.formats, digests or [self.digest]), tokenizer_dir=model.tokenizer_dir,
+            isa=native_library().isa(), weight_dtype=model.weight_dtype, cache_dtype=model.cache_dtype,
+            model_hash=model_hash(model.opened, model.formats, digests or [self.digest]),
+            tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
-            weight_group_size=self.weight_group_size, quantize_head=self.quantize_head)
+            weight_group_size=model.weight_group_size, quantize_head=model.quantize_head)
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""
@@ -148,30 +151,19 @@ class ModelRunner:
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
-        return Profile(summarize(self._profiler.read(model.graph, self.formats)), self._meter.finish())
+        return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
-        self._executor = self._model = self._profiler = self._meter = None
+        self._executor = self._draft_executor = self._model = self._draft = self._profiler = self._meter = None
         if self._reservation is not None:
             self._reservation.release()
 
     # -- choices -------------------------------------------------------------------------------------------------------
-    def _loaded(self) -> OpenedModel:
+    def _loaded(self) -> RankModel:
         if self._model is None or self._executor is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.config.model_name!r} is not loaded")
         return self._model
-
-    def _choose_types(self, graph: Graph, unquantized: str) -> None:
-        self.formats = wanted_formats(graph, self.config, unquantized)
-        stored = graph.quantization
-        dtype = unquantized if self.config.weight_dtype == "auto" else self.config.weight_dtype
-        form = stored.format if stored else WeightFormat(dtype, self.config.weight_group_size)
-        self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
-        self.quantize_head = stored.quantize_head if stored else self.config.quantize_head
-        computed = unquantized if form.quantized else self.weight_dtype
-        plain = computed if self.config.cache_dtype == "auto" else self.config.cache_dtype
-        self.cache_dtype = QUANTIZED_CACHES.get(self.config.cache_mode, plain)
 
     def _rows_of_step(self) -> int:
         """Rows of a step: as configured, otherwise room for a prompt chunk beside a token of every running request."""
@@ -182,56 +174,28 @@ class ModelRunner:
             return config.engine_max_prefill_length + config.engine_max_batch
         return max(DEFAULT_STEP_TOKENS, 2 * config.engine_max_batch)
 
+    def _outputs_of_step(self) -> int:
+        """How many of them may have outputs."""
+        drafts = 0 if self.config.speculation == "off" else MAX_STEP_DRAFTS
+        return min(self._rows_of_step(), self.config.engine_max_batch + drafts)
+
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
     def _threads(self) -> int:
         return self.config.num_threads or physical_cores(self.cpus)
 
-    def _kv_heads(self, graph: Graph) -> int:
-        begin, end = graph.kv_heads.units_of(self.rank, self.world)
-        return end - begin
-
-    def _slice(self, weight: Weight) -> tuple[int, str, int]:
-        """(in_features, type, group size) of this rank's part of a matrix."""
-        first, last = weight.column_range_of(self.rank, self.world)
-        form = self.formats[weight.name]
-        return last - first, form.dtype, group_of_slice(form.group_size, first)
-
-    def _weight_bytes(self, graph: Graph) -> int:
-        def size(weight: Weight) -> int:
-            if not weight.is_matrix:
-                return 4 * weight.elements_of(self.rank, self.world)
-            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight))
-
-        return sum(size(weight) for weight in graph.weights.values())
-
-    def _activation_bytes(self, graph: Graph) -> int:
-        rows = {False: self._rows_of_step(), True: min(self._rows_of_step(), self.config.engine_max_batch)}
-        tensors = sum(tensor.width_of(self.rank, self.world) * rows[tensor.logit_rows]
-                      for tensor in graph.tensors.values())
-        attention = native_library().attention_bytes(self._threads(), self.config.engine_max_length,
-                                                     graph.config.head_dim, self.cache_dtype)
-        slices = {self._slice(weight) for weight in graph.weights.values() if weight.is_matrix}
-        prepared = max(native_library().prepared_bytes(*one) for one in slices)
-        return 4 * tensors + attention + 2 * prepared * max(self._rows_of_step(), self._threads())  # prepared_, gated_
-
-    def _span_bytes(self, graph: Graph) -> int:
-        """Keys and values of one span in every layer, in this rank's heads."""
-        head = native_library().span_bytes(self.config.cache_span_size, graph.config.head_dim, self.cache_dtype)
-        return head * self._kv_heads(graph) * graph.config.num_layers
-
     def _spans(self, available: int, fixed: int) -> int:
         """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
-        config, span_bytes = self.config, self._span_bytes(self._model.graph)
+        config, span_bytes = self.config, self._span_bytes
         one_request = -(-config.engine_max_length // config.cache_span_size)
 
         def refuse(cache_bytes: int, what: str) -> AllSparkError:
             return AllSparkError(
                 AsStatus.ALLSPARK_MEMORY_ERROR,
                 f"model {config.model_name!r} does not fit: rank {self.rank} of {self.world} needs {mib(fixed)} for "
-                f"weights ({self.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, {mib(available)} "
-                "are available")
+                f"weights ({self._model.weight_dtype}) and activations and {mib(cache_bytes)} for {what}, "
+                f"{mib(available)} are available")
 
         if config.cache_memory:
             spans = config.cache_memory // span_bytes
@@ -260,20 +224,6 @@ class ModelRunner:
         return spans
 
     # -- warnings ------------------------------------------------------------------------------------------------------
-    def _warn_about_length(self, graph: Graph) -> None:
-        net, length = graph.config, self.config.engine_max_length
-        if self.rank == 0 and net.rope.type != "dynamic" and length > net.max_position_embeddings:
-            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for", length,
-                           net.max_position_embeddings, self.config.model_name)
-
-    def _warn_about_unused(self, graph: Graph, source: Source) -> None:
-        """Tensors that the model does not have (biases, say) hint at a config that belongs to another checkpoint."""
-        used = {part.tensor for weight in graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
-        unused = sorted(n for n in source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
-        if unused and self.rank == 0:
-            logger.warning("%s holds %d tensors that %s does not use: %s", source.where(), len(unused),
-                           graph.config.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))
-
     def _report(self) -> Progress:
         """Tells `progress` how far loading is, and the log every few seconds."""
         last = time.monotonic()

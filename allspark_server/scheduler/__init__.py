@@ -3,7 +3,10 @@
 `Scheduler.plan()` gives the next step, `Scheduler.complete()` takes its sampled tokens.
 """
 
-from .scheduler import Limits, Outcome, Scheduler, Step
+from .scheduler import Scheduler
 from .sequence import FinishReason, Sequence, State, StopRules
+from .step import Counters, Limits, Outcome, Step
 
-__all__ = ["FinishReason", "Limits", "Outcome", "Scheduler", "Sequence", "State", "Step", "StopRules"]
+__all__ = [
+    "Counters", "FinishReason", "Limits", "Outcome", "Scheduler", "Sequence", "State", "Step", "StopRules",
+]

@@ -1,17 +1,20 @@
-"""Continuous batching with chunked prefill over a span cache."""
+"""Continuous batching with chunked prefill over a span cache, planned before the last step's results are known."""
 
 from __future__ import annotations
 
 import bisect
-import heapq
 import time
-from dataclasses import dataclass, field
 from typing import Callable, Optional
 
-from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
-from .sequence import FinishReason, Sequence, State
+import numpy as np
 
+from ..cache import PrefixCache, SpanPool
+from ..runtime.plan import MAX_STEP_DRAFTS, DRAW, NewSlot, WorkTable
+from .queue import WaitingQueue
+from .sequence import FinishReason, Sequence, State
+from .slots import SlotTable
+from .speculation import DraftLengths
+from .step import Counters, Limits, Outcome, Step
 
 # A level of priority is worth so many seconds of waiting, and there are so many levels up and down: whoever has waited
 # longer than the highest is worth goes before all that come later.
@@ -19,47 +22,7 @@ PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
 # A prompt is short beside another if what is left of it is at most this part of what is left of the other.
 SHORT_PART = 4
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What one step may hold. `max_chunk`: rows of one prompt in one step."""
-
-    max_batch: int
-    max_step_tokens: int
-    max_chunk: int
-    span_size: int
-
-
-@dataclass
-class Step:
-    """A planned step: what the executors get, and which sequence each work item is for, in the same order."""
-
-    plan: StepPlan
-    sequences: list[Sequence] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # the position of each item's first row
-    admitted: list[Sequence] = field(default_factory=list)  # of `sequences`, those that have just got their slots
-
-
-@dataclass
-class Outcome:
-    """What a step did for one sequence that sampled; `index` is its row in the step's results."""
-
-    sequence: Sequence
-    token: int
-    index: int
-    finished: Optional[FinishReason]
-
-
-@dataclass
-class Counters:
-    """Totals since the model was started."""
-
-    prompt_tokens: int = 0
-    prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
-    generated_tokens: int = 0
-    computed_rows: int = 0
-    preemptions: int = 0
-    steps: int = 0
+_NOBODY = np.zeros(0, np.int64)
 
 
 class Scheduler:
@@ -70,7 +33,12 @@ class Scheduler:
     and nobody starves. Only short prompts do not wait until a long one is computed: they get up to half of its rows.
 
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
-    way), and one more whenever its output has filled the last.
+    way), and one more whenever its output may have filled the last.
+
+    A step is planned before the results of those before it are completed. The ranks append what they draw by
+    themselves; here only the most that a history can hold is known, and spans are given for that. No row is planned
+    that could pass a sequence's maximum length. Results of sequences that have ended meanwhile are discarded;
+    those of preempted ones are kept. Only accepted positions of completed steps enter the prefix cache.
     """
 
     def __init__(
@@ -86,29 +54,33 @@ class Scheduler:
         self.counters = Counters()
         self._clock = clock
         self._arrivals = 0
-        self._entries = 0
-        # Two heaps of the same sequences, by rank and by length: (…, entry, sequence). Those that do not wait any more are
-        # dropped when met.
-        self._waiting: list[tuple[tuple[float, int], int, Sequence]] = []
-        self._by_length: list[tuple[int, int, Sequence]] = []
-        self._waiting_count = 0
-        self._waiting_tokens = 0
+        self._queue = WaitingQueue()
         self._departures = 0  # of running sequences
-        self._blocked: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_blocked
+        self._short_of_spans: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_short
         self._running: list[Sequence] = []  # by rank
+        self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
+        self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
+        self._decoding_slots = _NOBODY
+        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None)
+        self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
-        self._slots_to_free: list[int] = []  # the executors are told with the next plan
+        self._slots_to_free: list[int] = []  # the ranks are told with the next plan
         self._unfit: list[Sequence] = []
 
     @property
     def waiting(self) -> int:
-        """Sequences in the queue."""
-        return self._waiting_count
+        """Sequences in the queue, those that are blocked included."""
+        return self._queue.waiting + self._queue.blocked
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the sequences in the queue."""
-        return self._waiting_tokens
+        return self._queue.tokens
+
+    @property
+    def blocked(self) -> int:
+        """Sequences in the queue that wait for something else than a slot and spans."""
+        return self._queue.blocked
 
     @property
     def running(self) -> int:
@@ -118,7 +90,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is any sequence to plan for."""
-        return bool(self._running) or self._waiting_count > 0
+        return bool(self._running) or self._queue.waiting > 0
 
     def spans_for(self, positions: int) -> int:
         """Spans that hold so many positions."""
@@ -129,210 +101,405 @@ class Scheduler:
         level = max(-PRIORITY_LEVELS, min(sequence.priority, PRIORITY_LEVELS))
         sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
         self._arrivals += 1
-        if self.prefix_cache is not None:
-            sequence.root = self.prefix_cache.root(sequence.salt, sequence.prompt_len)
-        self._enqueue(sequence)
+        if self.prefix_cache is not None and not sequence.root:
+            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len)
+        self._queue.add(sequence)
+
+    def block(self, sequence: Sequence, reason: str) -> None:
+        """From now on the sequence waits for something outside. It keeps its place in the order, and nothing else.
+        Nothing happens if it has ended."""
+        if sequence.state in (State.ENDED, State.BLOCKED):
+            return
+        sequence.blocked_on = reason
+        if sequence.state is State.RUNNING:
+            self._leave(sequence, State.WAITING)
+        else:
+            self._queue.remove(sequence, State.WAITING)
+        self._queue.add(sequence)
+
+    def unblock(self, sequence: Sequence) -> None:
+        """What the sequence waited for is there. Nothing happens if it does not wait for anything."""
+        sequence.blocked_on = ""
+        if sequence.state is State.BLOCKED:
+            self._queue.unblock(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, whatever its state; its spans and its slot are free at once."""
-        if sequence.state is State.WAITING:
-            self._leave_queue(sequence, State.ENDED)
-        elif sequence.state is State.RUNNING:
+        if sequence.state is State.RUNNING:
             self._leave(sequence, State.ENDED)
+        elif sequence.state is not State.ENDED:
+            self._queue.remove(sequence, State.ENDED)
+
+    def settle(self, sequence: Sequence) -> list[int]:
+        """The sequence's tokens, up to the last one that a completed step drew."""
+        if sequence.state is State.RUNNING:
+            self._slots.settle(sequence)
+        return sequence.tokens
 
     def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
-        """The next step, or None if nothing can be computed. Call `take_unfit` after it.
+        """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
+        after it.
 
         `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position
         before it. Running sequences always get their next row, and prompts those that the batch leaves.
         """
         limits = self.limits
-        budget = limits.max_step_tokens
-        cost = 0.0
         preemptions = self.counters.preemptions
-        step = Step(StepPlan())
-
+        draft = _Draft()
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
-        for sequence in list(self._running):
-            if budget == 0:
-                break
-            if sequence.state is State.RUNNING and len(sequence.tokens) - sequence.computed == 1:
-                if self._has_room(sequence):
-                    self._schedule(step, sequence, 1)
-                    budget -= 1
-                    cost += 1 + price * sequence.computed
+        self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
-        prompts = [s for s in self._running if len(s.tokens) - s.computed > 1]
+        budget = limits.max_step_tokens - draft.rows
+        if self._drafts is not None:
+            budget -= int(draft.drafts.sum())
+        prompts = list(self._prompts)
         if max_cost is not None:
-            first = prompts[0].computed if prompts else 0
-            rows = int((max_cost - cost) / (1 + price * first))
-            budget = min(budget, max(rows, limits.max_batch - len(step.sequences), 0))
-        if prompts and len(prompts[0].tokens) - prompts[0].computed > budget > 1:
-            budget -= self._share_with_short(step, prompts, budget // 2, may_admit)
+            first = prompts[0].planned if prompts else 0
+            rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
+            budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
+        if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
+            budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
         for sequence in prompts:
-            if budget == 0:
+            if budget <= 0:
                 break
-            count = min(len(sequence.tokens) - sequence.computed, limits.max_chunk, budget)
-            self._schedule(step, sequence, count)
+            count = min(len(sequence.tokens) - sequence.planned, limits.max_chunk, budget)
+            self._plan_chunk(draft, sequence, count)
             budget -= count
-        if self._waiting_count and may_admit:
-            self._admit(step, budget)
-        if not step.sequences:
+        if self._queue.waiting and may_admit:
+            self._admit(draft, budget)
+        if not draft.rows:
             return None
-        step.plan.free, self._slots_to_free = self._slots_to_free, []
-        return step
+        free, self._slots_to_free = self._slots_to_free, []
+        return draft.step(free, self._slots.epoch, limits.draft_kind)
 
-    def complete(self, step: Step, tokens: list[int]) -> list[Outcome]:
-        """Takes the tokens that the step sampled, in the order of its sampling work items."""
-        outcomes: list[Outcome] = []
-        counters = self.counters
-        for item, sequence in zip(step.plan.work, step.sequences):
-            sequence.computed += item.rows
-            counters.computed_rows += item.rows
-            if self.prefix_cache is not None and sequence.computed // self.limits.span_size > sequence.entered:
+    def complete(self, step: Step, result) -> Outcome:
+        """Takes the StepResult of the oldest step that was planned and not completed."""
+        table, counters = self._slots, self.counters
+        for index in range(step.decoding, len(step.sequences)):
+            sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
+            if sequence.slot == slot and table.epoch[slot] == step.epochs[index]:
+                sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._enter_prefix(sequence)
-            if item.flags & DRAW:
-                token = tokens[len(outcomes)]
-                sequence.tokens.append(token)
-                finished = sequence.stop.check(sequence.tokens, sequence.prompt_len)
-                if finished is not None:
-                    self._leave(sequence, State.ENDED)
-                outcomes.append(Outcome(sequence, token, len(outcomes), finished))
-        counters.generated_tokens += len(outcomes)
+        counts, tokens = result.counts, result.tokens
+        several = len(tokens) != len(counts)
+        drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
+        if len(step.drawing) != len(drew):
+            drew = [drew[i] for i in step.drawing.tolist()]
+            epochs, slots = epochs[step.drawing], slots[step.drawing]
+        first = np.cumsum(counts) - counts if several else np.arange(len(counts))
+        outcome = Outcome(drew, first, counts.copy())
+        alive = table.epoch[slots] == epochs
+        live = slots[alive]
+        table.pending[live] -= 1
+        if self._drafts is not None:
+            drafts = step.work.columns[WorkTable.DRAFTS, step.drawing]
+            table.longest[live] -= (drafts + 1 - counts)[alive]
+            self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
+            counters.drafted_tokens += int(result.drafted.sum())
+            counters.accepted_tokens += len(tokens) - len(counts)
+        plain = alive & ~table.careful[slots]
+        if result.status.any():
+            plain[np.repeat(np.arange(len(counts)), counts)[result.status != 0]] = False
+        if not several and plain.all():
+            self._take_each(outcome, None, slots, tokens)
+        else:
+            self._take_plain(outcome, plain.nonzero()[0], counts, slots, tokens)
+            for index in (~plain).nonzero()[0].tolist():
+                drawn = slice(int(first[index]), int(first[index] + counts[index]))
+                self._take(outcome, index, tokens[drawn].tolist(), result.status[drawn].tolist(), bool(alive[index]))
+        counters.computed_rows += step.rows + len(tokens) - len(counts)
+        counters.generated_tokens += int(outcome.kept.sum())
         counters.steps += 1
-        return outcomes
+        return outcome
 
     def take_unfit(self) -> list[Sequence]:
         """Sequences that ended because the whole cache is too small for one more of their tokens."""
         unfit, self._unfit = self._unfit, []
         return unfit
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        sequence.state = State.WAITING
-        self._waiting_count += 1
-        self._waiting_tokens += len(sequence.tokens)
-        self._entries += 1
-        heapq.heappush(self._waiting, (sequence.rank, self._entries, sequence))
-        heapq.heappush(self._by_length, (len(sequence.tokens), self._entries, sequence))
+    # --- results ---
 
-    def _leave_queue(self, sequence: Sequence, state: State) -> None:
-        sequence.state = state
-        self._waiting_count -= 1
-        self._waiting_tokens -= len(sequence.tokens)
-        for heap in (self._waiting, self._by_length):
-            if len(heap) > 2 * self._waiting_count + 64:  # nobody may ever meet those that have left
-                heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]
-                heapq.heapify(heap)
+    def _take_plain(
+        self, outcome: Outcome, indices: np.ndarray, counts: np.ndarray, slots: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """All tokens of many running sequences: the first of each, then the second of each that has one, and so on."""
+        turn = 0
+        while len(indices):
+            ended = self._take_each(outcome, indices, slots[indices], tokens[outcome.first[indices] + turn])
+            turn += 1
+            if ended.any():
+                gone = indices[ended]
+                outcome.kept[gone] = turn
+                self.counters.discarded_rows += int((counts[gone] - turn).sum())
+                indices = indices[~ended]
+            indices = indices[counts[indices] > turn]
 
-    def _leave(self, sequence: Sequence, state: State) -> None:
-        """Takes a running sequence's slot and spans away."""
-        self._running.remove(sequence)
-        self.pool.release(sequence.spans, self._clock())
-        self._slots_to_free.append(sequence.slot)
-        self._free_slots.append(sequence.slot)
-        sequence.lose_cache()
-        sequence.state = state
-        self._departures += 1
+    def _take_each(
+        self, outcome: Outcome, indices: Optional[np.ndarray], slots: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:
+        """One token for each of many running sequences: those of `indices`, None for all that drew. Returns whether it
+        has ended them."""
+        table = self._slots
+        at = table.tail_length[slots]
+        table.tail[slots, at] = tokens
+        table.tail_length[slots] = at + 1
+        length = table.length[slots] + 1
+        table.length[slots] = length
+        eos = (table.eos[slots] == tokens[:, None]).any(axis=1)
+        ended = eos | (length >= table.limit[slots])
+        full = (length > table.span_end[slots]) | (at + 1 == table.TAIL)
+        for k in (ended | full).nonzero()[0].tolist():
+            index = k if indices is None else int(indices[k])
+            sequence = outcome.sequences[index]
+            if full[k]:
+                table.settle(sequence)
+                self._enter_prefix(sequence)
+            if ended[k]:
+                outcome.ended.append((index, FinishReason.EOS if eos[k] else FinishReason.LENGTH))
+                self._leave(sequence, State.ENDED)
+        return ended
 
-    def _schedule(self, step: Step, sequence: Sequence, count: int) -> None:
-        flags = DRAW if sequence.computed + count == len(sequence.tokens) else 0
-        item = WorkItem(sequence.slot, count, flags, spans=sequence.spans[sequence.sent_spans :])
-        sequence.sent_spans = len(sequence.spans)
-        step.plan.work.append(item)
-        step.sequences.append(sequence)
-        step.starts.append(sequence.computed)
+    def _take(self, outcome: Outcome, index: int, tokens: list[int], status: list[int], alive: bool) -> None:
+        """The tokens of one sequence, whatever became of it. `alive`: it still has the slot that it drew in."""
+        sequence = outcome.sequences[index]
+        if not alive:
+            sequence.in_flight -= 1
+        if sequence.state is State.ENDED:
+            outcome.kept[index] = 0
+            self.counters.discarded_rows += len(tokens)
+            return
+        if alive:
+            self._slots.settle(sequence)
+        reason, kept = None, 0
+        while reason is None and kept < len(tokens) and status[kept] == 0:
+            sequence.tokens.append(tokens[kept])
+            kept += 1
+            reason = sequence.stop.check(sequence.tokens, sequence.prompt_len)
+        outcome.kept[index] = kept
+        self.counters.discarded_rows += len(tokens) - kept
+        if reason is None and kept < len(tokens):
+            outcome.failed.append(index)
+        if alive:
+            self._slots.length[sequence.slot] += kept
+            sequence.computed = len(sequence.tokens) - 1
+            self._enter_prefix(sequence)
+        else:
+            self._queue.tokens += kept
+        if reason is not None:
+            outcome.ended.append((index, reason))
+        if reason is not None or kept < len(tokens):
+            self.cancel(sequence)
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Sees to it that the next position has a span, at others' cost if need be. False: it had to leave itself."""
-        if sequence.computed < len(sequence.spans) * self.limits.span_size:
-            return True
-        while True:
-            spans = self.pool.allocate(1)
-            if spans is not None:
-                sequence.spans += spans
-                return True
+    def _enter_prefix(self, sequence: Sequence) -> None:
+        full = sequence.computed // self.limits.span_size
+        if self.prefix_cache is None or full <= sequence.entered:
+            return
+        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
+        for index in range(sequence.entered, full):
+            self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
+        sequence.entered = full
+        self._slots.note_entered(sequence)
+
+    # --- running sequences ---
+
+    def _plan_decoding(self, draft: "_Draft") -> None:
+        """A row for each sequence whose history the ranks have, unless its maximum length may have been reached."""
+        table, budget = self._slots, self.limits.max_step_tokens
+        if self._decoding is None:
+            prompts = set(map(id, self._prompts))
+            self._decoding = [sequence for sequence in self._running if id(sequence) not in prompts]
+            self._decoding_slots = np.array([sequence.slot for sequence in self._decoding], np.int64)
+        sequences, slots = self._decoding, self._decoding_slots
+        longest = table.longest[slots]
+        chosen = longest < table.limit[slots]
+        if len(slots) > budget:
+            chosen &= np.cumsum(chosen) <= budget
+        if not chosen.all():
+            sequences = [sequences[i] for i in np.flatnonzero(chosen).tolist()]
+            slots, longest = slots[chosen], longest[chosen]
+        drafts = self._choose_drafts(slots, longest, budget)
+        short = (longest + drafts > table.capacity[slots]).nonzero()[0]
+        if len(short):
+            sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
+        table.longest[slots] = longest + 1 + drafts
+        table.pending[slots] += 1
+        draft.sequences, draft.slots, draft.drafts = sequences, slots, drafts
+        draft.rows += len(slots)
+        draft.context += int(longest.sum()) - len(slots)
+
+    def _choose_drafts(self, slots: np.ndarray, longest: np.ndarray, budget: int) -> np.ndarray:
+        """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows."""
+        if self._drafts is None:
+            return np.zeros(len(slots), np.int64)
+        drafts = np.minimum(self._drafts.choose(slots), self._slots.limit[slots] - longest - 1)
+        left = budget - len(slots)
+        if self._prompts or self._queue.waiting:
+            left //= 2
+        left = min(left, MAX_STEP_DRAFTS)
+        if drafts.sum() > left:
+            drafts[np.cumsum(drafts) > left] = 0
+        return drafts
+
+    def _make_room(self, draft: "_Draft", short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
+                   longest: np.ndarray, drafts: np.ndarray) -> tuple:
+        """Gives spans to those that are short of them, to some at the cost of others; returns who is left, as given."""
+        counts = np.zeros(len(slots), np.int64)
+        flat: list[list[int]] = []
+        keep = np.ones(len(slots), bool)
+        for i in short.tolist():
+            sequence = sequences[i]
+            if sequence.state is not State.RUNNING:  # it gave way to another
+                continue
+            positions = int(longest[i])
+            if drafts[i] and not self._extend(sequence, positions + int(drafts[i])):
+                drafts[i] = 0  # nobody gives way to drafts
+            if not self._has_room(sequence, positions):
+                keep[i] = False
+                continue
+            counts[i] = len(sequence.spans) - sequence.sent_spans
+            flat.append(sequence.spans[sequence.sent_spans :])
+            sequence.sent_spans = len(sequence.spans)
+        if self._decoding is None or not keep.all():  # somebody has left
+            keep &= np.fromiter((sequence.state is State.RUNNING for sequence in sequences), bool, len(slots))
+            sequences = [sequences[i] for i in np.flatnonzero(keep).tolist()]
+            slots, longest, drafts, counts = slots[keep], longest[keep], drafts[keep], counts[keep]
+        draft.span_counts, draft.spans = counts, [span for spans in flat for span in spans]
+        return sequences, slots, longest, drafts
+
+    def _extend(self, sequence: Sequence, positions: int) -> bool:
+        """Gives the sequence the spans of so many positions, if there are enough."""
+        missing = self.spans_for(positions) - len(sequence.spans)
+        if missing > 0:
+            spans = self.pool.allocate(missing)
+            if spans is None:
+                return False
+            sequence.spans += spans
+            self._slots.note_spans(sequence)
+        return True
+
+    def _has_room(self, sequence: Sequence, positions: int) -> bool:
+        """Sees to it that so many positions have spans, at others' cost if need be. False: it had to leave itself, or
+        must wait for what it drew."""
+        while not self._extend(sequence, positions):
             victim = self._running[-1]
             if victim is sequence and len(self._running) == 1:
-                self._leave(sequence, State.ENDED)
-                self._unfit.append(sequence)
+                if self._slots.pending[sequence.slot] == 0:
+                    self._leave(sequence, State.ENDED)
+                    self._unfit.append(sequence)
                 return False
             self._leave(victim, State.WAITING)
             victim.preemptions += 1
             self.counters.preemptions += 1
-            self._enqueue(victim)
+            self._queue.add(victim)
             if victim is sequence:
                 return False
+        return True
 
-    def _admit(self, step: Step, budget: int) -> None:
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Takes a running sequence's slot and spans away."""
+        table, slot = self._slots, sequence.slot
+        table.settle(sequence)
+        sequence.in_flight = int(table.pending[slot])
+        table.epoch[slot] += 1
+        self._running.remove(sequence)
+        if sequence in self._prompts:
+            self._prompts.remove(sequence)
+        self._decoding = None
+        self.pool.release(sequence.spans, self._clock())
+        self._slots_to_free.append(slot)
+        self._free_slots.append(slot)
+        sequence.lose_cache()
+        sequence.state = state
+        self._departures += 1
+
+    def _plan_chunk(self, draft: "_Draft", sequence: Sequence, count: int) -> None:
+        """The next `count` rows of a history."""
+        last = sequence.planned + count == len(sequence.tokens)
+        draft.chunks.append((sequence, count, last, sequence.spans[sequence.sent_spans :]))
+        draft.rows += count
+        draft.context += count * (2 * sequence.planned + count - 1) // 2
+        sequence.sent_spans = len(sequence.spans)
+        sequence.planned += count
+        if last:
+            self._slots.longest[sequence.slot] += 1
+            self._slots.pending[sequence.slot] += 1
+            self._prompts.remove(sequence)
+            self._decoding = None
+
+    # --- admission ---
+
+    def _admit(self, draft: "_Draft", budget: int) -> None:
         """Moves waiting sequences, in order, into free slots, as long as their spans and the budget suffice."""
         held_back = []
-        while self._waiting and self._free_slots and budget > 0:
-            entry = heapq.heappop(self._waiting)
-            sequence = entry[-1]
-            if sequence.state is not State.WAITING:
+        while self._free_slots and budget > 0 and (sequence := self._queue.pop_first()) is not None:
+            if self._must_wait(sequence):
+                held_back.append(sequence)
                 continue
-            if self._leader_is_computing(sequence):
-                held_back.append(entry)
-                continue
-            if self._still_blocked(sequence) or not self._take_spans(sequence):
-                held_back.append(entry)
+            if self._still_short(sequence) or not self._take_spans(sequence):
+                held_back.append(sequence)
                 break
-            budget -= self._start(step, sequence, budget)
-        for entry in held_back:
-            heapq.heappush(self._waiting, entry)
+            budget -= self._start(draft, sequence, budget)
+        for sequence in held_back:
+            if sequence.state is State.WAITING:
+                self._queue.put_back(sequence)
 
-    def _share_with_short(self, step: Step, prompts: list[Sequence], room: int, may_admit: bool) -> int:
+    def _share_with_short(self, draft: "_Draft", prompts: list[Sequence], room: int, may_admit: bool) -> int:
         """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and takes out of these those
         that got some; waiting ones may be admitted for it. Returns how many rows they got."""
-        limit, left = (len(prompts[0].tokens) - prompts[0].computed) // SHORT_PART, room
+        limit, left = (len(prompts[0].tokens) - prompts[0].planned) // SHORT_PART, room
         for sequence in prompts[1:]:
-            rest = len(sequence.tokens) - sequence.computed
+            rest = len(sequence.tokens) - sequence.planned
             if rest <= limit and left > 0:
                 count = min(rest, self.limits.max_chunk, left)
-                self._schedule(step, sequence, count)
+                self._plan_chunk(draft, sequence, count)
                 left -= count
                 prompts.remove(sequence)
         # Nobody overtakes a sequence that waits for spans: it would wait for those of the newcomers too.
         held_back = []
-        while may_admit and self._by_length and self._free_slots and left > 0:
-            if self._blocked is not None and self._still_blocked(self._blocked[0]):
+        while may_admit and self._free_slots and left > 0:
+            if self._short_of_spans is not None and self._still_short(self._short_of_spans[0]):
                 break
-            length, _, sequence = entry = self._by_length[0]
-            if length > limit:
+            entry = self._queue.pop_shortest(limit)
+            if entry is None:
                 break
-            heapq.heappop(self._by_length)
-            if sequence.state is not State.WAITING:
-                continue
-            if self._leader_is_computing(sequence) or not self._take_spans(sequence):
+            sequence = entry[-1]
+            if self._must_wait(sequence) or not self._take_spans(sequence):
                 held_back.append(entry)
                 continue
-            left -= self._start(step, sequence, left)
+            left -= self._start(draft, sequence, left)
         for entry in held_back:
-            heapq.heappush(self._by_length, entry)
+            self._queue.put_back_shortest(entry)
         return room - left
 
-    def _start(self, step: Step, sequence: Sequence, budget: int) -> int:
+    def _start(self, draft: "_Draft", sequence: Sequence, budget: int) -> int:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
-        self._leave_queue(sequence, State.RUNNING)
+        self._queue.remove(sequence, State.RUNNING)
         sequence.slot = self._free_slots.pop()
+        self._slots.start(sequence)
+        if self._drafts is not None:
+            self._drafts.start(sequence.slot)
         bisect.insort(self._running, sequence, key=_rank_of)
-        step.admitted.append(sequence)
-        step.plan.new.append(NewSlot(sequence.slot, list(sequence.tokens), sequence.sampling, sequence.computed))
-        count = min(len(sequence.tokens) - sequence.computed, self.limits.max_chunk, budget)
-        self._schedule(step, sequence, count)
+        bisect.insort(self._prompts, sequence, key=_rank_of)
+        draft.admitted.append(sequence)
+        draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
+        count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
+        self._plan_chunk(draft, sequence, count)
         return count
 
-    def _still_blocked(self, sequence: Sequence) -> bool:
+    def _still_short(self, sequence: Sequence) -> bool:
         """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
         available, and the prefix that was found can only have grown if the key that came next is known now."""
-        if self._blocked is None or self._blocked[0] is not sequence:
+        if self._short_of_spans is None or self._short_of_spans[0] is not sequence:
             return False
-        _, departures, key = self._blocked
+        _, departures, key = self._short_of_spans
         changed = departures != self._departures or (key is not None and key in self.prefix_cache)
         return sequence.state is State.WAITING and not changed
 
-    def _leader_is_computing(self, sequence: Sequence) -> bool:
-        """True while another sample of the same prompt computes spans that this one can then share."""
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """True while a token of it is to come from before it was preempted, or another sample of the same prompt
+        computes spans that this one can then share."""
+        if sequence.in_flight:
+            return True
         leader = sequence.leader
         if leader is None or self.prefix_cache is None or leader.state is not State.RUNNING:
             return False
@@ -343,11 +510,11 @@ class Scheduler:
         """Shared spans from the prefix cache and new ones for the rest of the history; False if there are too few."""
         length = len(sequence.tokens)
         shared: list[int] = []
-        self._blocked = next_key = None
+        self._short_of_spans = next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
             full = (length - 1) // self.limits.span_size
-            self.prefix_cache.extend(sequence.keys, sequence.root, sequence.tokens, full)
+            self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(sequence.keys[:full])
             next_key = sequence.keys[len(shared)] if len(shared) < full else None
             self.pool.acquire(shared)
@@ -356,26 +523,58 @@ class Scheduler:
         if needed + len(self._running) > self.pool.available:
             self.pool.release(shared, self._clock())
             if not self._running:  # the whole cache is not enough
-                self._leave_queue(sequence, State.ENDED)
+                self._queue.remove(sequence, State.ENDED)
                 self._unfit.append(sequence)
             else:
-                self._blocked = (sequence, self._departures, next_key)
+                self._short_of_spans = (sequence, self._departures, next_key)
             return False
         sequence.spans = shared + self.pool.allocate(needed)
         sequence.entered = len(shared)
-        sequence.computed = len(shared) * self.limits.span_size
+        sequence.planned = sequence.computed = len(shared) * self.limits.span_size
         if sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_len
             self.counters.prefix_tokens += sequence.computed
         return True
 
-    def _enter_prefix(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.limits.span_size
-        self.prefix_cache.extend(sequence.keys, sequence.root, sequence.tokens, full)
-        for index in range(sequence.entered, full):
-            self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
-        sequence.entered = full
+
+class _Draft:
+    """A step while it is planned."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []  # with a single row and drafts
+        self.slots = self.drafts = _NOBODY  # of these
+        self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
+        self.spans: list[int] = []
+        self.chunks: list[tuple[Sequence, int, bool, list[int]]] = []  # rows, whether it draws, new spans
+        self.new: list[NewSlot] = []
+        self.admitted: list[Sequence] = []
+        self.rows = self.context = 0
+
+    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int) -> Step:
+        """What was planned."""
+        n, chunks = len(self.slots), self.chunks
+        columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
+        columns[WorkTable.SLOT, :n] = self.slots
+        columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
+        columns[WorkTable.FLAGS, :n] = DRAW
+        columns[WorkTable.ADAPTER] = -1
+        if draft_kind:
+            columns[WorkTable.DRAFTS, :n] = self.drafts
+            columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
+        if self.span_counts is not None:
+            columns[WorkTable.N_SPANS, :n] = self.span_counts
+        sequences, spans = self.sequences, self.spans
+        drawing = np.arange(n)
+        if chunks:
+            sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
+            for index, (sequence, rows, draws, new_spans) in enumerate(chunks, n):
+                columns[:, index] = (sequence.slot, rows, draws, 0, DRAW * draws, -1, 0, 0, len(new_spans))
+                spans += new_spans
+            drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
+        table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])
+        return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
+                    self.rows, self.context)
 
 
 def _rank_of(sequence: Sequence) -> tuple[float, int]:

@@ -8,9 +8,11 @@ from typing import Any, Optional
 
 
 class State(enum.Enum):
-    """Waiting for a slot and spans, or for them again; in the steps; done or cancelled."""
+    """Waiting for a slot and spans, or for them again; waiting for something else first (a grammar that is compiled,
+    spans of another tier), which `blocked_on` names; in the steps; done or cancelled."""
 
     WAITING = "waiting"
+    BLOCKED = "blocked"
     RUNNING = "running"
     ENDED = "ended"
 
@@ -64,7 +66,8 @@ class StopRules:
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt and output; positions 0 … `computed`-1 are in the cache, in `spans`.
+    """`tokens` is prompt and output, the last of which the scheduler may still keep elsewhere while it runs (see
+    `Scheduler.settle`); positions 0 … `computed`-1 are in the cache, in `spans`.
 
     A sequence that is preempted loses its spans and its slot, nothing else: it waits again and its tokens are computed
     anew.
@@ -78,15 +81,18 @@ class Sequence:
     salt: str = ""
     leader: Optional["Sequence"] = None  # the first sample of the same prompt; the others wait for its spans
     owner: Any = None  # the scheduler does not look at it
+    blocked_on: str = ""  # what it waits for before it may wait for a slot
+    root: bytes = b""
+    keys: list[bytes] = field(default_factory=list)  # hash chain of the full spans, as far as it is known
 
     state: State = State.WAITING
     rank: tuple[float, int] = (0.0, 0)  # (arrival time less what its priority is worth, arrival): lower goes first
     slot: int = -1
-    computed: int = 0
+    planned: int = 0  # positions of its history that planned steps compute, until all are
+    computed: int = 0  # positions that completed steps have computed
+    in_flight: int = 0  # results that are to come from a slot that it has left
     spans: list[int] = field(default_factory=list)
-    sent_spans: int = 0  # of `spans`, how many the executors have in the slot's table
-    root: bytes = b""
-    keys: list[bytes] = field(default_factory=list)  # hash chain of the full spans
+    sent_spans: int = 0  # of `spans`, how many the ranks have in the slot's table
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
     preemptions: int = 0
@@ -94,5 +100,5 @@ class Sequence:
     def lose_cache(self) -> None:
         """Back to nothing computed."""
         self.slot = -1
-        self.computed = self.sent_spans = self.entered = 0
+        self.planned = self.computed = self.sent_spans = self.entered = 0
         self.spans = []

@@ -2,15 +2,21 @@
 
 namespace as {
 
+Decoder::Decoder(Runner& runner, Runner* draft, SlotLimits limits) : runner_(runner), slots_(limits) {
+  if (draft) draft_.emplace(*draft, limits.max_rows);
+}
+
 StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes, slots_.groups());
-  slots_.check(plan);
-  const Batch& batch = slots_.begin(plan);
+  slots_.check(plan, draft_.has_value());
+  slots_.begin(plan);
+  if (draft_) draft_->draft(slots_);
+  const Batch& batch = slots_.batch();
   if (batch.rows.empty()) return {};
   Drawn drawn = runner_.run(batch, want_logits);
   StepOutput output;
   for (const Slots::Accepted& item : slots_.accept(drawn.samples)) {
-    output.counts.push_back(item.count);
+    output.counts.push_back(item.count), output.drafted.push_back(item.drafts);
     const auto first = drawn.samples.begin() + item.output;
     output.samples.insert(output.samples.end(), first, first + item.count);
   }

@@ -1,17 +1,18 @@
 // From step plans to tokens: a rank's sequences, and the runner that computes their rows.
 #pragma once
-#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "batch/draft_model.h"
 #include "batch/slots.h"
 
 namespace as {
 
-// Tokens of each item that draws: counts[i] of them, one item's after the other's. Ranks other than 0 have the tokens
-// alone.
+// Tokens of each item that draws: counts[i] of them, one item's after the other's, of drafted[i] drafts that were
+// tried. Ranks other than 0 have the tokens alone.
 struct StepOutput {
-  std::vector<int32_t> counts;
+  std::vector<int32_t> counts, drafted;
   std::vector<SampleOutput> samples;
   std::vector<float> logits;  // [outputs, local vocabulary], if wanted: of rejected drafts, too
   int logit_width = 0;
@@ -19,14 +20,16 @@ struct StepOutput {
 
 class Decoder {
  public:
-  // The runner must outlive the decoder.
-  Decoder(Runner& runner, SlotLimits limits) : runner_(runner), slots_(std::move(limits)) {}
+  // Runners must outlive the decoder. draft: null, or another model's, with the same vocabulary, cache groups and
+  // spans: it makes the drafts of items that want its.
+  Decoder(Runner& runner, Runner* draft, SlotLimits limits);
   // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
   StepOutput step(const std::string& plan, bool want_logits);
 
  private:
   Runner& runner_;
   Slots slots_;
+  std::optional<DraftModel> draft_;
 };
 
 }  // namespace as

@@ -7,7 +7,7 @@ namespace as {
 
 Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
 
-void Slots::check(const Plan& plan) {
+void Slots::check(const Plan& plan, bool has_draft_model) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
   outlook_.resize(limits_.max_slots);
   auto at = [&](int slot) -> Outlook& {
@@ -50,6 +50,7 @@ void Slots::check(const Plan& plan) {
     if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
     if (w.flags & (kHidden | kPromptLogprobs) || w.outputs > 1)
       refuse("hidden states and log probabilities of prompts are not available in this backend");
+    if ((w.flags & kDraftModel) && !has_draft_model) refuse("there is no draft model");
     if (w.adapter != -1 || w.mask != 0) refuse("adapters and masks are not available in this backend");
     if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
@@ -80,7 +81,7 @@ void Slots::check(const Plan& plan) {
            std::to_string(limits_.max_rows) + " and " + std::to_string(limits_.max_outputs) + " fit");
 }
 
-const Batch& Slots::begin(const Plan& plan) {
+void Slots::begin(const Plan& plan) {
   for (int i : plan.free) slots_[i].live = false;
   for (const NewSequence& s : plan.fresh) {
     Slot& slot = slots_[s.slot];
@@ -88,34 +89,42 @@ const Batch& Slots::begin(const Plan& plan) {
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.assign(groups(), {});
     slot.lookup.clear();
-    slot.cached = s.cached;
+    slot.cached = slot.drafted = s.cached;
   }
-  batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
+  pending_.clear();
   for (const Work& w : plan.work) {
     Slot& slot = slots_[w.slot];
     slot.history.insert(slot.history.end(), w.known.begin(), w.known.end());
     for (int g = 0; g < groups(); g++) slot.spans[g].insert(slot.spans[g].end(), w.spans[g].begin(), w.spans[g].end());
-    const int start = slot.cached, end = start + w.rows;
-    int drafts = 0;
+    const int end = slot.cached + w.rows;
+    int most = 0;
     if (w.drafts) {
       // No further than the sequence may go, and than its spans do.
-      long room = limits_.max_length;
-      for (const auto& spans : slot.spans) room = std::min(room, (long)spans.size() * limits_.span_size);
-      const int most = (int)std::min<long>(w.drafts, room - end);
+      int64_t room = limits_.max_length;
+      for (const auto& spans : slot.spans) room = std::min(room, (int64_t)spans.size() * limits_.span_size);
+      most = (int)std::min<int64_t>(w.drafts, room - end);
       if (w.flags & kGiven) slot.history.resize(slot.history.size() - (w.drafts - most));
       if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
-      drafts = (int)slot.history.size() - end;
     }
-    const Item item{w.slot,
+    pending_.push_back({w.slot, w.rows, end, most, w.draws(), (w.flags & kDraftModel) != 0});
+  }
+}
+
+const Batch& Slots::batch() {
+  batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
+  for (const Pending& p : pending_) {
+    Slot& slot = slots_[p.slot];
+    const int drafts = p.draws ? (int)slot.history.size() - p.end : 0, start = slot.cached;
+    const Item item{p.slot,
                     (int)batch_.rows.size(),
                     start,
-                    w.rows + drafts,
+                    p.rows + drafts,
                     drafts,
                     (int)batch_.outputs.size(),
-                    w.draws() ? 1 + drafts : 0};
-    for (int p = start; p < start + item.count; p++) batch_.rows.push_back({w.slot, p, slot.history[p]});
-    for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + w.rows - 1 + i, w.slot, end + i});
-    slot.cached = end;
+                    p.draws ? 1 + drafts : 0};
+    for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
+    for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + p.rows - 1 + i, p.slot, p.end + i});
+    slot.cached = p.end;
     batch_.items.push_back(item);
   }
   return batch_;
@@ -134,7 +143,8 @@ std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samp
     // scheduler knows.
     slot.history.push_back(std::max(samples[item.output + kept].token, 0));
     slot.cached = end + kept;
-    accepted.push_back({item.output, kept + 1});
+    slot.drafted = std::min(slot.drafted, slot.cached);  // what it made of rejected drafts is overwritten
+    accepted.push_back({item.output, kept + 1, item.drafts});
   }
   return accepted;
 }

@@ -20,13 +20,26 @@ class Slots {
 
   int groups() const { return (int)limits_.num_spans.size(); }
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow what the slots have.
-  void check(const Plan& plan);
-  // Brings the slots up to date with a plan that was checked; the step's rows, with drafts looked up.
-  const Batch& begin(const Plan& plan);
+  void check(const Plan& plan, bool has_draft_model);
+  // Brings the slots up to date with a plan that was checked, and looks up drafts. Those of a draft model are still to
+  // be appended.
+  void begin(const Plan& plan);
+
+  // An item of the plan: `rows` rows of known ids up to position `end`, and at most `drafts` more.
+  struct Pending {
+    int slot, rows, end, drafts;
+    bool draws, by_model;
+  };
+  const std::vector<Pending>& pending() const { return pending_; }
+  std::vector<Slot>& all() { return slots_; }
+  Slot& slot(int index) { return slots_[index]; }
+
+  // The step's rows, with the drafts that histories now end with.
+  const Batch& batch();
   // Takes over what was drawn in that step. Of each item that draws: how many tokens, the first of which is
-  // drawn.samples[i].
+  // samples[output], and how many drafts were tried.
   struct Accepted {
-    int output, count;
+    int output, count, drafts;
   };
   std::vector<Accepted> accept(const std::vector<SampleOutput>& samples);
 
@@ -41,6 +54,7 @@ class Slots {
   SlotLimits limits_;
   std::vector<Slot> slots_;
   std::vector<Outlook> outlook_;  // of the slots that a plan names
+  std::vector<Pending> pending_;
   Batch batch_;
 };
 

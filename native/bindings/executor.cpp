@@ -49,7 +49,7 @@ struct WithoutGil {
 
 // What a step gave: arrays over the tokens drawn.
 struct StepResult {
-  py::array_t<int32_t> counts, tokens, status, top_ids;
+  py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
   py::array_t<float> logprobs, top_logprobs;
   py::object logits;
 };
@@ -58,6 +58,7 @@ StepResult to_result(const StepOutput& out, bool want_logits) {
   const py::ssize_t n = (py::ssize_t)out.samples.size();
   StepResult r;
   r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
+  r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
   r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
   r.top_ids = py::array_t<int32_t>({n, (py::ssize_t)kMaxTopLogprobs});
   r.top_logprobs = py::array_t<float>({n, (py::ssize_t)kMaxTopLogprobs});
@@ -81,8 +82,11 @@ py::list profile_of(const Executor& e) {
   py::list all;
   for (const CpuRunner::Step& step : e.steps()) {
     const Counters& c = step.counters;
+    int index = step.parts.parts[0];
+    for (int p : step.parts.parts)
+      if (e.program().ops()[p].spec->name == std::string("linear")) index = p;
     py::dict d;
-    d["index"] = step.first, d["op"] = step.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
+    d["index"] = index, d["op"] = step.parts.name, d["count"] = c.count, d["min"] = c.least, d["max"] = c.most;
     d["sum"] = c.total, d["bytes"] = c.bytes, d["operations"] = c.operations;
     all.append(d);
   }
@@ -175,6 +179,7 @@ void bind_executor(py::module_& m) {
   py::class_<StepResult>(
       m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
       .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")
+      .def_readonly("drafted", &StepResult::drafted, "int32 [items that draw]: drafts that were tried")
       .def_readonly("tokens", &StepResult::tokens, "int32 [n]; -1 where status is not 0")
       .def_readonly("status", &StepResult::status, "int32 [n]: 0, or why there is no token (describe_status)")
       .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
@@ -192,14 +197,23 @@ void bind_executor(py::module_& m) {
                }),
                py::arg("rank") = 0, py::arg("world") = 1, py::arg("window") = nullptr,
                py::arg("cpus") = std::vector<int>{}, py::arg("num_threads") = 1);
+  executor.def(
+      "beside", [](const Executor& e) { return std::shared_ptr<Executor>(new Executor(e), WithoutGil{}); },
+      "An executor of another model on the threads of this one.");
   bind_weights(executor);
   executor
       .def(
-          "add_tensor",
-          [](Executor& e, int width, bool of_outputs) {
-            return e.program().add_tensor(width, of_outputs ? kOutputRows : kAllRows);
+          "add_row_set", [](Executor& e, int of, int times) { return e.program().add_row_set(of, times); },
+          py::arg("of"), py::arg("times"))
+      .def(
+          "add_cache_group",
+          [](Executor& e, const std::string& kind, int window) {
+            return e.program().add_cache_group(cache_kind_of(kind), window);
           },
-          py::arg("width"), py::arg("logit_rows") = false)
+          py::arg("kind"), py::arg("window") = 0, "A further one: the first is there, of full attention.")
+      .def(
+          "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
+          py::arg("width"), py::arg("rows") = kAllRows)
       .def(
           "add_op",
           [](Executor& e, const std::string& name, std::vector<int> inputs, std::vector<int> outputs,
@@ -210,14 +224,17 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs) {
+             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)});
+                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
-          py::arg("cache_dtype"), py::arg("max_outputs") = 0,
-          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots.")
+          py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
+          "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
+          "compute ops together "
+          "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
+          "makes drafts.")
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {
@@ -260,9 +277,10 @@ void bind_executor(py::module_& m) {
           py::arg("id"), py::arg("row"), "A row of a matrix as its format recovers it, for tests.")
       .def("set_profiling", &Executor::set_profiling)
       .def("profile", profile_of,
-           "Per op that runs (\"add+rms_norm\": two of the list together): index of the first in the list, name, how "
-           "often, least, most\n"
-           "and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
+           "Per op that runs (\"rms_norm+linear\": two of the list together): index in the list (of the linear or the "
+           "first), name, how often,\n"
+           "least, most and total seconds on thread 0; bytes and operations in total (program/op_spec.h).")
+      .def_property_readonly("barriers", &Executor::barriers, "How many barriers its threads have come to.")
       .def(
           "memory",
           [](const Executor& e) {

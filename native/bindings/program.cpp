@@ -78,8 +78,17 @@ void bind_program(py::module_& m) {
   py::class_<Program, std::shared_ptr<Program>>(
       m, "Program", "A model's ops for one rank, checked. add_* functions raise ValueError and change nothing then.")
       .def(py::init<>())
-      .def("add_matrix", &Program::add_matrix, py::arg("out_features"), py::arg("in_features"), py::arg("dtype"),
-           py::arg("group_size") = 0)
+      .def(
+          "add_matrix",
+          [](Program& p, int n, int k, const std::string& format, int group, const std::string& scales,
+             const std::string& zeros, int group_rows, bool permuted, int super_group, int scale_bits) {
+            return p.add_matrix(
+                n, k, format, group,
+                {scale_type_of(scales), zero_type_of(zeros), group_rows, permuted, super_group, scale_bits});
+          },
+          py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+          py::arg("scales") = "bfloat16", py::arg("zeros") = "offsets", py::arg("group_rows") = 1,
+          py::arg("permuted") = false, py::arg("super_group") = 0, py::arg("scale_bits") = 0)
       .def("add_vector", &Program::add_vector, py::arg("n"))
       .def("add_row_set", &Program::add_row_set, py::arg("of"), py::arg("times"),
            "Rows that a router forms: `times` entries for each row of set `of`.")
@@ -113,6 +122,16 @@ void bind_program(py::module_& m) {
                            [](const WeightSpec& w) { return py::make_tuple(w.n, w.k, w.format, w.group); });
           },
           "(n, k, dtype, group size) of each; a vector's k is 0")
+      .def(
+          "scale_layout",
+          [](const Program& p, int weight) {
+            const ScaleLayout& l = p.weights().at(weight).layout;
+            py::dict d;
+            d["scales"] = name_of(l.scales), d["zeros"] = name_of(l.zeros), d["group_rows"] = l.group_rows;
+            d["permuted"] = l.permuted, d["super_group"] = l.super_group, d["scale_bits"] = l.scale_bits;
+            return d;
+          },
+          py::arg("weight"), "How a matrix' scales are laid out: what add_matrix was given.")
       .def_property_readonly("row_sets",
                              [](const Program& p) {
                                return list_of(p.row_sets(),

@@ -23,14 +23,25 @@ struct Tensor {
   int width = 0;
   bool of_outputs = false;
   // Rows as the linear with this matrix wants them, which alone reads the tensor: so many bytes each (PreparedLayout)
-  // instead of floats.
+  // instead of floats, or made of them.
   const Packed* prepared_for = nullptr;
   size_t prepared = 0;
+  char* prepared_rows = nullptr;
+  bool one_as_floats = false;  // a step's only row is left to the linear, where each thread prepares it for itself
 
   int rows(const Batch& batch) const { return (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
-  size_t row_bytes() const { return prepared ? prepared : width * sizeof(float); }
   float* row(int r) const { return data + (size_t)r * width; }
-  char* bytes(int r) const { return reinterpret_cast<char*>(data) + (size_t)r * prepared; }
+  char* bytes(int r) const { return prepared_rows + (size_t)r * prepared; }
+  bool is_prepared(int rows) const { return prepared_for && !(one_as_floats && rows == 1); }
+};
+
+// Memory that ops need within their run, each in turn.
+struct Scratch {
+  Buffer rows;      // floats: one row of each thread
+  Buffer prepared;  // prepared rows of a product's input, or one of each thread
+  size_t row_bytes = 0;
+
+  float* row(int thread) const { return reinterpret_cast<float*>(rows.as() + thread * row_bytes); }
 };
 
 // An op with its tensors and weights. All threads of a rank run it; when it returns on one, that thread's part is done,

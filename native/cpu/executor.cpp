@@ -9,11 +9,20 @@ Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vec
     : rank_(rank),
       world_(world),
       window_(std::move(window)),
-      pool_(threads, std::move(cpus), window_ ? window_->spin() : true),
-      weights_(pool_, kernels()) {
+      pool_(std::make_shared<Pool>(threads, std::move(cpus), window_ ? window_->spin() : true)),
+      weights_(*pool_, kernels()) {
   if (world < 1 || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " is not in 0..." + std::to_string(world - 1));
   if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
+  program_.add_cache_group(CacheKind::full);
+}
+
+Executor::Executor(const Executor& beside)
+    : rank_(beside.rank_),
+      world_(beside.world_),
+      window_(beside.window_),
+      pool_(beside.pool_),
+      weights_(*pool_, kernels()) {
   program_.add_cache_group(CacheKind::full);
 }
 
@@ -28,10 +37,14 @@ int Executor::add_vector(std::vector<float> values) {
   return weights_.add_vector(std::move(values));
 }
 
-void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache) {
-  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache);
-  decoder_.emplace(*runner_, SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
-                                        cache.span_size, cache.num_spans});
+void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
+                        std::shared_ptr<Executor> draft) {
+  if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
+  draft_ = std::move(draft);
+  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused);
+  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr,
+                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length, cache.span_size,
+                              cache.num_spans});
 }
 
 StepOutput Executor::step(const std::string& plan, bool want_logits) {
@@ -55,7 +68,14 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   if (need > scratch_.size()) scratch_ = Buffer(need, "prepared activations");
   Tensor input;
   input.data = const_cast<float*>(x), input.width = m.k;
-  pool_.run([&](int thread) { as::multiply(all, thread, m, input, bias, y, rows, scratch_); });
+  pool_->run([&](int thread) {
+    Activations a;
+    if (!activations(all, thread, m, input, rows, scratch_, a)) return;
+    const Share share = share_of(thread, pool_->size(), m.panels(), rows);
+    if (share.empty()) return;
+    a.x += (size_t)share.r0 * m.k, a.prepared += share.r0 * a.stride;
+    all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);
+  });
 }
 
 std::vector<std::pair<const void*, size_t>> Executor::memory() const {

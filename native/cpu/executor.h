@@ -18,6 +18,8 @@ namespace as {
 class Executor {
  public:
   Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
+  // Another model on the threads of this one: they run in turn.
+  explicit Executor(const Executor& beside);
 
   // Ids count matrices and vectors together. dtype: "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8".
   int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size);
@@ -25,9 +27,12 @@ class Executor {
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
   Program& program() { return program_; }
+  const Program& program() const { return program_; }
 
-  // Compiles the program. Neither program nor weights may change from then on.
-  void allocate(const RunnerLimits& limits, const CacheLimits& cache);
+  // Compiles the program. Neither program nor weights may change from then on. draft: a model beside this one, which
+  // was allocated with the same spans.
+  void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
+                std::shared_ptr<Executor> draft = nullptr);
   StepOutput step(const std::string& plan, bool want_logits);
   void set_profiling(bool on);
   // Empty before allocate().
@@ -36,17 +41,20 @@ class Executor {
   // y [rows, out features] = x w^T (+ bias) by all threads: one matrix alone, for tests and microbenchmarks.
   void multiply(int id, const float* x, const float* bias, float* y, int rows);
 
+  int64_t barriers() const { return pool_->barriers(); }  // that steps have come to so far
+
   size_t cache_bytes() const { return runner_ ? runner_->cache().size() : 0; }
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
 
  private:
-  Core core() { return {rank_, world_, window_.get(), pool_, kernels()}; }
+  Core core() { return {rank_, world_, window_.get(), *pool_, kernels()}; }
 
   int rank_, world_;
   std::shared_ptr<Window> window_;
-  Pool pool_;
+  std::shared_ptr<Pool> pool_;
   Weights weights_;
   Program program_;
+  std::shared_ptr<Executor> draft_;
   std::unique_ptr<CpuRunner> runner_;
   std::optional<Decoder> decoder_;
   Buffer scratch_;  // of multiply()

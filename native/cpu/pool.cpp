@@ -76,25 +76,27 @@ void Pool::fail(const char* what) {
   barrier_.phase.wake();
 }
 
-void Pool::meet(Meeting& meeting, bool failure_ends_it) {
-  if (size_ == 1) return;
+bool Pool::meet(Meeting& meeting, bool failure_ends_it) {
+  if (size_ == 1) return true;
   const uint32_t phase = meeting.phase.value.load(std::memory_order_acquire);
   if (meeting.arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
     meeting.arrived.store(0, std::memory_order_relaxed);
     meeting.phase.publish(phase + 1);
-    return;
+    return true;
   }
   int spins = spin_ ? kSpins : 0;
   while (meeting.phase.value.load(std::memory_order_acquire) == phase) {
-    if (failure_ends_it && failed_.load(std::memory_order_acquire)) return;
+    if (failure_ends_it && failed_.load(std::memory_order_acquire)) break;
     if (spins-- > 0) cpu_pause();
     else meeting.phase.sleep(phase, 100'000'000);
   }
+  return false;
 }
 
 // Who has failed does not come to this barrier, so nobody leaves it as complete: true means that all have come.
 bool Pool::barrier() {
-  if (!failed_.load(std::memory_order_acquire)) meet(barrier_, true);
+  if (!failed_.load(std::memory_order_acquire) && meet(barrier_, true))
+    barriers_.fetch_add(1, std::memory_order_relaxed);
   return !failed_.load(std::memory_order_acquire);
 }
 

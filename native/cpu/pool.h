@@ -27,6 +27,8 @@ class Pool {
   // return; from the failure on no barrier of this run waits or returns true, so that it does not matter which ones the
   // failed thread missed.
   bool barrier();
+  // How many barriers all threads have come to.
+  int64_t barriers() const { return barriers_; }
   // For use inside f, around the body of a phase: an exception is kept for run() to throw, and ends the barriers'
   // waits.
   template <typename F>
@@ -42,7 +44,8 @@ class Pool {
     alignas(64) Signal phase;
     alignas(64) std::atomic<int> arrived{0};
   };
-  void meet(Meeting& meeting, bool failure_ends_it);
+  // Whether this thread came last.
+  bool meet(Meeting& meeting, bool failure_ends_it);
   void fail(const char* what);
   void stop();
   void worker(int index);
@@ -54,6 +57,7 @@ class Pool {
   std::vector<std::thread> threads_;
   const std::function<void(int)>* task_ = nullptr;
   alignas(64) Signal start_;
+  std::atomic<int64_t> barriers_{0};
   Meeting barrier_, end_;  // end_: of a run, to which a failed thread comes too
   alignas(64) std::atomic<bool> failed_{false};
   std::atomic<bool> stopping_{false};

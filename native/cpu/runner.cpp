@@ -13,26 +13,31 @@ namespace {
 
 bool is(const OpNode& op, const char* name) { return !std::strcmp(op.spec->name, name); }
 
-// The steps after which a tensor's value is no longer wanted, and the first that writes it.
+bool has(const std::vector<int>& list, int tensor) { return std::find(list.begin(), list.end(), tensor) != list.end(); }
+
+// The first op that a tensor is seen by, and the last.
 struct Life {
   int first = -1, last = -1;
 };
 
-std::vector<Life> lives_of(const std::vector<FusedOp>& ops, size_t tensors) {
-  std::vector<Life> lives(tensors);
+std::vector<Life> lives_of(const Program& program, const std::vector<FusedOp>& ops) {
+  const std::vector<bool> never = never_written(program, ops);
+  std::vector<Life> lives(program.tensors().size());
   for (int i = 0; i < (int)ops.size(); i++)
-    for (const auto* list : {&ops[i].op.inputs, &ops[i].op.outputs})
-      for (int t : *list) {
-        if (lives[t].first < 0) lives[t].first = i;
-        lives[t].last = i;
-      }
+    for (int p : ops[i].parts)
+      for (const auto* list : {&program.ops()[p].inputs, &program.ops()[p].outputs})
+        for (int t : *list) {
+          if (never[t]) continue;
+          if (lives[t].first < 0) lives[t].first = i;
+          lives[t].last = i;
+        }
   return lives;
 }
 
 }  // namespace
 
 CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-                     const CacheLimits& cache)
+                     const CacheLimits& cache, bool fused)
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
@@ -40,22 +45,26 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     throw std::invalid_argument("the op list must end with sample");
   if (program.row_sets().size() > 2) throw std::invalid_argument("the CPU backend has no rows of experts");
   allocate_cache(cache);
-  const std::vector<FusedOp> ops = fuse(program, [&](const OpNode& linear) {
+  const auto gates = [&](const OpNode& linear) {
     const Packed& m = weights.matrix(linear.weights[0]);
     return m.n % (2 * m.panel) == 0;
-  });
-  tensors_ = allocate_tensors(ops);
+  };
+  const std::vector<FusedOp> ops = fused ? fuse(program, core.world == 1, gates) : one_by_one(program);
+  allocate_tensors(ops);
   for (size_t i = 0; i < ops.size(); i++) {
-    const OpNode& op = ops[i].op;
-    const Bind bind = cpu_op(op.spec->name);
-    if (!bind) throw std::invalid_argument(std::string("the CPU backend has no op ") + op.spec->name);
-    std::vector<Tensor> inputs, outputs;
-    for (int t : op.inputs) inputs.push_back(bound(ops, i, t, false));
-    for (int t : op.outputs) outputs.push_back(bound(ops, i, t, true));
-    const Binding binding{core_,   program, op,       std::move(inputs), std::move(outputs), weights,
-                          limits_, cache_,  scratch_, rotary_,           attention_,         drawn_};
-    Step step{op.spec->name, ops[i].first, {}, ops[i], bind(binding)};
-    if (is(op, "span_attention")) step.layout = &cache_.layer(op.integer("layer")).layout;
+    const Bind bind = cpu_op(ops[i].name);
+    if (!bind) throw std::invalid_argument("the CPU backend has no op " + ops[i].name);
+    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, drawn_};
+    for (size_t p = 0; p < ops[i].parts.size(); p++) {
+      const OpNode& op = program.ops()[ops[i].parts[p]];
+      Part part{op, weights, {}, {}};
+      for (int t : op.inputs) part.inputs.push_back(bound(ops, i, p, t, false));
+      for (int t : op.outputs) part.outputs.push_back(bound(ops, i, p, t, true));
+      binding.parts.push_back(std::move(part));
+    }
+    Step step{ops[i], bind(binding), {}};
+    const OpNode& last = binding.parts.back().op;
+    if (is(last, "span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
   }
 }
@@ -90,55 +99,70 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
   cache_.allocate(std::move(all), limits.num_spans);
 }
 
-// The matrix for which ops[writer] prepares the rows that it writes to a tensor, or null.
-const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t writer, int tensor) const {
-  const OpNode& op = ops[writer].op;
-  const bool gated = is(op, "linear+silu_mul");
-  if (op.outputs.back() != tensor || !(gated || is(op, "rms_norm") || is(op, "add+rms_norm"))) return nullptr;
-  const OpNode* reader = only_reader(ops, writer, tensor);
+// The matrix for which an op prepares the rows that it leaves in a tensor, or null.
+const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
+  const OpNode& last = program_.ops()[ops[op].parts.back()];
+  const bool gated = is(last, "silu_mul") && ops[op].parts.size() > 1;
+  if (!has(last.outputs, tensor) || !(gated || is(last, "rms_norm") || is(last, "span_attention"))) return nullptr;
+  const OpNode* reader = only_linear(program_, ops, op, tensor);
   if (!reader) return nullptr;
   const Packed& m = weights_.matrix(reader->weights[0]);
   return (gated ? m.pairs : core_.k.prepared(m).bytes > 0) ? &m : nullptr;
 }
 
-// A tensor as ops[index] has it: what is written to it now, or was last.
-Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t index, int tensor, bool output) const {
+// A tensor as a part of ops[op] has it: as the op leaves it, or as one before left it.
+Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t op, size_t part, int tensor, bool output) const {
   Tensor t = tensors_[tensor];
-  for (size_t i = output ? index + 1 : index; i-- > 0;) {
-    const auto& written = ops[i].op.outputs;
-    if (std::find(written.begin(), written.end(), tensor) == written.end()) continue;
+  const auto writes = [&](size_t i, size_t parts) {
+    for (size_t p = 0; p < parts; p++)
+      if (has(program_.ops()[ops[i].parts[p]].outputs, tensor)) return true;
+    return false;
+  };
+  if (!output && writes(op, part)) return t;  // an earlier part's: floats
+  for (size_t i = output ? op + 1 : op; i-- > 0;) {
+    if (!writes(i, ops[i].parts.size())) continue;
     t.prepared_for = prepared_for(ops, i, tensor);
-    if (t.prepared_for) t.prepared = core_.k.prepared(*t.prepared_for).bytes;
+    if (!t.prepared_for) break;
+    t.prepared = core_.k.prepared(*t.prepared_for).bytes;
+    t.one_as_floats = is(program_.ops()[ops[i].parts.back()], "span_attention");
+    t.prepared_rows = t.one_as_floats ? attended_.as() : reinterpret_cast<char*>(t.data);
     break;
   }
   return t;
 }
 
+int CpuRunner::max_rows(int tensor) const {
+  return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
+}
+
 // Gives every tensor memory; tensors whose lives do not overlap share it.
-std::vector<Tensor> CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
+void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
   const auto& specs = program_.tensors();
-  const std::vector<Life> lives = lives_of(ops, specs.size());
+  const std::vector<Life> lives = lives_of(program_, ops);
   std::vector<size_t> needs(specs.size());
-  size_t scratch = 0;
+  size_t prepared = 0, attended = 0, widest = 0;
   for (size_t t = 0; t < specs.size(); t++) {
     if (specs[t].type != TensorType::float32)
       throw std::invalid_argument(std::string("the CPU backend has no tensors of ") + name_of(specs[t].type));
-    needs[t] = (size_t)(specs[t].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows) * specs[t].width *
-               sizeof(float);
+    needs[t] = (size_t)max_rows((int)t) * specs[t].width * sizeof(float);
   }
-  for (size_t i = 0; i < ops.size(); i++) {
-    const OpNode& op = ops[i].op;
-    for (int t : op.outputs)
-      if (const Packed* m = prepared_for(ops, i, t)) {
-        const int rows = specs[t].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
-        needs[t] = std::max(needs[t], core_.k.prepared(*m).bytes * rows);
-      }
-    if (is(op, "linear") || is(op, "linear+silu_mul")) {
-      const int rows = program_.in(op).rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
-      scratch = std::max(scratch, prepared_bytes(core_, weights_.matrix(op.weights[0]), rows));
+  for (size_t i = 0; i < ops.size(); i++)
+    for (int p : ops[i].parts) {
+      const OpNode& op = program_.ops()[p];
+      for (int t : op.outputs)
+        if (const Packed* m = prepared_for(ops, i, t)) {
+          const size_t bytes = core_.k.prepared(*m).bytes * max_rows(t);
+          size_t& need = is(op, "span_attention") ? attended : needs[t];
+          need = std::max(need, bytes);
+        }
+      if (is(op, "rms_norm")) widest = std::max(widest, (size_t)program_.in(op).width);
+      if (is(op, "linear"))
+        prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
     }
-  }
-  scratch_ = Buffer(scratch, "prepared activations");
+  attended_ = Buffer(attended, "prepared activations");
+  scratch_.prepared = Buffer(prepared, "prepared activations");
+  scratch_.row_bytes = (widest * sizeof(float) + 63) / 64 * 64;
+  scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
 
   struct Region {
     size_t bytes, offset;
@@ -166,12 +190,12 @@ std::vector<Tensor> CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops)
   size_t total = 0;
   for (Region& r : regions) r.offset = total, total += (r.bytes + 4095) / 4096 * 4096;
   activations_ = Buffer(total, "activations");
-  std::vector<Tensor> tensors(specs.size());
+  tensors_.resize(specs.size());
   for (size_t t = 0; t < specs.size(); t++) {
-    tensors[t].width = specs[t].width, tensors[t].of_outputs = specs[t].rows == kOutputRows;
-    if (region_of[t] >= 0) tensors[t].data = reinterpret_cast<float*>(activations_.as() + regions[region_of[t]].offset);
+    tensors_[t].width = specs[t].width, tensors_[t].of_outputs = specs[t].rows == kOutputRows;
+    if (region_of[t] >= 0)
+      tensors_[t].data = reinterpret_cast<float*>(activations_.as() + regions[region_of[t]].offset);
   }
-  return tensors;
 }
 
 Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
@@ -218,8 +242,7 @@ void CpuRunner::record(Step& step, const Batch& batch, double seconds) const {
     }
   }
   size.weight_bytes = weights_.sizes();
-  const OpNode& op = step.fused.op;
-  const Cost cost = op.spec->cost(program_, op, size);
+  const Cost cost = cost_of(program_, step.parts, size);
   Counters& c = step.counters;
   c.least = c.count ? std::min(c.least, seconds) : seconds;
   c.most = std::max(c.most, seconds);

@@ -26,17 +26,16 @@ struct CacheLimits {
 class CpuRunner : public Runner {
  public:
   struct Step {
-    std::string name;
-    int first;  // of the program's ops, whose number of `count` it computes
+    FusedOp parts;
+    std::unique_ptr<BoundOp> op;  // null: nothing to do
     Counters counters;
-    FusedOp fused;
-    std::unique_ptr<BoundOp> op;
     const SpanLayout* layout = nullptr;  // of attention
   };
 
   // Throws std::invalid_argument naming what this backend does not have. Program and weights must outlive the runner.
+  // fused: whether ops are computed together that can be (the bits are the same).
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-            const CacheLimits& cache);
+            const CacheLimits& cache, bool fused);
 
   Drawn run(const Batch& batch, bool want_logits) override;
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
@@ -45,9 +44,10 @@ class CpuRunner : public Runner {
 
  private:
   void allocate_cache(const CacheLimits& limits);
-  std::vector<Tensor> allocate_tensors(const std::vector<FusedOp>& ops);
-  Tensor bound(const std::vector<FusedOp>& ops, size_t index, int tensor, bool output) const;
-  const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t writer, int tensor) const;
+  void allocate_tensors(const std::vector<FusedOp>& ops);
+  int max_rows(int tensor) const;
+  Tensor bound(const std::vector<FusedOp>& ops, size_t op, size_t part, int tensor, bool output) const;
+  const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void record(Step& step, const Batch& batch, double seconds) const;
 
   const Core core_;
@@ -56,7 +56,8 @@ class CpuRunner : public Runner {
   const RunnerLimits limits_;
   SpanCache cache_;
   Buffer activations_;
-  Buffer scratch_;  // rows as linears want them, made by themselves
+  Buffer attended_;  // rows of attention as linears want them
+  Scratch scratch_;
   std::vector<std::shared_ptr<RotaryTable>> rotary_;
   std::vector<std::shared_ptr<AttentionWork>> attention_;
   std::vector<Tensor> tensors_;

@@ -10,82 +10,138 @@ bool is(const OpNode& op, const char* name) { return !std::strcmp(op.spec->name,
 
 bool has(const std::vector<int>& list, int tensor) { return std::find(list.begin(), list.end(), tensor) != list.end(); }
 
-double moved(const Program& p, const std::vector<int>& tensors, const StepSize& size) {
-  double bytes = 0;
-  for (int t : tensors) bytes += 4 * p.rows_of(p.tensors()[t].rows, size) * p.tensors()[t].width;
-  return bytes;
-}
-
-// A sum is written all the same, but not read again.
-Cost cost_add_rms_norm(const Program& p, const OpNode& op, const StepSize& size) {
-  const TensorSpec& x = p.in(op);
-  return {moved(p, op.inputs, size) + moved(p, op.outputs, size), 5 * p.rows_of(x.rows, size) * x.width};
-}
-
-// Gate and up are neither.
-Cost cost_linear_silu_mul(const Program& p, const OpNode& op, const StepSize& size) {
-  const TensorSpec& y = p.out(op);
-  const WeightSpec& m = p.weights()[op.weights[0]];
-  const double bytes = size.weight_bytes.empty() ? m.bytes() : size.weight_bytes.at(op.weights[0]);
-  return {moved(p, op.inputs, size) + moved(p, op.outputs, size) + bytes,
-          (4.0 * m.k + 5) * p.rows_of(y.rows, size) * y.width};
-}
-
-// Made by fuse() alone: no graph holds them.
-const OpSpec& add_rms_norm() {
-  static const OpSpec spec{
-      "add+rms_norm", {2, 2},           {2, 2}, {1, 1}, true, RowRule::as_input, op_spec("rms_norm").attributes,
-      nullptr,        cost_add_rms_norm};
-  return spec;
-}
-const OpSpec& linear_silu_mul() {
-  static const OpSpec spec{"linear+silu_mul",   {1, 1}, {1, 1}, {1, 2}, false, RowRule::as_input, {}, nullptr,
-                           cost_linear_silu_mul};
-  return spec;
-}
-
-// Whether ops[reader] alone reads what ops[writer] before it writes to a tensor.
-bool reads_alone(const std::vector<OpNode>& ops, size_t writer, size_t reader, int tensor) {
-  for (size_t i = writer + 1; i < ops.size(); i++) {
-    if (i != reader && has(ops[i].inputs, tensor)) return false;
-    if (i >= reader && has(ops[i].outputs, tensor)) return true;
+class Fusion {
+ public:
+  Fusion(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates)
+      : ops_(program.ops()), gates_(gates) {
+    for (int i = 0; i < (int)ops_.size(); i++)
+      if (!alone || !is(ops_[i], "all_reduce")) order_.push_back(i);
   }
-  return true;
-}
+
+  std::vector<FusedOp> run() {
+    std::vector<FusedOp> fused;
+    for (size_t i = 0; i < order_.size();) {
+      size_t count = attention(i);
+      if (!count) count = linear(i);
+      if (!count) count = sum(i);
+      FusedOp op;
+      for (size_t end = i + std::max<size_t>(count, 1); i < end; i++) {
+        op.parts.push_back(order_[i]);
+        op.name += (op.name.empty() ? "" : "+") + std::string(ops_[order_[i]].spec->name);
+      }
+      fused.push_back(std::move(op));
+    }
+    return fused;
+  }
+
+ private:
+  bool is_at(size_t i, const char* name) const { return i < order_.size() && is(ops_[order_[i]], name); }
+  const OpNode& at(size_t i) const { return ops_[order_[i]]; }
+
+  // Whether op `reader` alone reads what op `writer` leaves in a tensor.
+  bool reads_alone(size_t writer, size_t reader, int tensor) const {
+    if (!has(at(reader).inputs, tensor)) return false;
+    for (size_t i = writer + 1; i < order_.size(); i++) {
+      if (i != reader && has(at(i).inputs, tensor)) return false;
+      if (i >= reader && has(at(i).outputs, tensor)) return true;
+    }
+    return true;
+  }
+
+  // How many ops from i on are one; 0: none of this kind begins here.
+  size_t attention(size_t i) const {
+    size_t end = i;
+    const auto in_place = [&] { return at(end).inputs == at(i).inputs; };
+    while ((is_at(end, "head_norm") || is_at(end, "rope")) && in_place()) end++;
+    if (end == i || !is_at(end, "span_attention") || !in_place()) return 0;
+    return reads_alone(end - 1, end, at(i).inputs[0]) ? end + 1 - i : 0;
+  }
+
+  size_t linear(size_t i) const {
+    size_t end = i;
+    if (is_at(i, "rms_norm") && is_at(i + 1, "linear") && reads_alone(i, i + 1, at(i).outputs[0])) end++;
+    if (!is_at(end, "linear")) return 0;
+    const OpNode& op = at(end);
+    const int out = op.outputs[0];
+    if (is_at(end + 1, "silu_mul") && reads_alone(end, end + 1, out) && gates_(op)) return end + 2 - i;
+    // A norm before it would read what others add to.
+    const bool adds =
+        end == i && is_at(end + 1, "add") && at(end + 1).inputs[1] == out && !has(op.inputs, at(end + 1).inputs[0]);
+    return end + 1 - i + (adds && reads_alone(end, end + 1, out));
+  }
+
+  size_t sum(size_t i) const {
+    size_t end = i;
+    if (is_at(i, "all_reduce") && is_at(i + 1, "add") && at(i + 1).inputs[1] == at(i).inputs[0]) end++;
+    if (!is_at(end, "add")) return 0;
+    const OpNode& add = at(end);
+    if (is_at(end + 1, "rms_norm") && at(end + 1).inputs[0] == add.inputs[0] && at(end + 1).outputs[0] != add.inputs[1])
+      end++;
+    return end + 1 - i;
+  }
+
+  const std::vector<OpNode>& ops_;
+  const std::function<bool(const OpNode&)>& gates_;
+  std::vector<int> order_;
+};
 
 }  // namespace
 
-std::vector<FusedOp> fuse(const Program& program, const std::function<bool(const OpNode&)>& gates) {
-  const std::vector<OpNode>& ops = program.ops();
-  std::vector<FusedOp> fused;
-  for (size_t i = 0; i < ops.size(); i++) {
-    const OpNode &op = ops[i], *next = i + 1 < ops.size() ? &ops[i + 1] : nullptr;
-    const bool feeds_next = next && !op.outputs.empty() && has(next->inputs, op.outputs[0]);
-    if (feeds_next && is(op, "add") && is(*next, "rms_norm") && next->outputs[0] != op.inputs[1]) {
-      OpNode both{&add_rms_norm(), op.inputs, {op.outputs[0], next->outputs[0]}, next->weights, next->values};
-      fused.push_back({std::move(both), (int)i++, 2});
-    } else if (feeds_next && is(op, "linear") && is(*next, "silu_mul") && gates(op) &&
-               reads_alone(ops, i, i + 1, op.outputs[0])) {
-      fused.push_back({{&linear_silu_mul(), op.inputs, next->outputs, op.weights, {}}, (int)i, 2});
-      i++;
-    } else {
-      fused.push_back({op, (int)i, 1});
-    }
-  }
-  return fused;
+std::vector<FusedOp> fuse(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates) {
+  return Fusion(program, alone, gates).run();
 }
 
-const OpNode* only_reader(const std::vector<FusedOp>& ops, size_t writer, int tensor) {
+std::vector<FusedOp> one_by_one(const Program& program) {
+  std::vector<FusedOp> ops;
+  for (int i = 0; i < (int)program.ops().size(); i++) ops.push_back({{i}, program.ops()[i].spec->name});
+  return ops;
+}
+
+const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor) {
   const OpNode* reader = nullptr;
-  for (size_t i = writer + 1; i < ops.size(); i++) {
-    const OpNode& op = ops[i].op;
-    if (has(op.inputs, tensor)) {
-      if (reader || !(is(op, "linear") || is(op, "linear+silu_mul"))) return nullptr;
-      reader = &op;
+  for (size_t i = op + 1; i < ops.size(); i++)
+    for (size_t p = 0; p < ops[i].parts.size(); p++) {
+      const OpNode& part = program.ops()[ops[i].parts[p]];
+      if (has(part.inputs, tensor)) {
+        if (reader || p || !is(part, "linear")) return nullptr;
+        reader = &part;
+      }
+      if (has(part.outputs, tensor)) return reader;
     }
-    if (has(op.outputs, tensor)) break;
-  }
   return reader;
+}
+
+std::vector<bool> never_written(const Program& program, const std::vector<FusedOp>& ops) {
+  std::vector<bool> seen(program.tensors().size());
+  for (const FusedOp& op : ops)
+    for (size_t p = 0; p < op.parts.size(); p++) {
+      const OpNode& part = program.ops()[op.parts[p]];
+      const bool gate = p && is(part, "silu_mul"),
+                 gated = p + 1 < op.parts.size() && is(program.ops()[op.parts[p + 1]], "silu_mul");
+      for (int t : part.inputs) seen[t] = seen[t] || !gate;
+      for (int t : part.outputs) seen[t] = seen[t] || !gated;
+    }
+  seen.flip();
+  return seen;
+}
+
+Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size) {
+  Cost total;
+  for (size_t p = 0; p < op.parts.size(); p++) {
+    const OpNode& part = program.ops()[op.parts[p]];
+    const Cost own = program.cost(part, size);
+    const bool of_heads = is(part, "head_norm") || is(part, "rope");  // on copies of them, if attention follows
+    total.bytes += of_heads && op.parts.size() > 1 ? 0 : own.bytes, total.operations += own.operations;
+    if (!p || of_heads || is(part, "span_attention")) continue;
+    // What the part before leaves is not read again; if it was for this part alone, nor is it written.
+    const OpNode& before = program.ops()[op.parts[p - 1]];
+    for (int t : part.inputs) {
+      if (!has(before.outputs, t)) continue;
+      const bool kept = is(before, "add") || is(before, "all_reduce");
+      total.bytes -= (kept ? 1 : 2) * 4 * program.rows_of(program.tensors()[t].rows, size) * program.tensors()[t].width;
+    }
+  }
+  return total;
 }
 
 }  // namespace as

@@ -1,28 +1,39 @@
-// Rewrites a program into one with fused ops: what is between them need not pass through memory, or wait for all
+// Which ops of a program are computed together: what is between them need not pass through memory, or wait for all
 // threads.
 //
-//   add, rms_norm       add+rms_norm      row by row
-//   linear, silu_mul    linear+silu_mul   n columns instead of 2n leave the caches
+//   head_norm, rope, span_attention   heads are normed and rotated as they enter the cache, or become queries
+//   rms_norm, linear                  each row is normed as the linear wants its rows; a single one by every thread for
+//   itself linear, silu_mul                  n columns instead of 2n leave the caches linear, add each thread adds the
+//   columns that it has made all_reduce, add, rms_norm         ranks and threads go on with whole rows
 //
 // Every value is made by the same operations in the same order as by the ops one by one.
 #pragma once
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "program/program.h"
 
 namespace as {
 
-// An op to be run: one of a program's, or `count` from number `first` on together.
+// Ops of a program, by number, that run as one.
 struct FusedOp {
-  OpNode op;
-  int first, count;
+  std::vector<int> parts;
+  std::string name;  // the parts' names, joined by +
 };
 
-// gates: whether the backend computes a linear together with the silu_mul that follows it.
-std::vector<FusedOp> fuse(const Program& program, const std::function<bool(const OpNode&)>& gates);
+// alone: there is one rank, so that all_reduce does nothing. gates: whether the backend computes this linear together
+// with the silu_mul that follows it.
+std::vector<FusedOp> fuse(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates);
+// Every op by itself.
+std::vector<FusedOp> one_by_one(const Program& program);
 
-// The linear that alone reads what ops[writer] writes to `tensor`, or null.
-const OpNode* only_reader(const std::vector<FusedOp>& ops, size_t writer, int tensor);
+// The linear that alone reads what part `writer` writes to `tensor`, or null; and where it is.
+const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor);
+
+// Tensors that no op but those of one fused op sees: gate and up of a gated linear.
+std::vector<bool> never_written(const Program& program, const std::vector<FusedOp>& ops);
+
+Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size);
 
 }  // namespace as

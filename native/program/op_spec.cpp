@@ -40,6 +40,10 @@ AttributeSpec number_or(const char* name, double otherwise) {
   return {name, Type::number, Scope::model, false, otherwise, nullptr, -kAnyNumber, kAnyNumber, {}};
 }
 
+AttributeSpec choice(const char* name, std::vector<const char*> choices) {
+  return {name, Type::choice, Scope::model, false, 0, nullptr, 0, 0, std::move(choices)};
+}
+
 AttributeSpec flag(const char* name) { return {name, Type::flag, Scope::model, false, 0, nullptr, 0, 1, {}}; }
 
 // -- checks ----------------------------------------------------------------------------------------------------------
@@ -83,7 +87,16 @@ const OpNode* rotary_table(const Program& p, int number) {
 void check_rotary_table(const Program& p, const OpNode& op) {
   const int table = op.integer("table");
   if (rotary_table(p, table)) throw wrong(op, "there can be one with table " + std::to_string(table));
-  vector_is(p, op, 0, op.integer("rotary_dim") / 2);
+  const int pairs = op.integer("rotary_dim") / 2;
+  for (size_t i = 0; i < op.weights.size(); i++) vector_is(p, op, (int)i, pairs);
+  const int parts = op.integer("temporal") + op.integer("height") + op.integer("width");
+  if (parts && parts != pairs)
+    throw wrong(op, "sections of " + std::to_string(parts) + " pairs, expected " + std::to_string(pairs));
+  if ((int)op.weights.size() != 1 + op.flag("long_table"))
+    throw wrong(op,
+                std::to_string(op.weights.size()) + " weights, expected " + std::to_string(1 + op.flag("long_table")));
+  if (op.flag("long_table") && (op.flag("dynamic") || op.number("original_max") < 1))
+    throw wrong(op, "a long_table needs an original_max, beyond which it is taken, and no dynamic");
 }
 
 void check_embedding(const Program& p, const OpNode& op) { width_is(op, p.out(op), matrix(p, op, 0).k, "output"); }
@@ -117,16 +130,31 @@ void check_rope(const Program& p, const OpNode& op) {
 void check_span_attention(const Program& p, const OpNode& op) {
   const long layer = op.integer("layer"), q_heads = op.integer("q_heads"), kv_heads = op.integer("kv_heads"),
              head_dim = op.integer("head_dim"), group = op.integer("group"), q_head_begin = op.integer("q_head_begin"),
-             kv_begin = op.integer("kv_begin"), cache = op.integer("cache_group");
+             kv_begin = op.integer("kv_begin"), number = op.integer("cache_group"), window = op.integer("window");
   width_is(op, p.in(op), (q_heads + 2 * kv_heads) * head_dim, "input");
   width_is(op, p.out(op), q_heads * head_dim, "output");
   if (layer < 0 || head_dim < 1 || group < 1 || q_heads < 1 || kv_heads < 1 || q_head_begin < 0 || kv_begin < 0 ||
       (kv_begin + kv_heads + 1) * group > 1 << 28 || p.in(op).rows != kAllRows)
     throw wrong(op, "a layer, head_dim, group or number of heads that cannot be");
-  if (cache >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(cache));
+  if (number >= (long)p.cache_groups().size()) throw wrong(op, "no cache group " + std::to_string(number));
+  const CacheGroup& cache = p.cache_groups()[number];
+  if (cache.kind != CacheKind::full && cache.kind != CacheKind::sliding)
+    throw wrong(op, std::string("cache group ") + std::to_string(number) + " is " + name_of(cache.kind) +
+                        ", which has no keys and values");
+  if (cache.kind == CacheKind::sliding && (!window || window > cache.window))
+    throw wrong(
+        op, "a window of " + std::to_string(window) + " over a cache group that keeps " + std::to_string(cache.window));
+  for (const OpNode& other : p.ops())
+    if (other.spec == op.spec && other.integer("cache_group") == number && other.integer("layer") == layer)
+      throw wrong(op, "layer " + std::to_string(layer) + " of cache group " + std::to_string(number) + " is taken");
+  const int vectors = op.flag("sinks") + op.flag("alibi");
+  if ((int)op.weights.size() != vectors)
+    throw wrong(op, std::to_string(op.weights.size()) + " weights, expected " + std::to_string(vectors) +
+                        " for its sinks and slopes");
+  for (int i = 0; i < vectors; i++) vector_is(p, op, i, q_heads);
 }
 
-void check_silu_mul(const Program& p, const OpNode& op) { width_is(op, p.in(op), 2l * p.out(op).width, "input"); }
+void check_gated(const Program& p, const OpNode& op) { width_is(op, p.in(op), 2l * p.out(op).width, "input"); }
 
 void check_add(const Program& p, const OpNode& op) {
   width_is(op, p.in(op, 1), p.in(op).width, "second input");
@@ -138,6 +166,50 @@ void check_select_rows(const Program& p, const OpNode& op) { width_is(op, p.out(
 void check_sample(const Program& p, const OpNode& op) {
   check_shard(op.integer("vocab_begin"), p.in(op).width, op.integer("vocab_size"));
   if (p.in(op).rows != kOutputRows) throw wrong(op, "its input must have a row for each row that samples");
+}
+
+void check_router(const Program& p, const OpNode& op) {
+  const int experts = p.in(op).width, top = op.integer("top_k"), groups = op.integer("groups"),
+            chosen = op.integer("top_groups");
+  if (top > experts || p.row_sets()[p.out(op).rows].times != top)
+    throw wrong(op, "top_k " + std::to_string(top) + " of " + std::to_string(experts) + " experts, and a row set of " +
+                        std::to_string(p.row_sets()[p.out(op).rows].times) + " entries for each row");
+  if (experts % groups || chosen > groups || top > experts / groups * chosen)
+    throw wrong(op, std::to_string(chosen) + " of " + std::to_string(groups) + " groups of " + std::to_string(experts) +
+                        " experts");
+  width_is(op, p.out(op), 1, "output");
+  if (op.weights.size()) vector_is(p, op, 0, experts);
+}
+
+void check_expert_linear(const Program& p, const OpNode& op) {
+  const WeightSpec& m = matrix(p, op, 0);
+  const long experts = op.integer("experts");
+  width_is(op, p.in(op), m.k, "input");
+  if (m.n % experts)
+    throw wrong(op, std::to_string(m.n) + " rows do not divide by " + std::to_string(experts) + " experts");
+  width_is(op, p.out(op), m.n / experts, "output");
+  if (op.weights.size() == 2) vector_is(p, op, 1, m.n);
+}
+
+void check_combine_experts(const Program& p, const OpNode& op) {
+  width_is(op, p.out(op), p.in(op).width, "output");
+  width_is(op, p.in(op, 1), 1, "second input");
+  if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_sigmoid_mul(const Program& p, const OpNode& op) {
+  width_is(op, p.in(op, 1), 1, "second input");
+  if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+}
+
+void check_lora(const Program& p, const OpNode& op) {
+  if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+  if (op.integer("offset") + (long)op.integer("columns") > p.in(op).width)
+    throw std::invalid_argument("op lora reaches past its input");
+}
+
+void check_hidden_states(const Program& p, const OpNode& op) {
+  if (p.in(op).rows != kOutputRows) throw wrong(op, "its input must have a row for each row with outputs");
 }
 
 // -- costs -----------------------------------------------------------------------------------------------------------
@@ -197,31 +269,58 @@ Cost cost_select_rows(const Program& p, const OpNode& op, const StepSize& size) 
   return {8 * values(p, p.out(op), size), 0};
 }
 
+Cost cost_expert_linear(const Program& p, const OpNode& op, const StepSize& size) {
+  const double experts = op.integer("experts"), entries = p.rows_of(p.out(op).rows, size);
+  const double touched = entries < experts ? entries / experts : 1;  // at most: entries may share experts
+  return {moved(p, op, size) + touched * bytes_of(p, op.weights[0], size),
+          2.0 * p.weights()[op.weights[0]].k * values(p, p.out(op), size)};
+}
+
 // -- the table -------------------------------------------------------------------------------------------------------
 std::vector<OpSpec> table() {
   const auto table_number = within(whole_or("table", 0), 0, 255);
+  const auto counted = [](const char* name, double otherwise) {
+    return within(whole_or(name, otherwise), 0, kLargestCount);
+  };
+  const auto rank_count = [](const char* name) { return within(whole(name, Scope::rank), 0, kLargestCount); };
   return {
+      // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
+      // Beyond original_max a dynamic base grows with it (as transformers has it, or in powers of two as Qwen v1 has
+      // it); or the second weight, a long_table, is taken. temporal, height, width: how many pairs go by each part of a
+      // position of three.
       {"rotary_table",
        kNone,
        kNone,
-       kOne,
+       {1, 2},
        false,
        RowRule::none,
        {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
-        number_or("original_max", 0), whole("rotary_dim"), table_number},
+        number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
+        counted("temporal", 0), counted("height", 0), counted("width", 0), flag("interleaved_sections"),
+        flag("long_table")},
        check_rotary_table,
        cost_rotary_table},
+      // Rows of a table, scaled; zeros for ids of other ranks. A row that is given as an embedding is that, on rank 0.
       {"embedding",
        kNone,
        kOne,
        kOne,
        false,
        RowRule::all,
-       {whole("vocab_begin", Scope::rank)},
+       {number_or("scale", 1), whole("vocab_begin", Scope::rank)},
        check_embedding,
        cost_embedding},
       {"all_reduce", kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce},
-      {"rms_norm", kOne, kOne, kOne, false, RowRule::as_input, {number("eps")}, check_rms_norm, each_value<4>},
+      // unit_offset: the weight is 1 + w.
+      {"rms_norm",
+       kOne,
+       kOne,
+       kOne,
+       false,
+       RowRule::as_input,
+       {number("eps"), flag("unit_offset")},
+       check_rms_norm,
+       each_value<4>},
       {"linear", kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear},
       {"head_norm",
        kOne,
@@ -229,34 +328,111 @@ std::vector<OpSpec> table() {
        kOne,
        true,
        RowRule::as_input,
-       {number("eps"), whole("head_dim"), whole("offset", Scope::rank), whole("heads", Scope::rank),
-        within(whole("block", Scope::graph), 0, 255)},
+       {number("eps"), whole("head_dim"), flag("unit_offset"), whole("offset", Scope::rank),
+        whole("heads", Scope::rank), within(whole("block", Scope::graph), 0, 255)},
        check_head_norm,
        cost_head_norm},
+      // The first rotary_dim features of each head. pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
       {"rope",
        kOne,
        kOne,
        kNone,
        true,
        RowRule::as_input,
-       {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number, whole("offset", Scope::rank),
-        whole("heads", Scope::rank)},
+       {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
+        choice("pairs", {"halves", "interleaved"}), whole("offset", Scope::rank), whole("heads", Scope::rank)},
        check_rope,
        cost_rope},
+      // Of [queries | keys | values]. A query at position p sees positions above p - window (0: all) up to p. Scores
+      // are
+      // scale * q k, then soft_cap * tanh(score / soft_cap), then the slope of the head * (its position - p); a sink is
+      // one
+      // more score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
       {"span_attention",
+       kOne,
+       kOne,
+       {0, 2},
+       false,
+       RowRule::as_input,
+       {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
+        counted("window", 0), within(number_or("soft_cap", 0), 0, kAnyNumber), flag("sinks"), flag("alibi"),
+        within(number_or("logn", 0), 0, kAnyNumber), whole("q_heads", Scope::rank), whole("kv_heads", Scope::rank),
+        whole_or("q_head_begin", 0, Scope::rank), whole_or("kv_begin", 0, Scope::rank)},
+       check_span_attention,
+       cost_span_attention},
+      {"silu_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>},
+      {"gelu_tanh_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>},
+      // gate' * sigmoid(alpha * gate') * (up' + 1) with gate' = min(gate, limit), up' = up within +-limit.
+      {"clamped_silu_mul",
        kOne,
        kOne,
        kNone,
        false,
        RowRule::as_input,
-       {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
-        whole("q_heads", Scope::rank), whole("kv_heads", Scope::rank), whole_or("q_head_begin", 0, Scope::rank),
-        whole_or("kv_begin", 0, Scope::rank)},
-       check_span_attention,
-       cost_span_attention},
-      {"silu_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_silu_mul, each_value<5>},
+       {number("alpha"), number("limit")},
+       check_gated,
+       each_value<9>},
       {"add", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>},
+      {"scale", kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_nothing, each_value<1>},
+      // cap * tanh(x / cap)
+      {"soft_cap",
+       kOne,
+       kOne,
+       kNone,
+       true,
+       RowRule::as_input,
+       {within(number("cap"), 1e-30, kAnyNumber)},
+       check_nothing,
+       each_value<3>},
+      // Of logits of experts: the row set of the output, top_k entries for each row, and their weights. Scores plus the
+      // correction (a weight) choose, first top_groups groups by their two best, then experts, of equal ones the
+      // lowest; the
+      // scores alone weigh, normalized to 1 or not, times scale.
+      {"router",
+       kOne,
+       kOne,
+       {0, 1},
+       false,
+       RowRule::routed,
+       {within(whole("top_k"), 1, kLargestCount), choice("scores", {"softmax", "sigmoid"}), flag("normalized"),
+        number_or("scale", 1), within(whole_or("groups", 1), 1, kLargestCount),
+        within(whole_or("top_groups", 1), 1, kLargestCount)},
+       check_router,
+       each_value<8>},
+      // Each entry by the rows of its expert in a stack of `experts` matrices (and biases), the rank's from
+      // expert_begin on;
+      // zeros for those of other ranks.
+      {"expert_linear",
+       kOne,
+       kOne,
+       {1, 2},
+       false,
+       RowRule::expanded,
+       {within(whole("experts", Scope::rank), 1, kLargestCount),
+        within(whole_or("expert_begin", 0, Scope::rank), 0, kLargestCount)},
+       check_expert_linear,
+       cost_expert_linear},
+      // The rows of entries (first input) times their weights (second), added up for each row in ascending order of
+      // experts.
+      {"combine_experts", kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>},
+      // y * sigmoid(gate of the row)
+      {"sigmoid_mul", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>},
+      // y (first input) + B A x (second) of the row's adapter in columns [offset, offset + columns); target: which of
+      // its
+      // pairs of matrices that is. It comes before what the linear that made y is fused with.
+      {"lora",
+       kTwo,
+       kOne,
+       kNone,
+       true,
+       RowRule::as_input,
+       {within(whole("target"), 0, kLargestCount), within(whole_or("block", 0, Scope::graph), 0, 255),
+        rank_count("offset"), rank_count("columns")},
+       check_lora,
+       each_value<1>},
       {"select_rows", kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows},
+      // Hands the rows out, of items that want it.
+      {"hidden_states", kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>},
       {"sample",
        kOne,
        kNone,

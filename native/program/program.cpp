@@ -1,5 +1,6 @@
 #include "program/program.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <sstream>
@@ -7,23 +8,6 @@
 
 namespace as {
 namespace {
-
-struct FormatSpec {
-  const char* name;
-  double bits;
-  bool grouped;
-};
-constexpr FormatSpec kFormats[] = {{"float32", 32, false}, {"bfloat16", 16, false}, {"int8", 8, true},
-                                   {"int4", 4, true},      {"w8a8", 8, true},       {"w4a8", 4, true}};
-
-const FormatSpec& format_spec(const std::string& name) {
-  std::string known;
-  for (const FormatSpec& f : kFormats) {
-    if (name == f.name) return f;
-    known += (known.empty() ? "" : ", ") + std::string(f.name);
-  }
-  throw std::invalid_argument("no weight format " + name + ": known are " + known);
-}
 
 std::string text_of(double value) {
   std::ostringstream out;
@@ -107,13 +91,6 @@ bool fits(size_t n, Arity arity) { return (int)n >= arity.least && (int)n <= ari
 
 }  // namespace
 
-double WeightSpec::bytes() const {
-  if (!k) return n * 4.0;
-  const FormatSpec& f = format_spec(format);
-  const double groups = !f.grouped ? 0 : group ? (k + group - 1) / group : 1;
-  return n * (std::ceil(k * f.bits / 8) + groups * 4);  // a scale and an offset, bfloat16 both
-}
-
 double OpNode::value(const char* name, AttributeType type) const {
   const int i = spec->attribute(name);
   if (i < 0 || spec->attributes[i].type != type)
@@ -126,20 +103,29 @@ const char* OpNode::choice(const char* name) const {
   return spec->attributes[spec->attribute(name)].choices[(size_t)index];
 }
 
-int Program::add_matrix(int out_features, int in_features, const std::string& format, int group_size) {
-  if (out_features < 1 || in_features < 1)
-    throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) +
-                                ": both must be positive");
-  if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
-    throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
-  format_spec(format);
-  weights_.push_back({out_features, in_features, format, group_size});
+void OpNode::allow_only(std::initializer_list<const char*> known, const char* backend) const {
+  for (size_t i = 0; i < values.size(); i++) {
+    const AttributeSpec& a = spec->attributes[i];
+    const bool is_known =
+        std::any_of(known.begin(), known.end(), [&](const char* k) { return !std::strcmp(k, a.name); });
+    const double otherwise = a.otherwise_as ? values.at(spec->attribute(a.otherwise_as)) : a.otherwise;
+    if (a.scope == Scope::graph || is_known || values[i] == otherwise) continue;
+    const std::string value = a.type == AttributeType::choice ? choice(a.name) : text_of(values[i]);
+    throw std::invalid_argument(std::string(backend) + " has no " + spec->name + " with " + a.name + " " + value);
+  }
+}
+
+int Program::add_matrix(int out_features, int in_features, const std::string& format, int group_size,
+                        const ScaleLayout& layout) {
+  const WeightSpec matrix{out_features, in_features, format, group_size, layout};
+  check_matrix(matrix);
+  weights_.push_back(matrix);
   return (int)weights_.size() - 1;
 }
 
 int Program::add_vector(int n) {
   if (n < 0) throw std::invalid_argument("vector of " + std::to_string(n) + " values");
-  weights_.push_back({n, 0, "float32", 0});
+  weights_.push_back({n, 0, "float32", 0, {}});
   return (int)weights_.size() - 1;
 }
 

@@ -1,12 +1,14 @@
 // A model's ops for one rank, as checked data: what a backend compiles. It knows no rows, memory or devices.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <variant>
 #include <vector>
 
 #include "program/op_spec.h"
+#include "program/weight_spec.h"
 
 namespace as {
 
@@ -28,14 +30,6 @@ struct TensorSpec {
   TensorType type;
 };
 
-// A matrix [n, k] as y = x w^T has it, or with k = 0 a float32 vector [n]. Values are the backend's.
-struct WeightSpec {
-  int n, k;
-  std::string format;
-  int group;  // along k, of quantized formats; 0: one group a row
-  double bytes() const;
-};
-
 // What a cache group keeps of a sequence: every position, the last `window`, compressed positions, or a state.
 enum class CacheKind { full, sliding, latent, recurrent };
 struct CacheGroup {
@@ -53,6 +47,9 @@ struct OpNode {
   double number(const char* name) const { return value(name, AttributeType::number); }
   bool flag(const char* name) const { return value(name, AttributeType::flag) != 0; }
   const char* choice(const char* name) const;
+  // For backends: throws std::invalid_argument naming the first attribute that is neither known to it nor at its
+  // default.
+  void allow_only(std::initializer_list<const char*> known, const char* backend) const;
 
  private:
   double value(const char* name, AttributeType type) const;
@@ -62,7 +59,8 @@ struct OpNode {
 // then as before.
 class Program {
  public:
-  int add_matrix(int out_features, int in_features, const std::string& format, int group_size);
+  int add_matrix(int out_features, int in_features, const std::string& format, int group_size,
+                 const ScaleLayout& layout = {});
   int add_vector(int n);
   int add_row_set(int of, int times);
   int add_tensor(int width, int rows = kAllRows, TensorType type = TensorType::float32);

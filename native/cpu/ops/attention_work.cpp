@@ -11,93 +11,133 @@ namespace {
 
 size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
 
-size_t partials_bytes(const SpanLayout& layout, int threads, int max_length) {
-  // Where one thread's part ends and the next one's begins, at most one tile is shared and one of its runs.
-  const size_t blocks = ((size_t)max_length + kBlockTokens - 1) / kBlockTokens,
-               runs = (blocks + kRunBlocks - 1) / kRunBlocks;
-  return (size_t)(threads - 1) * (runs + kRunBlocks - 1) * partial_floats_of(layout) * sizeof(float);
+int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
+
+// Where one thread's part ends and the next one's begins, at most one tile is shared and one of its runs. As much is
+// enough for pieces of the longest context.
+size_t partials_of(int threads, int max_length) {
+  return (size_t)(threads - 1) * (runs_of((max_length + kBlockTokens - 1) / kBlockTokens) + kRunBlocks - 1);
 }
 
 }  // namespace
 
 size_t attention_scratch_bytes(const SpanLayout& layout) {
-  return kGroupTiles * (3 * partial_floats_of(layout) * sizeof(float) + query_bytes(layout));
+  const size_t heads = kGroupTiles * kTileRows + 1;
+  return kGroupTiles * (3 * partial_floats_of(layout) * sizeof(float) + query_bytes(layout)) +
+         heads * layout.padded_dim * sizeof(float);
 }
 
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length) {
-  return partials_bytes(layout, threads, max_length) + (size_t)threads * attention_scratch_bytes(layout);
+  return partials_of(threads, max_length) * partial_floats_of(layout) * sizeof(float) +
+         (size_t)threads * attention_scratch_bytes(layout);
 }
 
 AttentionWork::AttentionWork(const AttentionShape& shape, const SpanLayout& layout, int threads, int max_length)
     : shape(shape),
       layout(layout),
       threads(threads),
-      partials(partials_bytes(layout, threads, max_length), "partial results of attention"),
+      partials(partials_of(threads, max_length) * partial_floats_of(layout) * sizeof(float),
+               "partial results of attention"),
       scratch((size_t)threads * attention_scratch_bytes(layout), "scratch memory of attention") {}
 
 size_t AttentionWork::partial_floats() const { return partial_floats_of(layout); }
 
 void AttentionWork::begin(const Batch& batch) {
-  tiles.clear(), groups.clear(), pairs.clear();
-  for (const Item& w : batch.items) {
+  tiles.clear(), pieces.clear(), pairs.clear(), shared.clear();
+  make_tiles(batch);
+  by_pairs = threads > 1 && (int)tiles.size() < 4 * threads;
+  if (by_pairs) share_pairs();
+  else make_pieces();
+}
+
+void AttentionWork::make_tiles(const Batch& batch) {
+  one_tile_a_key = true;
+  for (const Item& item : batch.items) {
+    one_tile_a_key &= item.count == 1;
     for (int kv = 0; kv < shape.kv_heads; kv++) {
       // Local query heads of this KV head: global head h uses KV head h / group.
       const int global = kv + shape.kv_begin;
       const int head0 = std::max(0, global * shape.group - shape.q_head_begin);
       const int head1 = std::min(shape.q_heads, (global + 1) * shape.group - shape.q_head_begin);
+      one_tile_a_key &= head1 > head0 && head1 - head0 <= kTileRows;
       for (int h = head0; h < head1; h += kTileRows) {
         const int heads = std::min(kTileRows, head1 - h), step = std::max(1, kTileRows / heads);
-        for (int i = 0; i < w.count; i += step) {
-          const int positions = std::min(step, w.count - i), context = w.start + i + positions;
-          tiles.push_back({w.slot, w.row + i, w.start + i, positions, kv, h, h + heads,
+        for (int i = 0; i < item.count; i += step) {
+          const int positions = std::min(step, item.count - i), context = item.start + i + positions;
+          tiles.push_back({item.slot, item.row + i, item.start + i, positions, kv, h, h + heads,
                            (context + kBlockTokens - 1) / kBlockTokens});
         }
       }
     }
-  }
-  split_blocks = threads > 1 && (int)tiles.size() < 4 * threads;
-  if (split_blocks) {
-    for (int t = 0; t < (int)tiles.size(); t++)
-      for (int b = 0; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
-    share_pairs();
-    return;
-  }
-  const int most =
-      std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // some groups for each thread
-  for (int t = 0; t < (int)tiles.size(); t++) {
-    const Tile& tile = tiles[t];
-    // Later positions of the same heads: so a group's last tile sees most.
-    const bool joins = !groups.empty() && groups.back().count < most && tiles[t - 1].slot == tile.slot &&
-                       tiles[t - 1].head0 == tile.head0;
-    if (joins) groups.back().count++;
-    else groups.push_back({t, 1});
   }
 }
 
 // What threads keep of the tiles that several of them have a part of: a partial result for each run of blocks, and for
 // each block of a run that they share too.
 void AttentionWork::share_pairs() {
+  for (int t = 0; t < (int)tiles.size(); t++)
+    for (int b = 0; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
   std::vector<int> owner(pairs.size());
   for (int thread = 0; thread < threads; thread++) {
-    const auto [p0, p1] = part((long)pairs.size(), thread, threads);
+    const auto [p0, p1] = part((int64_t)pairs.size(), thread, threads);
     std::fill(owner.begin() + p0, owner.begin() + p1, thread);
   }
   int kept = 0;
-  for (int first = 0, tile = 0; tile < (int)tiles.size(); first += tiles[tile++].blocks) {
-    const int blocks = tiles[tile].blocks;
-    tiles[tile].pair = first;
-    tiles[tile].shared = owner[first] != owner[first + blocks - 1];
-    if (!tiles[tile].shared) continue;
-    for (int b = 0; b < blocks; b += kRunBlocks) {
-      const int count = std::min(kRunBlocks, blocks - b), p = first + b;
-      const bool shared = owner[p] != owner[p + count - 1];
+  for (int first = 0, t = 0; t < (int)tiles.size(); first += tiles[t++].blocks) {
+    Tile& tile = tiles[t];
+    tile.pair = first;
+    tile.shared = owner[first] != owner[first + tile.blocks - 1];
+    if (!tile.shared) continue;
+    shared.push_back(t);
+    for (int b = 0; b < tile.blocks; b += kRunBlocks) {
+      const int count = std::min(kRunBlocks, tile.blocks - b), p = first + b;
+      const bool cut = owner[p] != owner[p + count - 1];
       for (int i = 0; i < count; i++)
-        pairs[p + i].kept = shared ? Kept::block : Kept::run, pairs[p + i].partial = kept + (shared ? i : 0);
-      kept += shared ? count : 1;
+        pairs[p + i].kept = cut ? Kept::block : Kept::run, pairs[p + i].partial = kept + (cut ? i : 0);
+      kept += cut ? count : 1;
     }
   }
   if (kept * partial_floats() * sizeof(float) > partials.size())
     throw std::logic_error("attention keeps " + std::to_string(kept) + " partial results, more than there is room for");
+}
+
+// Groups, longest contexts first; those that would keep one thread busy for long are cut at whole runs.
+void AttentionWork::make_pieces() {
+  const int most =
+      std::min(kGroupTiles, std::max(1, (int)tiles.size() / (8 * threads)));  // some groups for each thread
+  double total = 0;  // of blocks, a group's counted once: reading them is most of it
+  for (int t = 0; t < (int)tiles.size(); t++) {
+    const Tile& tile = tiles[t];
+    // Later positions of the same heads: so a group's last tile sees most.
+    const bool joins = !pieces.empty() && pieces.back().count < most && tiles[t - 1].slot == tile.slot &&
+                       tiles[t - 1].head0 == tile.head0;
+    if (joins) total -= pieces.back().end, pieces.back().count++;
+    else pieces.push_back({t, 1, 0, 0});
+    pieces.back().end = tile.blocks;
+    total += tile.blocks;
+  }
+  const int longest = threads == 1 ? INT32_MAX : kRunBlocks * std::max(1, (int)(total / (4 * threads) / kRunBlocks));
+  const int room = (int)(partials.size() / (partial_floats() * sizeof(float)));
+  std::vector<Piece> cut;
+  int kept = 0;
+  for (const Piece& whole : pieces) {
+    const int results = runs_of(whole.end) * whole.count;
+    if (whole.end <= 2 * longest || kept + results > room) {
+      cut.push_back(whole);
+      continue;
+    }
+    for (int i = 0; i < whole.count; i++) {
+      Tile& tile = tiles[whole.first + i];
+      tile.shared = true, tile.partial = kept + i, tile.stride = whole.count;
+      shared.push_back(whole.first + i);
+    }
+    kept += results;
+    for (int begin = 0; begin < whole.end; begin += longest)
+      cut.push_back({whole.first, whole.count, begin, std::min(whole.end, begin + longest)});
+  }
+  pieces = std::move(cut);
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const Piece& a, const Piece& b) { return a.end - a.begin > b.end - b.begin; });
 }
 
 }  // namespace as

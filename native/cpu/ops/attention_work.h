@@ -1,23 +1,23 @@
 // How a step's attention is cut up among threads: the same for all layers of one geometry.
 //
 // A tile is up to kTileRows query rows (positions x query heads) of one sequence that share a KV head, so that a key is
-// read once for all of them. Enough tiles: threads take groups of a few adjacent ones and walk a group's context, block
-// after block, so that a block comes once from far for all of them; groups are taken from a counter, as their contexts
-// differ. Few tiles (decode): threads share out the (tile, block) pairs, and what they have of tiles that several of
-// them share is merged afterwards.
+// read once for all of them. A few adjacent tiles make a group, whose context a thread walks block after block, so that
+// a block comes once from far for all of them.
+//
+// Few tiles (decode): threads share out the (tile, block) pairs evenly. Many: they take pieces from a counter, as
+// contexts differ; a piece is a group, or a part of the context of one that is long beside the others. What threads
+// have of tiles that several of them share is merged afterwards.
 //
 // Partial results of blocks are merged in two levels, whoever does it: ascending within runs of kRunBlocks blocks, then
-// the runs ascending. So the bits are the same either way, and of a shared tile a thread has to keep one result for
-// each of its runs.
+// the runs ascending. So the bits are the same however it is cut, and of a shared tile one result for each run is kept,
+// and for each block of a run that is shared itself.
 #pragma once
-#include <atomic>
 #include <vector>
 
 #include "batch/batch.h"
 #include "cpu/cache.h"
 #include "cpu/core.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/memory.h"
 
 namespace as {
 
@@ -39,9 +39,12 @@ struct AttentionShape {
 // head1).
 struct Tile {
   int slot, row, position, positions, kv_head, head0, head1, blocks;
-  int pair = 0;         // with blocks shared out: its first
-  bool shared = false;  // several threads have blocks of it
-  int rows() const { return positions * (head1 - head0); }
+  int pair = 0;      // with pairs shared out: its first
+  int partial = -1;  // with pieces: of its first run, if several threads have parts of it
+  int stride = 0;    // from one run's partial result to the next one's
+  bool shared = false;
+  int heads() const { return head1 - head0; }
+  int rows() const { return positions * heads(); }
   int context() const { return position + positions; }
 };
 
@@ -53,9 +56,10 @@ struct TileBlock {
   int partial;
 };
 
-// Adjacent tiles of one sequence and the same heads.
-struct TileGroup {
-  int first, count;
+// Blocks [begin, end) of the context of `count` adjacent tiles of one sequence and the same heads, the last of which
+// sees most.
+struct Piece {
+  int first, count, begin, end;
 };
 
 struct AttentionWork {
@@ -68,21 +72,26 @@ struct AttentionWork {
   const SpanLayout layout;
   const int threads;
   std::vector<Tile> tiles;
-  std::vector<TileGroup> groups;
-  std::atomic<int> taken_groups{0};
-  bool split_blocks = false;  // few tiles: threads share out (tile, block) pairs
+  bool by_pairs = false;
   std::vector<TileBlock> pairs;
+  std::vector<Piece> pieces;  // the most expensive first, as far as is easily known
+  std::vector<int> shared;    // tiles that several threads have parts of
+  // Of each sequence one row, and one tile for each KV head: who attends to its last block can write the key before.
+  bool one_tile_a_key = false;
   Buffer partials;
   Buffer scratch;                  // of each thread
   const BoundOp* first = nullptr;  // of the layers that share this: begins it
 
  private:
+  void make_tiles(const Batch& batch);
   void share_pairs();
+  void make_pieces();
 };
 
 // Memory that attention of a geometry takes for partial results and queries.
 size_t attention_bytes(const SpanLayout& layout, int threads, int max_length);
-// A thread's scratch memory: of a group's tiles partial results of a block, of a run and of all, then queries.
+// A thread's scratch memory: of a group's tiles partial results of a block, of a run and of all, prepared queries, and
+// the heads of queries; then one head more.
 size_t attention_scratch_bytes(const SpanLayout& layout);
 
 }  // namespace as

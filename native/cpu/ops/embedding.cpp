@@ -9,7 +9,10 @@ namespace {
 class Embedding : public BoundOp {
  public:
   explicit Embedding(const Binding& b)
-      : core_(b.core), m_(b.matrix()), vocab_begin_(b.op.integer("vocab_begin")), out_(b.out()) {}
+      : core_(b.core),
+        m_(b.parts[0].matrix()),
+        vocab_begin_(b.parts[0].op.integer("vocab_begin")),
+        out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);

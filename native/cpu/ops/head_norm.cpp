@@ -8,12 +8,12 @@ class HeadNorm : public BoundOp {
  public:
   explicit HeadNorm(const Binding& b)
       : core_(b.core),
-        weight_(b.vector()),
-        eps_((float)b.op.number("eps")),
-        offset_(b.op.integer("offset")),
-        heads_(b.op.integer("heads")),
-        head_dim_(b.op.integer("head_dim")),
-        x_(b.in()) {}
+        weight_(b.parts[0].vector()),
+        eps_((float)b.parts[0].op.number("eps")),
+        offset_(b.parts[0].op.integer("offset")),
+        heads_(b.parts[0].op.integer("heads")),
+        head_dim_(b.parts[0].op.integer("head_dim")),
+        x_(b.parts[0].in()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);

@@ -1,4 +1,9 @@
-// linear: y = x w^T + bias. Threads take panels of output features.
+// linear: y = x w^T + bias. Threads take panels of output features, and of many rows a part of these.
+//
+// With an rms_norm before it each row is normed as the product wants it. Of one row each thread makes a copy of its
+// own: that takes less than waiting for each other. With a silu_mul after it a panel of gate and one of up give n
+// columns instead of 2n, at once as the next linear wants its rows where that is bfloat16. With an add after it each
+// thread adds what it has made.
 #include "cpu/ops/ops.h"
 #include "cpu/ops/product.h"
 
@@ -8,18 +13,68 @@ namespace {
 class Linear : public BoundOp {
  public:
   explicit Linear(const Binding& b)
-      : core_(b.core), m_(b.matrix()), bias_(b.vector(1)), in_(b.in()), out_(b.out()), scratch_(b.scratch) {}
+      : core_(b.core), scratch_(b.scratch), m_(b.part("linear")->matrix()), bias_(b.part("linear")->vector(1)) {
+    const Part& linear = *b.part("linear");
+    in_ = linear.in(), out_ = linear.out();
+    if (const Part* norm = b.part("rms_norm"))
+      norm_ = norm->vector(), eps_ = (float)norm->op.number("eps"), x_ = norm->in();
+    if (const Part* gate = b.part("silu_mul")) gated_ = true, out_ = gate->out();
+    if (const Part* add = b.part("add")) residual_ = add->in();
+  }
 
   void run(const Batch& batch, int thread) override {
-    multiply(core_, thread, m_, in_, bias_, out_.data, in_.rows(batch), scratch_);
+    const int rows = in_.rows(batch), threads = core_.pool.size();
+    Activations a;
+    if (!(norm_ ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.prepared, a))) return;
+    const Share share = share_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
+    if (share.empty()) return;
+    const auto [p0, p1, r0, r1] = share;
+    a.x += (size_t)r0 * m_.k, a.prepared += r0 * a.stride;
+    if (gated_) {
+      GatedOutput to{};
+      if (out_.prepared_for) to.rounded = out_.bytes(r0), to.rounded_stride = out_.prepared;
+      else to.y = out_.row(r0), to.ldy = out_.width;
+      core_.k.matmul_gated(m_, a, bias_, to, r1 - r0, p0, p1);
+      return;
+    }
+    core_.k.matmul(m_, a, bias_, out_.row(r0), m_.n, r1 - r0, p0, p1);
+    if (!residual_.data) return;
+    const int c0 = p0 * m_.panel, c1 = std::min(m_.n, p1 * m_.panel);
+    for (int r = r0; r < r1; r++) core_.k.add(residual_.row(r) + c0, out_.row(r) + c0, c1 - c0);
   }
 
  private:
+  // The rows of x_ normed, as the product takes them. False: another thread has failed.
+  bool normed(int thread, int rows, Activations& a) {
+    const size_t stride = core_.k.prepared(m_).bytes;
+    const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_, y, m_.k, eps_); };
+    if (rows == 1) {
+      float* own = scratch_.row(thread);
+      norm(0, own);
+      char* prepared = scratch_.prepared.as() + thread * stride;
+      if (stride) core_.k.prepare(m_, own, prepared);
+      a = {own, m_.k, prepared, stride};
+      return true;
+    }
+    const auto [r0, r1] = part(rows, thread, core_.pool.size());
+    for (int r = r0; r < r1; r++) {
+      float* y = stride ? scratch_.row(thread) : in_.row(r);
+      norm(r, y);
+      if (stride) core_.k.prepare(m_, y, scratch_.prepared.as() + r * stride);
+    }
+    a = {in_.data, m_.k, scratch_.prepared.as(), stride};
+    return core_.pool.barrier();
+  }
+
   const Core& core_;
+  const Scratch& scratch_;
   const Packed m_;
   const float* bias_;
-  const Tensor in_, out_;
-  const Buffer& scratch_;
+  Tensor in_, out_;
+  const float* norm_ = nullptr;
+  float eps_ = 0;
+  Tensor x_, residual_;  // what is normed; what is added to
+  bool gated_ = false;
 };
 
 }  // namespace

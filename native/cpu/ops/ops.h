@@ -1,5 +1,6 @@
-// What each op's file defines: from an op of a program to the op that runs.
+// What each op's file defines: from ops of a program to the op that runs.
 #pragma once
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,7 +16,7 @@ struct AttentionWork;
 
 // Cosines and sines of the rows of a step: [rows, half] each.
 struct RotaryTable {
-  int half = 0;
+  int number = 0, half = 0;
   std::vector<float> cosine, sine;
 };
 
@@ -24,20 +25,13 @@ struct RunnerLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
 };
 
-// Where an op finds what it runs on.
-struct Binding {
-  const Core& core;
-  const Program& program;
+// One of the ops that run together.
+struct Part {
   const OpNode& op;
-  const std::vector<Tensor> inputs, outputs;
   const Weights& weights;
-  const RunnerLimits& limits;
-  const SpanCache& cache;
-  const Buffer& scratch;                                   // for prepared rows, by one product at a time
-  std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
-  std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
-  Drawn& drawn;                                            // the step's
+  std::vector<Tensor> inputs, outputs;
 
+  bool is(const char* name) const { return !std::strcmp(op.spec->name, name); }
   const Tensor& in(int i = 0) const { return inputs[i]; }
   const Tensor& out(int i = 0) const { return outputs[i]; }
   const Packed& matrix(int i = 0) const { return weights.matrix(op.weights[i]); }
@@ -47,9 +41,32 @@ struct Binding {
   }
 };
 
+// Where an op finds what it runs on.
+struct Binding {
+  const Core& core;
+  std::vector<Part> parts;  // program/fusion.h
+  const RunnerLimits& limits;
+  const SpanCache& cache;
+  Scratch& scratch;
+  std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
+  std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
+  Drawn& drawn;                                            // the step's
+
+  // The first part of that name, or null.
+  const Part* part(const char* name) const {
+    for (const Part& p : parts)
+      if (p.is(name)) return &p;
+    return nullptr;
+  }
+};
+
+// The table of that number among those of the ops before; std::invalid_argument if there is none.
+std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number);
+
+// An op, or null for one that has nothing to do.
 using Bind = std::unique_ptr<BoundOp> (*)(const Binding&);
 
-// The CPU's ops by name; null: it has none of this name.
+// The CPU's ops by name (of a fused op, its parts' names joined by +); null: it has none of this name.
 Bind cpu_op(const std::string& name);
 
 }  // namespace as

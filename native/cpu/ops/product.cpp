@@ -27,7 +27,7 @@ size_t prepared_bytes(const Core& core, const Packed& m, int rows) {
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a) {
   a = {x.data, m.k, scratch.as(), core.k.prepared(m).bytes};
-  if (x.prepared) {
+  if (x.is_prepared(rows)) {
     a.prepared = x.bytes(0);
     return true;
   }
@@ -41,16 +41,6 @@ bool activations(const Core& core, int thread, const Packed& m, const Tensor& x,
   const auto [r0, r1] = part(rows, thread, core.pool.size());
   for (int r = r0; r < r1; r++) core.k.prepare(m, x.row(r), scratch.as() + r * a.stride);
   return core.pool.barrier();
-}
-
-void multiply(const Core& core, int thread, const Packed& m, const Tensor& x, const float* bias, float* y, int rows,
-              const Buffer& scratch) {
-  Activations a;
-  if (!activations(core, thread, m, x, rows, scratch, a)) return;
-  const auto [p0, p1, r0, r1] = share_of(thread, core.pool.size(), m.panels(), rows);
-  if (r0 >= r1 || p0 >= p1) return;
-  a.x += (size_t)r0 * m.k, a.prepared += r0 * a.stride;
-  core.k.matmul(m, a, bias, y + (size_t)r0 * m.n, m.n, r1 - r0, p0, p1);
 }
 
 }  // namespace as

@@ -7,6 +7,7 @@ namespace as {
 // Part of a product that one thread computes: panels and rows.
 struct Share {
   int p0, p1, r0, r1;
+  bool empty() const { return r0 >= r1 || p0 >= p1; }
 };
 
 // Few rows: panels are shared out. Many: rows too, so that threads get parts as equal as can be.
@@ -20,9 +21,5 @@ size_t prepared_bytes(const Core& core, const Packed& m, int rows);
 // another thread has failed.
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a);
-
-// One thread's part of y = x w^T + bias.
-void multiply(const Core& core, int thread, const Packed& m, const Tensor& x, const float* bias, float* y, int rows,
-              const Buffer& scratch);
 
 }  // namespace as

@@ -8,11 +8,11 @@ class Rope : public BoundOp {
  public:
   explicit Rope(const Binding& b)
       : core_(b.core),
-        table_(b.rotary.at(b.op.integer("table"))),
-        offset_(b.op.integer("offset")),
-        heads_(b.op.integer("heads")),
-        head_dim_(b.op.integer("head_dim")),
-        x_(b.in()) {}
+        table_(rotary_table(b, b.parts[0].op.integer("table"))),
+        offset_(b.parts[0].op.integer("offset")),
+        heads_(b.parts[0].op.integer("heads")),
+        head_dim_(b.parts[0].op.integer("head_dim")),
+        x_(b.parts[0].in()) {}
 
   void run(const Batch& batch, int thread) override {
     const int half = table_->half;

@@ -5,6 +5,7 @@
 // Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own
 // position's once that is larger; so it does not depend on chunks.
 #include <algorithm>
+#include <stdexcept>
 
 #include "common/exact.h"
 #include "cpu/ops/ops.h"
@@ -16,15 +17,15 @@ class RotaryTableOp : public BoundOp {
  public:
   explicit RotaryTableOp(const Binding& b)
       : core_(b.core),
-        inverse_(b.weights.vector(b.op.weights[0])),
-        attention_factor_((float)b.op.number("attention_factor")),
-        dynamic_(b.op.flag("dynamic")),
-        base_(b.op.number("base")),
-        factor_(b.op.number("factor")),
-        original_max_(b.op.number("original_max")),
-        dim_(b.op.integer("rotary_dim")),
+        inverse_(b.parts[0].weights.vector(b.parts[0].op.weights[0])),
+        attention_factor_((float)b.parts[0].op.number("attention_factor")),
+        dynamic_(b.parts[0].op.flag("dynamic")),
+        base_(b.parts[0].op.number("base")),
+        factor_(b.parts[0].op.number("factor")),
+        original_max_(b.parts[0].op.number("original_max")),
+        dim_(b.parts[0].op.integer("rotary_dim")),
         table_(std::make_shared<RotaryTable>()) {
-    table_->half = dim_ / 2;
+    table_->number = b.parts[0].op.integer("table"), table_->half = dim_ / 2;
     table_->cosine.resize((size_t)b.limits.max_rows * table_->half), table_->sine.resize(table_->cosine.size());
     b.rotary.push_back(table_);
   }
@@ -70,6 +71,12 @@ class RotaryTableOp : public BoundOp {
 };
 
 }  // namespace
+
+std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number) {
+  for (const auto& table : b.rotary)
+    if (table->number == number) return table;
+  throw std::invalid_argument("no rotary table " + std::to_string(number));
+}
 
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding& b) { return std::make_unique<RotaryTableOp>(b); }
 

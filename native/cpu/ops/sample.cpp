@@ -14,9 +14,9 @@ class Sample : public BoundOp {
  public:
   explicit Sample(const Binding& b)
       : core_(b.core),
-        vocab_begin_(b.op.integer("vocab_begin")),
-        vocab_size_(b.op.integer("vocab_size")),
-        logits_(b.in()),
+        vocab_begin_(b.parts[0].op.integer("vocab_begin")),
+        vocab_size_(b.parts[0].op.integer("vocab_size")),
+        logits_(b.parts[0].in()),
         drawn_(b.drawn),
         blobs_(b.limits.max_outputs) {}
 

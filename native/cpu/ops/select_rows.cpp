@@ -8,7 +8,7 @@ namespace {
 
 class SelectRows : public BoundOp {
  public:
-  explicit SelectRows(const Binding& b) : core_(b.core), in_(b.in()), out_(b.out()) {}
+  explicit SelectRows(const Binding& b) : core_(b.core), in_(b.parts[0].in()), out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);

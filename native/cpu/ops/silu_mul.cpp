@@ -6,7 +6,7 @@ namespace {
 
 class SiluMul : public BoundOp {
  public:
-  explicit SiluMul(const Binding& b) : core_(b.core), in_(b.in()), out_(b.out()) {}
+  explicit SiluMul(const Binding& b) : core_(b.core), in_(b.parts[0].in()), out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
     const int n = out_.width, rows = out_.rows(batch);

@@ -1,6 +1,7 @@
 // span_attention: writes the new keys and values, then attends over blocks of context (attention_work.h says who does
-// which).
+// which). With head_norm and rope before it, heads are normed and rotated as they enter the cache, or become queries.
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 #include "cpu/ops/attention_work.h"
@@ -15,27 +16,59 @@ void clear(float* result, size_t floats) {
   std::fill(result + kTileRows, result + floats, 0.0f);
 }
 
+// What is done to heads first: those of columns [begin, end).
+struct HeadStep {
+  int begin, end;
+  const float* norm;  // or null: they are rotated
+  float eps;
+  std::shared_ptr<RotaryTable> table;
+};
+
+// A thread's memory for a step (attention_scratch_bytes).
+struct Scratchpad {
+  float *partials, *runs, *results;  // of each tile of a group
+  char* queries;
+  float *heads, *key;
+};
+
 class SpanAttention : public BoundOp {
  public:
   SpanAttention(const Binding& b, std::shared_ptr<AttentionWork> work)
-      : core_(b.core),
-        shape_(work->shape),
-        cache_(b.cache.layer(b.op.integer("layer"))),
-        layout_(cache_.layout),
-        in_(b.in()),
-        out_(b.out()),
-        work_(std::move(work)) {}
+      : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
+    const Part& op = *b.part("span_attention");
+    cache_ = b.cache.layer(op.op.integer("layer"));
+    in_ = op.in(), out_ = op.out();
+    for (const Part& part : b.parts) {
+      if (&part == &b.parts.back()) break;
+      HeadStep step{};
+      step.begin = part.op.integer("offset");
+      step.end = step.begin + part.op.integer("heads") * part.op.integer("head_dim");
+      if (part.is("head_norm")) step.norm = part.vector(), step.eps = (float)part.op.number("eps");
+      else step.table = rotary_table(b, part.op.integer("table"));
+      steps_.push_back(std::move(step));
+    }
+  }
 
   void begin(const Batch& batch) override {
     if (this == work_->first) work_->begin(batch);
+    taken_.store(0, std::memory_order_relaxed);
   }
 
   void run(const Batch& batch, int thread) override {
-    core_.pool.guard([&] { write_cache(batch, thread); });
-    if (thread == 0) work_->taken_groups.store(0, std::memory_order_relaxed);
-    if (!core_.pool.barrier()) return;
-    if (work_->split_blocks) attend_split(batch, thread);
-    else attend_groups(batch, thread);
+    if (!work_->one_tile_a_key) {
+      core_.pool.guard([&] { write_cache(batch, thread); });
+      if (!core_.pool.barrier()) return;
+    }
+    core_.pool.guard([&] {
+      if (work_->by_pairs) attend_pairs(batch, thread);
+      else attend_pieces(batch, thread);
+      core_.k.end_attention();
+    });
+    const int rows = (int)batch.rows.size();
+    const bool prepares = out_.is_prepared(rows);
+    if ((work_->shared.empty() && !prepares) || !core_.pool.barrier()) return;
+    if (prepares) finish_by_rows(rows, thread);
+    else finish_by_tiles(thread);
   }
 
  private:
@@ -43,8 +76,11 @@ class SpanAttention : public BoundOp {
     const void *block[kBlockTokens / kKeyGroup], *next[kBlockTokens / kKeyGroup];
   };
 
-  void write_cache(const Batch& batch, int thread);
-  AttentionTile prepare_tile(const Tile& tile, char* queries) const;
+  Scratchpad scratch(int thread) const;
+  const float* head(int row, int index, float* room) const;
+  void write_row(const Batch& batch, int row, int kv_head, float* room) const;
+  void write_cache(const Batch& batch, int thread) const;
+  AttentionTile prepare_tile(const Tile& tile, char* queries, float* heads) const;
   int block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const;
   BlockSpans spans_of(const Batch& batch, const Tile& tile, int block, const Tile& next, int next_block) const;
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
@@ -52,46 +88,81 @@ class SpanAttention : public BoundOp {
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
   void merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const;
   void finish_rows(const Tile& tile, int row0, int row1, const float* result) const;
-  void attend_groups(const Batch& batch, int thread);
-  void attend_split(const Batch& batch, int thread);
+  void attend_piece(const Batch& batch, const Piece& piece, const Scratchpad& s) const;
+  void attend_pieces(const Batch& batch, int thread);
+  void attend_pairs(const Batch& batch, int thread) const;
+  void finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const;
+  void finish_by_tiles(int thread) const;
+  void finish_by_rows(int rows, int thread) const;
 
   const Core& core_;
-  const AttentionShape shape_;
-  const LayerCache cache_;
-  const SpanLayout layout_;
-  const Tensor in_, out_;
   const std::shared_ptr<AttentionWork> work_;
+  const AttentionShape& shape_;
+  const SpanLayout& layout_;
+  LayerCache cache_;
+  Tensor in_, out_;
+  std::vector<HeadStep> steps_;
+  std::atomic<int> taken_{0};
 };
 
-void SpanAttention::write_cache(const Batch& batch, int thread) {
-  const int dim = shape_.head_dim, width = in_.width;
-  auto [r0, r1] = part((long)batch.rows.size(), thread, core_.pool.size());
-  // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
-  auto splits = [&](int r) {
-    return r > 0 && r < (int)batch.rows.size() && batch.rows[r].position % 2 &&
-           batch.rows[r - 1].slot == batch.rows[r].slot;
-  };
-  r0 += splits(r0), r1 += splits(r1);
-  for (int r = r0; r < r1; r++) {
-    const Row& row = batch.rows[r];
-    const int span = batch.slot(row.slot).spans[shape_.cache_group][row.position / layout_.span_size],
-              token = row.position % layout_.span_size;
-    const float* qkv = in_.data + (size_t)r * width;
-    for (int h = 0; h < shape_.kv_heads; h++) {
-      const float* key = qkv + (size_t)(shape_.q_heads + h) * dim;
-      write_token(layout_, cache_.span(span, h), token, key, key + (size_t)shape_.kv_heads * dim);
-    }
-  }
+Scratchpad SpanAttention::scratch(int thread) const {
+  const size_t floats = kGroupTiles * work_->partial_floats();
+  Scratchpad s;
+  s.partials = reinterpret_cast<float*>(work_->scratch.as() + thread * attention_scratch_bytes(layout_));
+  s.runs = s.partials + floats, s.results = s.runs + floats;
+  s.queries = reinterpret_cast<char*>(s.results + floats);
+  s.heads = reinterpret_cast<float*>(s.queries + kGroupTiles * query_bytes(layout_));
+  s.key = s.heads + (size_t)kGroupTiles * kTileRows * layout_.padded_dim;
+  return s;
 }
 
-AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries) const {
-  const int heads = tile.head1 - tile.head0;
+// A head of a row as it is wanted: where it is, or in `room`.
+const float* SpanAttention::head(int row, int index, float* room) const {
+  const int dim = shape_.head_dim, column = index * dim;
+  const float* x = in_.row(row) + column;
+  bool copied = false;
+  for (const HeadStep& step : steps_) {
+    if (column < step.begin || column >= step.end) continue;
+    if (!copied) std::copy_n(x, dim, room);
+    copied = true;
+    if (step.norm) core_.k.rms_norm(room, step.norm, room, dim, step.eps);
+    else {
+      const size_t at = (size_t)row * step.table->half;
+      core_.k.rope(room, step.table->cosine.data() + at, step.table->sine.data() + at, step.table->half);
+    }
+  }
+  return copied ? room : x;
+}
+
+void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* room) const {
+  const Row& r = batch.rows[row];
+  const int span = batch.slot(r.slot).spans[shape_.cache_group][r.position / layout_.span_size];
+  const float* key = head(row, shape_.q_heads + kv_head, room);
+  const float* value = in_.row(row) + (size_t)(shape_.q_heads + shape_.kv_heads + kv_head) * shape_.head_dim;
+  write_token(layout_, cache_.span(span, kv_head), r.position % layout_.span_size, key, value);
+}
+
+void SpanAttention::write_cache(const Batch& batch, int thread) const {
+  const auto& rows = batch.rows;
+  auto [r0, r1] = part((int64_t)rows.size(), thread, core_.pool.size());
+  // Two tokens of a pair of values, which may share a byte, are one thread's: the one that has the first.
+  const auto splits = [&](int r) {
+    return r > 0 && r < (int)rows.size() && rows[r].position % 2 && rows[r - 1].slot == rows[r].slot;
+  };
+  r0 += splits(r0), r1 += splits(r1);
+  float* room = scratch(thread).key;
+  for (int r = r0; r < r1; r++)
+    for (int h = 0; h < shape_.kv_heads; h++) write_row(batch, r, h, room);
+}
+
+AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float* heads) const {
   AttentionTile a{};
   a.rows = tile.rows(), a.scale = shape_.scale, a.layout = &layout_;
   for (int i = 0; i < tile.positions; i++)
-    for (int h = 0; h < heads; h++) {
-      a.q[i * heads + h] = in_.data + (size_t)(tile.row + i) * in_.width + (size_t)(tile.head0 + h) * shape_.head_dim;
-      a.context[i * heads + h] = tile.position + i + 1;
+    for (int h = 0; h < tile.heads(); h++) {
+      const int r = i * tile.heads() + h;
+      a.q[r] = head(tile.row + i, tile.head0 + h, heads + (size_t)r * layout_.padded_dim);
+      a.context[r] = tile.position + i + 1;
     }
   core_.k.prepare_queries(a, queries);
   a.prepared = queries;
@@ -129,22 +200,11 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
 // Merges the partial result of a block, or of a run that begins with it, of rows [row0, row1).
 void SpanAttention::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial,
                                 float* result) const {
-  const int padded = layout_.padded_dim, heads = tile.head1 - tile.head0;
-  row0 = std::max(row0, (block * kBlockTokens - tile.position) * heads);  // rows before see nothing of it
+  const int padded = layout_.padded_dim;
+  row0 = std::max(row0, (block * kBlockTokens - tile.position) * tile.heads());  // rows before see nothing of it
   if (row0 >= row1) return;
   core_.k.merge(row1 - row0, result + row0, result + kTileRows + row0, result + 2 * kTileRows + (size_t)row0 * padded,
                 partial + row0, partial + kTileRows + row0, partial + 2 * kTileRows + (size_t)row0 * padded, padded);
-}
-
-void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const float* result) const {
-  const int heads = tile.head1 - tile.head0;
-  for (int r = row0; r < row1; r++) {
-    float* y =
-        out_.data + (size_t)(tile.row + r / heads) * out_.width + (size_t)(tile.head0 + r % heads) * shape_.head_dim;
-    const float inverse = 1.0f / result[kTileRows + r],
-                *vector = result + 2 * kTileRows + (size_t)r * layout_.padded_dim;
-    for (int d = 0; d < shape_.head_dim; d++) y[d] = vector[d] * inverse;
-  }
 }
 
 // Merges the partial result of all of a tile's next block. The first run is the result's beginning.
@@ -158,106 +218,149 @@ void SpanAttention::merge_ascending(const Tile& tile, int block, const float* pa
     merge_block(tile, first, 0, tile.rows(), run, result);
 }
 
-void SpanAttention::attend_groups(const Batch& batch, int thread) {
-  AttentionWork& work = *work_;
-  const size_t floats = work.partial_floats();
-  float* partials = reinterpret_cast<float*>(work_->scratch.as() + thread * attention_scratch_bytes(layout_));
-  float *runs = partials + kGroupTiles * floats, *results = runs + kGroupTiles * floats;
-  char* queries = reinterpret_cast<char*>(results + kGroupTiles * floats);
-  AttentionTile prepared[kGroupTiles];
-  for (int taken; (taken = work.taken_groups.fetch_add(1, std::memory_order_relaxed)) < (int)work.groups.size();) {
-    const TileGroup& group =
-        work.groups[work.groups.size() - 1 - taken];  // a prompt's last positions see most: these first
-    const Tile *tiles = &work.tiles[group.first], &longest = tiles[group.count - 1];
-    for (int i = 0; i < group.count; i++) { prepared[i] = prepare_tile(tiles[i], queries + i * query_bytes(layout_)); }
-    int first = 0;  // tiles before see nothing of the block
-    for (int b = 0; b < longest.blocks; b++) {
-      while (b >= tiles[first].blocks) first++;
-      const BlockSpans spans = spans_of(batch, longest, b, longest, std::min(b + 1, longest.blocks - 1));
-      for (int i = first; i < group.count; i++)
-        take_block(prepared[i], tiles[i], b, spans, i == first, partials + i * floats);
-      core_.k.attend(prepared + first, group.count - first);
-      for (int i = first; i < group.count; i++)
-        merge_ascending(tiles[i], b, partials + i * floats, runs + i * floats, results + i * floats);
-    }
-    for (int i = 0; i < group.count; i++) finish_rows(tiles[i], 0, tiles[i].rows(), results + i * floats);
+void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const float* result) const {
+  for (int r = row0; r < row1; r++) {
+    float* y = out_.row(tile.row + r / tile.heads()) + (size_t)(tile.head0 + r % tile.heads()) * shape_.head_dim;
+    const float* sums = result + 2 * kTileRows + (size_t)r * layout_.padded_dim;
+    const float inverse = 1.0f / result[kTileRows + r];
+    for (int d = 0; d < shape_.head_dim; d++) y[d] = sums[d] * inverse;
   }
-  core_.k.end_attention();
 }
 
-void SpanAttention::attend_split(const Batch& batch, int thread) {
-  AttentionWork& work = *work_;
+void SpanAttention::attend_piece(const Batch& batch, const Piece& piece, const Scratchpad& s) const {
+  const size_t floats = work_->partial_floats();
+  const Tile *tiles = &work_->tiles[piece.first], &longest = tiles[piece.count - 1];
+  AttentionTile prepared[kGroupTiles];
+  for (int i = 0; i < piece.count; i++)
+    prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
+                               s.heads + (size_t)i * kTileRows * layout_.padded_dim);
+  if (work_->one_tile_a_key && piece.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
+  int first = 0;  // tiles before see nothing of the block
+  for (int b = piece.begin; b < piece.end; b++) {
+    while (b >= tiles[first].blocks) first++;
+    const BlockSpans spans = spans_of(batch, longest, b, longest, std::min(b + 1, piece.end - 1));
+    for (int i = first; i < piece.count; i++)
+      take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
+    core_.k.attend(prepared + first, piece.count - first);
+    for (int i = first; i < piece.count; i++) {
+      const Tile& tile = tiles[i];
+      if (!tile.shared) {
+        merge_ascending(tile, b, s.partials + i * floats, s.runs + i * floats, s.results + i * floats);
+        continue;
+      }
+      float* run = work_->partial(tile.partial + b / kRunBlocks * tile.stride);
+      if (b % kRunBlocks == 0) clear(run, floats);
+      merge_block(tile, b, 0, tile.rows(), s.partials + i * floats, run);
+    }
+  }
+  for (int i = 0; i < piece.count; i++)
+    if (!tiles[i].shared) finish_rows(tiles[i], 0, tiles[i].rows(), s.results + i * floats);
+}
+
+void SpanAttention::attend_pieces(const Batch& batch, int thread) {
+  const Scratchpad s = scratch(thread);
+  for (int taken; (taken = taken_.fetch_add(1, std::memory_order_relaxed)) < (int)work_->pieces.size();)
+    attend_piece(batch, work_->pieces[taken], s);
+}
+
+void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
+  const AttentionWork& work = *work_;
   const size_t floats = work.partial_floats();
-  float* block_result = reinterpret_cast<float*>(work_->scratch.as() + thread * attention_scratch_bytes(layout_));
-  float *run_result = block_result + floats, *result = run_result + floats;
-  char* queries = reinterpret_cast<char*>(block_result + 3 * kGroupTiles * floats);
-  auto kept = [&](const TileBlock& pair) { return work.partial(pair.partial); };
-  const auto [p0, p1] = part((long)work.pairs.size(), thread, core_.pool.size());
+  const Scratchpad s = scratch(thread);
+  const auto [p0, p1] = part((int64_t)work.pairs.size(), thread, core_.pool.size());
   AttentionTile prepared;
   for (int p = p0; p < p1; p++) {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
     const Tile& tile = work.tiles[pair.tile];
     const int block = pair.block;
-    if (p == p0 || block == 0) prepared = prepare_tile(tile, queries);
+    if (p == p0 || block == 0) prepared = prepare_tile(tile, s.queries, s.heads);
+    if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
     const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block);
-    take_block(prepared, tile, block, spans, true, pair.kept == Kept::block ? kept(pair) : block_result);
+    float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
+    take_block(prepared, tile, block, spans, true, partial);
     core_.k.attend(&prepared, 1);
     if (pair.kept == Kept::block) continue;
     if (pair.kept == Kept::run) {
-      if (block % kRunBlocks == 0) clear(kept(pair), floats);
-      merge_block(tile, block, 0, tile.rows(), block_result, kept(pair));
+      float* run = work.partial(pair.partial);
+      if (block % kRunBlocks == 0) clear(run, floats);
+      merge_block(tile, block, 0, tile.rows(), partial, run);
       continue;
     }
-    merge_ascending(tile, block, block_result, run_result, result);
-    if (block == tile.blocks - 1) finish_rows(tile, 0, tile.rows(), result);
+    merge_ascending(tile, block, partial, s.runs, s.results);
+    if (block == tile.blocks - 1) finish_rows(tile, 0, tile.rows(), s.results);
   }
-  core_.k.end_attention();
-  if (!core_.pool.barrier()) return;
+}
+
+// Merges what threads have of rows [row0, row1) of a shared tile.
+void SpanAttention::finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const {
+  const size_t floats = work_->partial_floats();
+  for (int b = 0; b < tile.blocks; b += kRunBlocks) {
+    const float* run;
+    if (!work_->by_pairs) {
+      run = work_->partial(tile.partial + b / kRunBlocks * tile.stride);
+    } else {
+      const TileBlock* pairs = &work_->pairs[tile.pair + b];
+      run = work_->partial(pairs->partial);
+      if (pairs->kept == Kept::block) {
+        clear(s.runs, floats);
+        for (int i = 0; i < std::min(kRunBlocks, tile.blocks - b); i++)
+          merge_block(tile, b + i, row0, row1, work_->partial(pairs[i].partial), s.runs);
+        run = s.runs;
+      }
+    }
+    if (b == 0) std::copy_n(run, floats, s.results);
+    else merge_block(tile, b, row0, row1, run, s.results);
+  }
+  finish_rows(tile, row0, row1, s.results);
+}
+
+void SpanAttention::finish_by_tiles(int thread) const {
+  const Scratchpad s = scratch(thread);
   int rows = 0;
-  for (const Tile& tile : work.tiles) rows += tile.shared ? tile.rows() : 0;
+  for (int t : work_->shared) rows += work_->tiles[t].rows();
   const auto [r0, r1] = part(rows, thread, core_.pool.size());
   int before = 0;  // rows of the tiles before
-  for (const Tile& tile : work.tiles) {
-    if (!tile.shared) continue;
+  for (int t : work_->shared) {
+    const Tile& tile = work_->tiles[t];
     const int row0 = std::max(0, r0 - before), row1 = std::min(tile.rows(), r1 - before);
     before += tile.rows();
-    if (row0 >= row1) continue;
-    for (int b = 0; b < tile.blocks; b += kRunBlocks) {
-      const TileBlock* pairs = &work.pairs[tile.pair + b];
-      const float* run = kept(*pairs);
-      if (pairs->kept == Kept::block) {
-        clear(run_result, floats);
-        for (int i = 0; i < std::min(kRunBlocks, tile.blocks - b); i++)
-          merge_block(tile, b + i, row0, row1, kept(pairs[i]), run_result);
-        run = run_result;
-      }
-      if (b == 0) std::copy_n(run, floats, result);
-      else merge_block(tile, b, row0, row1, run, result);
-    }
-    finish_rows(tile, row0, row1, result);
+    if (row0 < row1) finish_shared(tile, row0, row1, s);
   }
+}
+
+// The same by whole rows of the output, which are prepared for the linear that follows.
+void SpanAttention::finish_by_rows(int rows, int thread) const {
+  const Scratchpad s = scratch(thread);
+  const auto [r0, r1] = part(rows, thread, core_.pool.size());
+  for (int t : work_->shared) {
+    const Tile& tile = work_->tiles[t];
+    const int first = std::max(r0, tile.row) - tile.row, last = std::min(r1, tile.row + tile.positions) - tile.row;
+    if (first < last) finish_shared(tile, first * tile.heads(), last * tile.heads(), s);
+  }
+  for (int r = r0; r < r1; r++) core_.k.prepare(*out_.prepared_for, out_.row(r), out_.bytes(r));
 }
 
 AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
-  s.scale = (float)op.number("scale");
+  s.scale = (float)op.number("scale"), s.cache_group = op.integer("cache_group");
   return s;
 }
 
 }  // namespace
 
 std::unique_ptr<BoundOp> bind_span_attention(const Binding& b) {
-  const AttentionShape shape = shape_of(b.op);
+  const OpNode& op = b.part("span_attention")->op;
+  const AttentionShape shape = shape_of(op);
   for (const auto& work : b.attention)
     if (work->shape == shape) return std::make_unique<SpanAttention>(b, work);
-  const SpanLayout& layout = b.cache.layer(b.op.integer("layer")).layout;
+  const SpanLayout& layout = b.cache.layer(op.integer("layer")).layout;
   auto work = std::make_shared<AttentionWork>(shape, layout, b.core.pool.size(), b.limits.max_length);
   b.attention.push_back(work);
-  auto op = std::make_unique<SpanAttention>(b, work);
-  work->first = op.get();
-  return op;
+  auto attention = std::make_unique<SpanAttention>(b, work);
+  work->first = attention.get();
+  return attention;
 }
 
 }  // namespace as

@@ -5,31 +5,32 @@
 
 namespace as {
 
-std::unique_ptr<BoundOp> bind_add(const Binding&);
-std::unique_ptr<BoundOp> bind_add_rms_norm(const Binding&);
-std::unique_ptr<BoundOp> bind_all_reduce(const Binding&);
 std::unique_ptr<BoundOp> bind_embedding(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
-std::unique_ptr<BoundOp> bind_linear_silu_mul(const Binding&);
-std::unique_ptr<BoundOp> bind_rms_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_rope(const Binding&);
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding&);
 std::unique_ptr<BoundOp> bind_sample(const Binding&);
 std::unique_ptr<BoundOp> bind_select_rows(const Binding&);
 std::unique_ptr<BoundOp> bind_silu_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_span_attention(const Binding&);
+std::unique_ptr<BoundOp> bind_sum(const Binding&);
 
 Bind cpu_op(const std::string& name) {
   static const std::map<std::string, Bind> ops = {
-      {"add", bind_add},
-      {"add+rms_norm", bind_add_rms_norm},
-      {"all_reduce", bind_all_reduce},
+      {"add", bind_sum},
+      {"add+rms_norm", bind_sum},
+      {"all_reduce", bind_sum},
+      {"all_reduce+add", bind_sum},
+      {"all_reduce+add+rms_norm", bind_sum},
       {"embedding", bind_embedding},
       {"head_norm", bind_head_norm},
       {"linear", bind_linear},
-      {"linear+silu_mul", bind_linear_silu_mul},
-      {"rms_norm", bind_rms_norm},
+      {"linear+add", bind_linear},
+      {"linear+silu_mul", bind_linear},
+      {"rms_norm", bind_sum},
+      {"rms_norm+linear", bind_linear},
+      {"rms_norm+linear+silu_mul", bind_linear},
       {"rope", bind_rope},
       {"rotary_table", bind_rotary_table},
       {"sample", bind_sample},
@@ -37,7 +38,11 @@ Bind cpu_op(const std::string& name) {
       {"silu_mul", bind_silu_mul},
       {"span_attention", bind_span_attention},
   };
-  const auto found = ops.find(name);
+  // Any number of norms and rotations of heads before it.
+  const std::string attention = "+span_attention";
+  const bool attends =
+      name.size() > attention.size() && !name.compare(name.size() - attention.size(), attention.size(), attention);
+  const auto found = ops.find(attends ? "span_attention" : name);
   return found == ops.end() ? nullptr : found->second;
 }
 

@@ -1,0 +1,38 @@
+"""Names full spans by what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Sequence
+
+_DIGEST_SIZE = 16
+
+
+class SpanKeys:
+    """A hash chain: a span's key is the hash of its token ids and of the key of the span before it. Any thread.
+
+    The chain begins with the salt of the request, so that requests share spans only within one salt, and, where the
+    model's rotary embedding depends on the prompt's length (dynamic scaling, once past the original length), with that
+    length. Equal keys therefore mean equal keys and values, to the bit.
+    """
+
+    def __init__(self, span_size: int, dynamic_rope_original: int = 0):
+        """`dynamic_rope_original`: the length that the model was trained for, if its rotary scaling is dynamic,
+        otherwise 0."""
+        self.span_size = span_size
+        self._dynamic_rope_original = dynamic_rope_original
+        self._pack = struct.Struct(f"<{span_size}i").pack
+
+    def root(self, salt: str, prompt_len: int) -> bytes:
+        """The key before the first span."""
+        length = prompt_len if 0 < self._dynamic_rope_original < prompt_len else 0
+        return hashlib.blake2b(struct.pack("<q", length) + salt.encode(), digest_size=_DIGEST_SIZE).digest()
+
+    def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], count: int) -> None:
+        """Appends to `keys` (the chain of `tokens` so far) until it has `count` keys."""
+        size = self.span_size
+        for index in range(len(keys), count):
+            parent = keys[-1] if keys else root
+            data = parent + self._pack(*tokens[index * size : (index + 1) * size])
+            keys.append(hashlib.blake2b(data, digest_size=_DIGEST_SIZE).digest())

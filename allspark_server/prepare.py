@@ -1,0 +1,205 @@
+"""The input stage: what a request's caller asked for becomes sequences that the scheduler can take as they are. Runs in
+the callers' threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+from allspark_client.config import GenerateConfig, check_available
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.request import RequestSpec
+from allspark_client.types import ModelInfo
+
+from .cache import SpanKeys
+from .runtime.plan import SamplingParams
+from .scheduler import Sequence, StopRules
+
+if TYPE_CHECKING:
+    from .text import StreamDetokenizer, Tokenizer
+
+
+@dataclass
+class Obstacle:
+    """What a request waits for beside a place in the batch, and what it is called: a grammar that is compiled, spans
+    that come from elsewhere. The request goes on when `gone` has a result, and fails with its exception."""
+
+    name: str
+    gone: Future
+
+
+@dataclass
+class PreparedRequest:
+    """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is wanted."""
+
+    sequences: list[Sequence]
+    top_logprobs: int
+    detokenizers: list[Optional[StreamDetokenizer]]
+    obstacle: Optional[Obstacle] = None
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+
+def prepare(
+    spec: RequestSpec, info: ModelInfo, tokenizer: Optional[Tokenizer], keys: Optional[SpanKeys] = None
+) -> PreparedRequest:
+    """Does all the work on a request that needs no engine's thread, and checks all that can be checked before it is
+    queued. A prompt of text or of a chat is replaced by its ids in `spec`. `keys`: if there is a prefix cache.
+
+    Raises ValueError or TypeError for a bad argument, AllSparkError for one that is refused.
+    """
+    check_available(spec.config)
+    config = spec.config.with_seed()
+    prompt = list(prompt_ids(spec, tokenizer, info.max_length))
+    if not prompt:
+        raise ValueError("the prompt is empty; it needs at least one token")
+    spec.set_prompt(prompt)
+    generated = list(spec.generated)
+    check_ids("input_ids", prompt, info.vocab_size)
+    check_ids("generated", generated, info.vocab_size)
+    if generated and config.n > 1:
+        raise ValueError(f"only a request with n=1 can be resumed, not n={config.n}")
+    for name in ("bad_words_ids", "stop_words_ids"):
+        for i, word in enumerate(getattr(config, name)):
+            check_ids(f"{name}[{i}]", word, info.vocab_size)
+    limit = length_limit(config, len(prompt), len(generated), info)
+    if len(prompt) + len(generated) > info.num_spans * info.span_size:
+        raise AllSparkError(
+            AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
+            f"{len(prompt) + len(generated)} tokens can never fit the cache of model {info.name!r}: "
+            f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
+        )
+    eos = eos_ids(config, info)
+    stop = StopRules(
+        limit,
+        frozenset(eos) if config.early_stopping else frozenset(),
+        tuple(tuple(word) for word in config.stop_words_ids),
+    )
+    if spec.want_text and tokenizer is None:
+        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
+    root, chain = b"", []
+    if keys is not None:
+        root = keys.root(config.cache_salt, len(prompt))
+        keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
+    sequences: list[Sequence] = []
+    for index in range(config.n):
+        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
+        sequences.append(
+            Sequence(
+                tokens=prompt + generated,
+                prompt_len=len(prompt),
+                sampling=sampling.encode(),
+                stop=stop,
+                priority=config.priority,
+                salt=config.cache_salt,
+                leader=sequences[0] if sequences else None,
+                root=root,
+                keys=list(chain),
+            )
+        )
+    top_logprobs = config.top_logprobs if config.logprobs else -1
+    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences])
+
+
+def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:
+    if not spec.want_text:
+        return None
+    detokenizer = tokenizer.detokenizer()
+    detokenizer.push(list(spec.generated))  # the client has their text
+    return detokenizer
+
+
+def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int) -> list[int]:
+    """The prompt's ids, tokenized here if it came as text or as a chat. Raises what says that it has more than
+    `max_length`, if its size tells so beforehand."""
+    given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
+    if spec.input_ids is not None:
+        return spec.input_ids
+    if tokenizer is None:
+        raise AllSparkError(
+            AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+            f"model {spec.model!r} has no tokenizer.json beside its checkpoint: start requests with input_ids",
+        )
+    chat = spec.messages is not None
+    text = tokenizer.apply_chat_template(spec.messages) if chat else spec.text
+    longest = tokenizer.longest_text(max_length)
+    if longest is not None and len(text) > longest:
+        raise _exceeds(
+            f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
+            f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
+        )
+    return tokenizer.encode(text, add_special_tokens=not chat)  # a template writes them itself
+
+
+def check_ids(name: str, ids: list[int], vocab_size: int) -> None:
+    """ValueError unless all ids are in the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        index, bad = next((i, v) for i, v in enumerate(ids) if not 0 <= v < vocab_size)
+        raise ValueError(f"{name}[{index}]={bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}")
+
+
+def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: ModelInfo) -> int:
+    """How long prompt and output may become. Raises if not even one token more fits.
+
+    An explicit max_length beyond the engine's is refused; max_new_tokens is a bound on the output, and the engine's
+    length is another: the lower one counts.
+    """
+    limit = info.max_length
+    if config.max_length is not None:
+        if config.max_length > limit:
+            raise _exceeds(f"max_length={config.max_length} exceeds engine_max_length={limit} of model {info.name!r}")
+        limit = config.max_length
+    if prompt_len >= limit:
+        which = "engine_max_length" if limit == info.max_length else "max_length"
+        raise _exceeds(
+            f"the prompt has {prompt_len} tokens and {which}={limit} counts prompt and output: "
+            f"at most {limit - 1} prompt tokens leave room for one of output"
+        )
+    if config.max_new_tokens is not None:
+        limit = min(limit, prompt_len + config.max_new_tokens)
+    if prompt_len + generated > limit:
+        raise _exceeds(f"{generated} tokens to resume from after {prompt_len} of prompt exceed the limit of {limit}")
+    return limit
+
+
+def _exceeds(message: str) -> AllSparkError:
+    return AllSparkError(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, message)
+
+
+def eos_ids(config: GenerateConfig, info: ModelInfo) -> tuple[int, ...]:
+    """The end-of-sequence ids that count for a request; those beyond the vocabulary never come up and do no harm."""
+    value = config.eos_token_id
+    if value is None:
+        return tuple(info.eos_token_ids)
+    ids = [value] if isinstance(value, int) else value
+    return tuple(i for i in ids if i >= 0)
+
+
+def sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: list[int]) -> SamplingParams:
+    """What the executors need to draw the tokens of sample `index`."""
+    return SamplingParams(
+        do_sample=config.do_sample and config.top_k != 1,
+        logprobs=config.logprobs,
+        suppress_repetition_in_generation=config.suppress_repetition_in_generation,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        min_length=config.min_length,
+        top_logprobs=config.top_logprobs if config.logprobs else 0,
+        seed=config.seed,
+        sample_index=index,
+        prompt_len=prompt_len,
+        eos=tuple(eos),
+        bad_words=tuple(tuple(word) for word in config.bad_words_ids),
+    )

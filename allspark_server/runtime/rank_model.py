@@ -1,0 +1,118 @@
+"""One checkpoint on one rank: what of it the rank holds, how large that is, and loading it into an executor."""
+
+from __future__ import annotations
+
+import logging
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.types import AsCacheMode
+from allspark_server.models.graph import Weight
+from allspark_server.runtime.lowering import add_ops, check_ranks
+from allspark_server.runtime.native import native_library
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
+from allspark_server.weights.loader import Loader, Progress, unquantized_type
+
+logger = logging.getLogger(__name__)
+
+QUANTIZED_CACHES = {AsCacheMode.AsCacheQuantI8: "int8", AsCacheMode.AsCacheQuantU4: "uint4"}
+
+
+class RankModel:
+    """A rank's part of a checkpoint, its types chosen.
+
+    cache_dtype "auto" is the weights' type, or what weight_dtype "auto" would make it if they are quantized; a
+    quantized cache_mode comes before it.
+    """
+
+    def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int):
+        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. AllSparkError if it cannot be
+        opened, or not divided among `world` ranks."""
+        self.config, self.rank, self.world = config, rank, world
+        self.opened = open_model(path, weights_path)
+        self.graph, self.source = self.opened.graph, self.opened.source
+        check_ranks(self.graph, world)
+        self._choose_types(unquantized_type(self.graph, self.source))
+        self._warn_about_length()
+        self._warn_about_unused()
+        #: of the bytes that load() has read
+        self.digest = ""
+
+    def _choose_types(self, unquantized: str) -> None:
+        graph, config = self.graph, self.config
+        #: of each matrix, by the weight's name
+        self.formats = wanted_formats(graph, config, unquantized)
+        stored = graph.quantization
+        dtype = unquantized if config.weight_dtype == "auto" else config.weight_dtype
+        form = stored.format if stored else WeightFormat(dtype, config.weight_group_size)
+        self.weight_dtype, self.weight_group_size = form.dtype, form.group_size
+        self.quantize_head = stored.quantize_head if stored else config.quantize_head
+        computed = unquantized if form.quantized else self.weight_dtype
+        plain = computed if config.cache_dtype == "auto" else config.cache_dtype
+        self.cache_dtype = QUANTIZED_CACHES.get(config.cache_mode, plain)
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+    def weight_bytes(self) -> int:
+        def size(weight: Weight) -> int:
+            if not weight.is_matrix:
+                return 4 * weight.elements_of(self.rank, self.world)
+            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight))
+
+        return sum(size(weight) for weight in self.graph.weights.values())
+
+    def activation_bytes(self, rows: int, outputs: int, threads: int) -> int:
+        """What a step of so many rows needs, so many of them with outputs."""
+        tensors = sum(tensor.width_of(self.rank, self.world) * (outputs if tensor.logit_rows else rows)
+                      for tensor in self.graph.tensors.values())
+        attention = native_library().attention_bytes(threads, self.config.engine_max_length,
+                                                     self.graph.config.head_dim, self.cache_dtype)
+        slices = {self._slice(weight) for weight in self.graph.weights.values() if weight.is_matrix}
+        prepared = max(native_library().prepared_bytes(*one) for one in slices)
+        return 4 * tensors + attention + 2 * prepared * max(rows, threads)  # a product's own rows, and attention's
+
+    def span_bytes(self) -> int:
+        """Keys and values of one span in every layer, in this rank's heads."""
+        net = self.graph.config
+        head = native_library().span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
+        begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
+        return head * (end - begin) * net.num_layers
+
+    def _slice(self, weight: Weight) -> tuple[int, str, int]:
+        """(in_features, type, group size) of this rank's part of a matrix."""
+        first, last = weight.column_range_of(self.rank, self.world)
+        form = self.formats[weight.name]
+        return last - first, form.dtype, group_of_slice(form.group_size, first)
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+    def load(self, executor, progress: Progress | None) -> None:
+        """Fills an executor with the weights and the ops. progress: gets (elements done, of how many)."""
+        self.source.verify(self.rank, self.world)
+        loader = Loader(self.graph, self.source, executor, self.rank, self.world, self.formats, progress)
+        weights = loader.load()
+        self.digest = loader.digest()
+        add_ops(self.graph, executor, weights, self.rank, self.world)
+
+    # -- warnings --------------------------------------------------------------------------------------------------
+    def _warn_about_length(self) -> None:
+        net, length = self.graph.config, self.config.engine_max_length
+        if self.rank == 0 and net.rope.type != "dynamic" and length > net.max_position_embeddings:
+            logger.warning("engine_max_length=%d exceeds the %d positions that model %r was made for", length,
+                           net.max_position_embeddings, self.config.model_name)
+
+    def _warn_about_unused(self) -> None:
+        """Tensors that the model does not have (biases, say) hint at a config that belongs to another checkpoint."""
+        used = {part.tensor for weight in self.graph.weights.values() for part in weight.parts} | {"lm_head.weight"}
+        unused = sorted(n for n in self.source.names() if n not in used and not n.endswith("rotary_emb.inv_freq"))
+        if unused and self.rank == 0:
+            logger.warning("%s holds %d tensors that %s does not use: %s", self.source.where(), len(unused),
+                           self.graph.config.architecture, ", ".join(unused[:3]) + (", …" if len(unused) > 3 else ""))
+
+
+def check_draft(draft: RankModel, model: RankModel) -> None:
+    """AllSparkError unless `draft` can make drafts for `model`."""
+    wanted, found = model.graph.config, draft.graph.config
+    if found.vocab_size != wanted.vocab_size:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"draft_model={model.config.draft_model!r} has a vocabulary of {found.vocab_size} tokens and "
+                            f"model {model.config.model_name!r} one of {wanted.vocab_size}: they must be the same")

@@ -1,0 +1,63 @@
+"""What the scheduler knows of the slots, as arrays: a step of a thousand sequences is planned and completed at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .sequence import Sequence
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class SlotTable:
+    """One entry for each slot; int64 unless said otherwise.
+
+    `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
+    the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
+    drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
+    maximum length. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
+    (bool): whether its tokens must be looked at one by one.
+
+    The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
+    """
+
+    TAIL = 64
+    EOS = 8  # end-of-sequence ids of one sequence that are compared at once
+
+    def __init__(self, slots: int, span_size: int, prefix: bool):
+        self._span_size, self._prefix = span_size, prefix
+        self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
+        self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
+        self.careful = np.zeros(slots, bool)
+        self.eos = np.full((slots, self.EOS), -1, np.int32)
+        self.tail = np.zeros((slots, self.TAIL), np.int32)
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence has taken its slot, with its spans and nothing planned."""
+        slot, stop = sequence.slot, sequence.stop
+        self.length[slot] = self.longest[slot] = len(sequence.tokens)
+        self.pending[slot] = self.tail_length[slot] = 0
+        self.limit[slot] = stop.max_length
+        self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
+        self.eos[slot] = -1
+        if len(stop.eos) <= self.EOS:
+            self.eos[slot, : len(stop.eos)] = list(stop.eos)
+        self.note_spans(sequence)
+        self.note_entered(sequence)
+
+    def note_spans(self, sequence: Sequence) -> None:
+        """The sequence's spans have changed."""
+        self.capacity[sequence.slot] = len(sequence.spans) * self._span_size
+
+    def note_entered(self, sequence: Sequence) -> None:
+        """More of its spans are in the prefix cache."""
+        self.span_end[sequence.slot] = (sequence.entered + 1) * self._span_size if self._prefix else _NEVER
+
+    def settle(self, sequence: Sequence) -> None:
+        """Moves the sequence's tail to its tokens."""
+        slot = sequence.slot
+        count = int(self.tail_length[slot])
+        if count:
+            sequence.tokens += self.tail[slot, :count].tolist()
+            sequence.computed = len(sequence.tokens) - 1
+            self.tail_length[slot] = 0

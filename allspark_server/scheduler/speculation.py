@@ -1,0 +1,48 @@
+"""How many draft tokens are worth trying."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class DraftLengths:
+    """For each slot, how many drafts its sequence gets in a step: more while all are accepted, fewer while not, none
+    after some steps in a row in which none was. Then it is tried again now and then, ever more rarely. What a sequence
+    outputs does not depend on it."""
+
+    FIRST, PROBE = 4, 2  # drafts in the beginning, and of a trial
+    MISSES = 3  # steps in a row without an accepted draft, after which there are none
+    PAUSE, LONGEST_PAUSE = 16, 512  # steps without drafts before the next trial: at first, and at most
+
+    def __init__(self, slots: int, longest: int):
+        self._longest = longest
+        self._drafts, self._misses, self._pause, self._next_pause = (np.zeros(slots, np.int64) for _ in range(4))
+
+    def start(self, slot: int) -> None:
+        """Another sequence has taken the slot."""
+        self._drafts[slot] = min(self.FIRST, self._longest)
+        self._misses[slot] = self._pause[slot] = 0
+        self._next_pause[slot] = self.PAUSE
+
+    def choose(self, slots: np.ndarray) -> np.ndarray:
+        """Drafts of each of these slots in the next step."""
+        drafts = self._drafts[slots]
+        off = slots[drafts == 0]
+        if len(off):
+            self._pause[off] -= 1
+            self._drafts[off[self._pause[off] <= 0]] = min(self.PROBE, self._longest)
+            drafts = self._drafts[slots]
+        return drafts
+
+    def learn(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """Takes notice of how many of so many drafts were accepted."""
+        tried = drafts > 0
+        slots, drafts, accepted = slots[tried], drafts[tried], accepted[tried]
+        grown = np.minimum(drafts + 2, self._longest)
+        self._drafts[slots] = np.where(accepted == drafts, grown, np.maximum(accepted + 1, drafts // 2))
+        self._misses[slots] = np.where(accepted > 0, 0, self._misses[slots] + 1)
+        self._next_pause[slots[accepted > 0]] = self.PAUSE
+        given_up = slots[self._misses[slots] >= self.MISSES]
+        self._drafts[given_up] = 0
+        self._pause[given_up] = self._next_pause[given_up]
+        self._next_pause[given_up] = np.minimum(2 * self._next_pause[given_up], self.LONGEST_PAUSE)

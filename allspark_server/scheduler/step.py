@@ -1,0 +1,78 @@
+"""What passes in and out of the scheduler: limits, a planned step, what came of it, and totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..runtime.plan import NewSlot, WorkTable, encode_plan
+from .sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
+    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step."""
+
+    max_batch: int
+    max_step_tokens: int
+    max_chunk: int
+    span_size: int
+    draft_kind: int = 0
+    max_drafts: int = 7
+
+
+@dataclass
+class Step:
+    """A planned step: what the ranks get, and which sequence each work item is for.
+
+    The first `decoding` items are single rows, with drafts if there are any, of sequences whose history the ranks have;
+    the others are chunks of prompts. `drawing`: indices of the items that draw, in order; all of the first kind do.
+    """
+
+    free: list[int]
+    new: list[NewSlot]
+    work: WorkTable
+    sequences: list[Sequence]
+    epochs: np.ndarray  # of the items' slots
+    decoding: int
+    drawing: np.ndarray
+    admitted: list[Sequence]  # those that have just got their slots
+    rows: int  # without drafts
+    context: int  # positions before each row, in all; an upper bound
+
+    def encode(self) -> bytes:
+        """The step plan's wire form."""
+        return encode_plan(self.free, self.new, self.work)
+
+
+@dataclass
+class Outcome:
+    """What came of a step for the sequences that drew, in the order of its results.
+
+    Of sequence i, the tokens first[i] … first[i] + kept[i] - 1 of the results belong to its output; kept[i] is 0 where
+    it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw
+    from.
+    """
+
+    sequences: list[Sequence]
+    first: np.ndarray
+    kept: np.ndarray
+    ended: list[tuple[int, FinishReason]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Counters:
+    """Totals since the model was started."""
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    generated_tokens: int = 0
+    computed_rows: int = 0  # those of rejected drafts are not counted
+    discarded_rows: int = 0  # rows whose token came after the end of its sequence
+    drafted_tokens: int = 0  # drafts that were asked for
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0

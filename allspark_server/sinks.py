@@ -1,0 +1,79 @@
+"""Where the results of requests go."""
+
+from __future__ import annotations
+
+from typing import Optional, Protocol
+
+from allspark_client.errors import AllSparkError
+from allspark_client.queue import ResultQueue
+from allspark_client.types import GeneratedElements, GenerateRequestStatus
+
+
+class Sink(Protocol):
+    """Where a request's results go. Called on the output stage's thread; must not block, nor wait for the engine."""
+
+    def on_token(
+        self,
+        handle: int,
+        sample: int,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        text: Optional[str],
+        cached: int,
+    ) -> None:
+        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became decodable, None
+        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache."""
+
+    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
+        """Progress short of the end: ContextFinished with the first token, Generating with the second."""
+
+    def on_finish(
+        self,
+        handle: int,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError],
+        stat: dict[str, float],
+        reason: str,
+    ) -> None:
+        """The last call for this request. `reason`: "stop" (end of sequence), "length" or "stop_word", of the sample
+        that ended last; "interrupted" or "error"."""
+
+
+class QueueSink:
+    """Feeds a ResultQueue."""
+
+    def __init__(self, results: ResultQueue):
+        self._results = results
+
+    def on_token(
+        self,
+        handle: int,
+        sample: int,
+        token: int,
+        logprob: Optional[float],
+        top: list[tuple[int, float]],
+        text: Optional[str],
+        cached: int,
+    ) -> None:
+        elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
+        if logprob is not None:
+            elements.token_logprobs_list = [logprob]
+            elements.log_probs_list = [top]
+        if text is not None:
+            elements.text = text
+        self._results.put(elements)
+
+    def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
+        self._results.set_status(status)
+
+    def on_finish(
+        self,
+        handle: int,
+        status: GenerateRequestStatus,
+        error: Optional[AllSparkError],
+        stat: dict[str, float],
+        reason: str,
+    ) -> None:
+        self._results.update_stat(stat)
+        self._results.finish(status, error, reason)

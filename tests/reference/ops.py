@@ -1,0 +1,258 @@
+"""Every op that works on one rank's values alone, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+
+OPS = {}  # name -> function(Rank, the op's dict, input arrays, weight arrays) -> output array, or None
+
+
+def op(function):
+    OPS[function.__name__] = function
+    return function
+
+
+def rms(x, weight, eps, unit_offset=False):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * (weight + unit_offset)
+
+
+def sigmoid(x):
+    return np.exp(-np.logaddexp(0.0, -x))  # accurate on both sides
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+def _grown(attrs, length):
+    """Frequencies of a dynamic table for a length beyond original_max, in single precision as transformers has them."""
+    dim, ratio = attrs["rotary_dim"], length / attrs["original_max"]
+    if attrs["growth"] == "powers":
+        factor = max(2.0 ** np.ceil(np.log2(ratio) + 1) - 1, 1.0)
+    else:
+        factor = attrs["factor"] * ratio - (attrs["factor"] - 1)
+    base = attrs["base"] * factor ** (dim / (dim - 2))
+    exponents = (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)).astype(float)
+    return np.float32(1) / (base**exponents).astype(np.float32)
+
+
+def _part_of_pairs(attrs):
+    """Of each pair, by which part of a position it goes."""
+    sections = [attrs[name] for name in ("temporal", "height", "width")]
+    pairs = attrs["rotary_dim"] // 2
+    if not any(sections):
+        return np.zeros(pairs, int)
+    if not attrs["interleaved_sections"]:
+        return np.repeat(np.arange(3), sections)
+    parts = np.zeros(pairs, int)
+    for part in (1, 2):
+        parts[part : 3 * sections[part] : 3] = part
+    return parts
+
+
+@op
+def rotary_table(rank, op, x, w):
+    attrs, angles = op["attributes"], []
+    parts = _part_of_pairs(attrs)
+    for row in rank.batch.rows:
+        slot = rank.slots[row.slot]
+        length, frequencies = max(slot.sampling.prompt_len, row.position + 1), w[0].astype(np.float32)
+        if length > attrs["original_max"]:
+            frequencies = _grown(attrs, length) if attrs["dynamic"] else w[-1].astype(np.float32)
+        position = slot.parts(row.position)[parts].astype(np.float32)
+        angles.append((position * frequencies).astype(float))  # rounded to single precision, as transformers has it
+    angles, factor = np.array(angles), attrs["attention_factor"]
+    rank.tables[attrs["table"]] = np.cos(angles) * factor, np.sin(angles) * factor
+
+
+@op
+def rope(rank, op, x, w):
+    attrs, out = op["attributes"], x[0].copy()
+    cos, sin = (each[:, None, :] for each in rank.tables[attrs["table"]])
+    heads, half = _heads(attrs, out), attrs["rotary_dim"] // 2
+    if attrs["pairs"] == "interleaved":
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    a, b = heads[..., first].copy(), heads[..., second].copy()
+    heads[..., first], heads[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def _heads(attrs, x):
+    """A view [rows, heads, head_dim] of an op's heads."""
+    columns = x[:, attrs["offset"] : attrs["offset"] + attrs["heads"] * attrs["head_dim"]]
+    return columns.reshape(len(x), attrs["heads"], attrs["head_dim"])
+
+
+@op
+def head_norm(rank, op, x, w):
+    attrs, out = op["attributes"], x[0].copy()
+    heads = _heads(attrs, out)
+    heads[:] = rms(heads, w[0], attrs["eps"], attrs["unit_offset"])
+    return out
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+@op
+def embedding(rank, op, x, w):
+    attrs, out = op["attributes"], np.zeros((len(rank.batch.rows), w[0].shape[1]))
+    for y, row in zip(out, rank.batch.rows):
+        given, local = rank.slots[row.slot].embeddings.get(row.position), row.token - attrs["vocab_begin"]
+        if given is not None:
+            y[:] = given if rank.number == 0 else 0
+        elif 0 <= local < len(w[0]):
+            y[:] = w[0][local] * attrs["scale"]
+    return out
+
+
+@op
+def select_rows(rank, op, x, w):
+    return x[0][rank.batch.outputs]
+
+
+@op
+def rms_norm(rank, op, x, w):
+    return rms(x[0], w[0], op["attributes"]["eps"], op["attributes"]["unit_offset"])
+
+
+@op
+def linear(rank, op, x, w):
+    return x[0] @ w[0].T + (w[1] if len(w) > 1 else 0.0)
+
+
+@op
+def lora(rank, op, x, w):
+    attrs, out = op["attributes"], x[0].copy()
+    columns = slice(attrs["offset"], attrs["offset"] + attrs["columns"])
+    for y, inputs, row in zip(out, x[1], rank.batch.rows):
+        if row.adapter >= 0 and attrs["target"] in rank.adapters[row.adapter]:
+            a, b = rank.adapters[row.adapter][attrs["target"]]
+            y[columns] += b @ (a @ inputs)
+    return out
+
+
+# -- value by value ----------------------------------------------------------------------------------------------------
+@op
+def add(rank, op, x, w):
+    return x[0] + x[1]
+
+
+@op
+def scale(rank, op, x, w):
+    return x[0] * op["attributes"]["factor"]
+
+
+@op
+def soft_cap(rank, op, x, w):
+    cap = op["attributes"]["cap"]
+    return cap * np.tanh(x[0] / cap)
+
+
+@op
+def sigmoid_mul(rank, op, x, w):
+    return x[0] * sigmoid(x[1])
+
+
+@op
+def silu_mul(rank, op, x, w):
+    gate, up = np.split(x[0], 2, axis=1)
+    return gate * sigmoid(gate) * up
+
+
+@op
+def gelu_tanh_mul(rank, op, x, w):
+    gate, up = np.split(x[0], 2, axis=1)
+    return gelu_tanh(gate) * up
+
+
+@op
+def clamped_silu_mul(rank, op, x, w):
+    gate, up = np.split(x[0], 2, axis=1)
+    alpha, limit = op["attributes"]["alpha"], op["attributes"]["limit"]
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return gate * sigmoid(alpha * gate) * (up + 1.0)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+@op
+def span_attention(rank, op, x, w):
+    attrs = op["attributes"]
+    q_heads, kv_heads, dim = attrs["q_heads"], attrs["kv_heads"], attrs["head_dim"]
+    q, k, v = (part.reshape(len(x[0]), -1, dim) for part in
+               np.split(x[0], [q_heads * dim, (q_heads + kv_heads) * dim], axis=1))
+    cache = rank.cache(attrs["cache_group"], attrs["layer"], kv_heads, dim)
+    size = rank.limits.span_size
+    for i, row in enumerate(rank.batch.rows):
+        span = rank.slots[row.slot].spans[attrs["cache_group"]][row.position // size]
+        cache[span, row.position % size] = k[i], v[i]
+    sinks = w[0] if attrs["sinks"] else None
+    slopes = w[-1] if attrs["alibi"] else np.zeros(q_heads)
+    out = np.empty_like(q)
+    for i, row in enumerate(rank.batch.rows):
+        first = max(0, row.position + 1 - attrs["window"]) if attrs["window"] else 0
+        seen, table = np.arange(first, row.position + 1), rank.slots[row.slot].spans[attrs["cache_group"]]
+        keys, values = cache[[table[p // size] for p in seen], seen % size].transpose(1, 0, 2, 3)
+        query = q[i]
+        if attrs["logn"] and row.position + 1 > attrs["logn"]:
+            query = query * np.log(row.position + 1) / np.log(attrs["logn"])
+        for head in range(q_heads):
+            kv = (attrs["q_head_begin"] + head) // attrs["group"] - attrs["kv_begin"]
+            assert 0 <= kv < kv_heads
+            scores = keys[:, kv] @ query[head] * attrs["scale"]
+            if attrs["soft_cap"]:
+                scores = attrs["soft_cap"] * np.tanh(scores / attrs["soft_cap"])
+            scores = scores + slopes[head] * (seen - row.position)
+            if sinks is not None:
+                scores = np.append(scores, sinks[head])
+            out[i, head] = softmax(scores)[: len(seen)] @ values[:, kv]
+    return out.reshape(len(x[0]), -1)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+@op
+def router(rank, op, x, w):
+    attrs, logits = op["attributes"], x[0]
+    experts, groups = logits.shape[1], attrs["groups"]
+    scores = softmax(logits) if attrs["scores"] == "softmax" else sigmoid(logits)
+    entries = []
+    for row, (own, choice) in enumerate(zip(scores, scores + w[0] if w else scores)):
+        if attrs["top_groups"] < groups:
+            by_group = np.sort(choice.reshape(groups, -1), axis=1)[:, -2:].sum(1)
+            kept = np.argsort(-by_group, kind="stable")[: attrs["top_groups"]]
+            choice = np.where(np.isin(np.arange(experts) // (experts // groups), kept), choice, -np.inf)
+        chosen = np.argsort(-choice, kind="stable")[: attrs["top_k"]]
+        total = own[chosen].sum() if attrs["normalized"] else 1.0
+        entries += [(expert, row, own[expert] / total * attrs["scale"]) for expert in chosen]
+    entries.sort()
+    rank.entries[rank.rows_of(op["outputs"][0])] = [(int(expert), row) for expert, row, _ in entries]
+    return np.array([[weight] for *_, weight in entries])
+
+
+@op
+def expert_linear(rank, op, x, w):
+    attrs, rows = op["attributes"], rank.rows_of(op["outputs"][0])
+    experts = w[0].reshape(attrs["experts"], -1, w[0].shape[1])
+    biases = w[1].reshape(attrs["experts"], -1) if len(w) > 1 else np.zeros(experts.shape[:2])
+    routed = rank.rows_of(op["inputs"][0]) == rows
+    out = np.zeros((len(rank.entries[rows]), experts.shape[1]))
+    for entry, (expert, row) in enumerate(rank.entries[rows]):
+        local = expert - attrs["expert_begin"]
+        if 0 <= local < len(experts):
+            out[entry] = experts[local] @ x[0][entry if routed else row] + biases[local]
+    return out
+
+
+@op
+def combine_experts(rank, op, x, w):
+    entries = rank.entries[rank.rows_of(op["inputs"][0])]
+    out = np.zeros((rank.count(rank.rows_of(op["outputs"][0])), x[0].shape[1]))
+    for (_, row), y, weight in zip(entries, x[0], x[1]):  # in ascending order of experts
+        out[row] += y * weight
+    return out

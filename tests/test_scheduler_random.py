@@ -1,0 +1,172 @@
+"""Random runs of the scheduler on the fake executor: whatever happens, outputs are as expected and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from allspark_server.runtime.plan import Flag
+from allspark_server.scheduler import FinishReason, Sequence, State, StopRules
+from fake_group import expected_output
+from test_scheduler import Rig, output, prompt_of
+
+RUNS = 2000
+CHUNKS = 4  # runs are spread over so many tests
+
+
+def repetitive(history: list[int]) -> int:
+    """A token that often, but not always, repeats what was there: lookup's drafts are accepted and rejected."""
+    return (history[-1] * 7 + len(history) // 9) % 5 if len(history) > 1 else 1
+
+
+def corrupted(history: list[int]) -> int:
+    """As above, with logits that are not finite now and then."""
+    return -1 if sum(history[-6:]) == 11 else repetitive(history)
+
+
+def guess(history: list[int], limit: int) -> list[int]:
+    """A draft model that is right most of the time."""
+    drafts: list[int] = []
+    for _ in range(limit):
+        token = repetitive([*history, *drafts])
+        drafts.append(token if (len(history) + token) % 4 else 3)
+    return drafts
+
+
+def expected_until_stop(prompt: list[int], stop: StopRules, token) -> tuple[list[int], FinishReason | None]:
+    """The output that rules end, and why; None where the sampler has nothing to draw from."""
+    tokens = list(prompt)
+    while True:
+        tokens.append(token(tokens))
+        if tokens[-1] < 0:
+            return tokens[len(prompt) : -1], None
+        reason = stop.check(tokens, len(prompt))
+        if reason is not None:
+            return tokens[len(prompt) :], reason
+
+
+class Run:
+    """One random run: traffic for a while, then until all is done."""
+
+    def __init__(self, seed: int):
+        rng = self.rng = random.Random(seed)
+        self.token = rng.choice([None, repetitive, repetitive, corrupted])
+        kind = rng.choice([0, Flag.LOOKUP, Flag.LOOKUP, Flag.MODEL])
+        executor = {"drafts": guess, "max_length": 64}
+        if self.token is not None:
+            executor["token"] = self.token
+        self.max_batch = rng.choice([1, 3, 6])
+        self.rig = Rig(
+            num_spans=rng.choice([9, 14, 20, 64]), span_size=rng.choice([4, 4, 7]), max_batch=self.max_batch,
+            max_step_tokens=rng.choice([8, 20, 64]), max_chunk=rng.choice([1, 5, 64]), prefix=rng.random() < 0.7,
+            depth=rng.choice([1, 2, 2, 2, 3]), draft_kind=int(kind), executor=executor, ttl=rng.choice([0.5, 100.0]),
+        )  # fmt: skip
+        self.live: list[Sequence] = []
+        self.cancelled: set[Sequence] = set()
+        self.blocked: list[Sequence] = []
+        self.seen = Counter()
+
+    def add(self) -> None:
+        rng = self.rng
+        prompt = prompt_of(rng.randrange(1, 24), seed=rng.randrange(3))
+        if rng.random() < 0.2:  # beside which others are short
+            prompt = prompt_of(rng.randrange(24, 40), seed=rng.randrange(3))
+        if self.token is not None:
+            prompt = [token % 5 for token in prompt]
+        vocabulary = range(5) if self.token is not None else range(1000)
+        eos = frozenset(rng.sample(vocabulary, rng.choice([0, 0, 1, 3])))
+        words = tuple(tuple(rng.choices(vocabulary, k=rng.randrange(1, 4))) for _ in range(rng.choice([0, 0, 1, 2])))
+        stop = StopRules(len(prompt) + rng.randrange(1, 16), eos, words)
+        blocked = "a grammar" if rng.random() < 0.1 else ""
+        leader = None
+        if self.live and rng.random() < 0.1:
+            leader = rng.choice(self.live)
+            prompt = leader.tokens[: leader.prompt_len]
+            stop = StopRules(len(prompt) + 9)
+        sequence = self.rig.add(prompt, stop=stop, priority=rng.randrange(2), leader=leader, blocked_on=blocked)
+        self.live.append(sequence)
+        if blocked:
+            self.blocked.append(sequence)
+
+    def disturb(self) -> None:
+        """Cancels, blocks and unblocks."""
+        rng, scheduler = self.rng, self.rig.scheduler
+        if self.live and rng.random() < 0.12:
+            sequence = rng.choice(self.live)
+            if sequence.state is not State.ENDED:
+                self.seen["cancelled in flight"] += any(sequence in step.sequences for step, _ in self.rig.running)
+                self.cancelled.add(sequence)
+            scheduler.cancel(sequence)
+        if self.live and rng.random() < 0.08:
+            sequence = rng.choice(self.live)
+            if sequence.state in (State.WAITING, State.RUNNING):
+                self.seen["blocked while running"] += sequence.state is State.RUNNING
+                scheduler.block(sequence, "spans of another tier")
+                assert sequence.slot == -1 and not sequence.spans and sequence.state is State.BLOCKED
+                self.blocked.append(sequence)
+        if self.blocked and rng.random() < 0.3:
+            self.unblock(self.blocked.pop(rng.randrange(len(self.blocked))))
+
+    def unblock(self, sequence: Sequence) -> None:
+        self.seen["unblocked"] += sequence.state is State.BLOCKED
+        self.rig.scheduler.unblock(sequence)
+
+    def go(self) -> Counter:
+        rig, rng = self.rig, self.rng
+        for _ in range(15):
+            for _ in range(rng.randrange(3)):
+                self.add()
+            self.disturb()
+            before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
+            rig.step()
+            self.seen["preempted in flight"] += sum(s.preemptions - n for s, n in before)
+            rig.clock.now += 0.2
+        while self.blocked:
+            self.unblock(self.blocked.pop())
+        rig.run()
+        self.check()
+        return self.seen
+
+    def check(self) -> None:
+        rig, scheduler = self.rig, self.rig.scheduler
+        assert scheduler.waiting == scheduler.waiting_tokens == scheduler.blocked == scheduler.running == 0
+        for sequence in self.live:
+            prompt = sequence.tokens[: sequence.prompt_len]
+            token = self.token or (lambda history: expected_output(history, 1)[0])
+            tokens, reason = expected_until_stop(prompt, sequence.stop, token)
+            got = rig.output[sequence]
+            assert sequence.state is State.ENDED and output(sequence) == got
+            if sequence in self.cancelled or sequence in rig.unfit:
+                assert got == tokens[: len(got)] and sequence not in rig.finished
+            else:
+                assert (got, rig.finished.get(sequence)) == (tokens, reason)
+                assert (sequence in rig.failed) == (reason is None)
+        counters, executor = scheduler.counters, rig.executor
+        assert counters.generated_tokens == sum(map(len, rig.output.values()))
+        assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens
+        seen = self.seen
+        seen["accepted"] += counters.accepted_tokens
+        seen["rejected"] += executor.drafted - executor.accepted
+        seen["discarded"] += counters.discarded_rows
+        seen["preempted"] += counters.preemptions
+        seen["found in the prefix cache"] += counters.prefix_tokens
+        seen["failed"] += len(rig.failed)
+        seen["unfit"] += len(rig.unfit)
+        seen.update(reason.value for reason in rig.finished.values())
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_traffic(chunk):
+    seen: Counter = Counter()
+    for seed in range(chunk, RUNS, CHUNKS):
+        try:
+            seen += Run(seed).go()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
+              "unblocked", "blocked while running", "found in the prefix cache", "failed", "unfit",
+              "stop", "stop_word", "length")
+    assert all(seen[what] >= 5 for what in wanted), seen
