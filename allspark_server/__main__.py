@@ -124,7 +124,7 @@ class Rank:
             self.lead(LocalGroup(self.cpus, self.fail))
             return
         from . import _native
-        from .runtime.group import Member, WindowGroup
+        from .runtime.group import RankModels, WindowGroup
         from .runtime.mpi import join
         world = join(self.expected, _native.Window.bytes_needed(self.expected))
         window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS)
@@ -132,11 +132,11 @@ class Rank:
         if world.rank == 0:
             self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
         else:
-            member = Member(world.rank, world.size, window, self.cpus)
+            models = RankModels(world.rank, world.size, window, self.cpus)
             if self.heartbeat:
-                self.heartbeat.watch(member)
+                self.heartbeat.watch(models)
                 self.heartbeat.state("ready")
-            serve(member)
+            serve(models)
         if self.heartbeat:
             self.heartbeat.stop()
         window.close()
@@ -165,7 +165,7 @@ class Rank:
         roots = ModelRoots(a.model_root, models)
         engine = Engine(group=group, state_file=a.state_file)
         if self.heartbeat:
-            self.heartbeat.watch(group.member, lambda: engine.busy_since)
+            self.heartbeat.watch(group.models, lambda: engine.busy_since)
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
                           roots=roots, socket_mode=a.socket_mode, max_message=a.max_message_mib << 20)
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)

@@ -1,8 +1,8 @@
 """The engine: models, requests, and the one thread that computes.
 
-A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their calls
-become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the group, so
-none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
+A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their
+calls become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the
+group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
 of the group, and files written by the callers' threads. The output stage (output.py) is a third thread: it tells the
 sinks of requests what came of them.
 """
@@ -13,7 +13,6 @@ import atexit
 import copy
 import functools
 import itertools
-import json
 import logging
 import os
 import queue
@@ -47,7 +46,7 @@ from .request import Request
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
 from .sinks import QueueSink, Sink
-from .weights.files import MAX_STATE_BYTES, parse_json, read_file
+from .state_file import StateFile, state_entry
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +66,10 @@ class Engine(AbstractEngine):
         check_environment()
         self._owner = os.getpid()
         self._group: Group = LocalGroup() if group is None else group
-        self._state_file = state_file
+        self._state_file = StateFile(state_file)
         self._unrestored: dict[str, dict] = {}  # entries of the state file whose models are not back yet
         self.unrestored: dict[str, str] = {}  # of these, the models that could not be loaded, and why
         self._configured: set[str] = set()  # names of models that the configuration brought, not a client
-        self._saving = threading.Lock()
         self._installing = threading.Lock()  # one load at a time: each plans with the memory that is left then
         self._loading: Optional[AsModelConfig] = None  # of the load under way; set on the engine's thread
         self._models: dict[str, ServedModel] = {}
@@ -110,7 +108,7 @@ class Engine(AbstractEngine):
             self._save()
         else:  # its cache cannot be trusted any more: load it again
             # It stays in the file should that fail.
-            self._unrestored[model_name] = _entry(model.config, True, model_name in self._configured)
+            self._unrestored[model_name] = state_entry(model.config, True, model_name in self._configured)
             self._call(lambda: self._remove_model(model_name))
             self._output.flush()
             self._install(model.config, start=True)
@@ -162,11 +160,11 @@ class Engine(AbstractEngine):
         counts. One of the configuration that cannot be loaded at a start is raised; any other is logged, stays in the
         file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
-        recorded = self._recorded()
+        recorded = self._state_file.read()
         if again and recorded is not None:
             entries = recorded
         else:
-            entries = {c.model_name: _entry(c, True, True) for c in configured}
+            entries = {c.model_name: state_entry(c, True, True) for c in configured}
             if len(entries) < len(configured):
                 raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
             entries |= {name: entry for name, entry in (recorded or {}).items()
@@ -189,17 +187,6 @@ class Engine(AbstractEngine):
                              "or released", name, error)
                 self.unrestored[name] = str(error)
         return list(self._models)
-
-    def _recorded(self) -> Optional[dict[str, dict]]:
-        """The state file's entries by model name; None if there is no file that can be read."""
-        if self._state_file is None or not os.path.exists(self._state_file):
-            return None
-        try:
-            recorded = parse_json(read_file(self._state_file, MAX_STATE_BYTES))
-            return {entry["config"]["model_name"]: entry for entry in recorded}
-        except (AllSparkError, ValueError, TypeError, KeyError) as error:
-            logger.error("the state file %s cannot be read: %s; no models restored", self._state_file, error)
-            return None
 
     # --- requests ---
 
@@ -253,8 +240,8 @@ class Engine(AbstractEngine):
             self._requests.pop(handle, None)
 
     def add_flush_listener(self, listener: Callable[[], None]) -> None:
-        """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks, and
-        after requests have ended otherwise."""
+        """`listener()` is called on the output stage's thread after the tokens of each step have gone to their sinks,
+        and after requests have ended otherwise."""
         self._output.add_flush_listener(listener)
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
@@ -454,22 +441,12 @@ class Engine(AbstractEngine):
         self._save()
 
     def _save(self) -> None:
-        """Records the installed models; a reader sees the old file or the new one, never half of one."""
-        if self._state_file is None:
-            return
-        temporary = f"{self._state_file}.new"
-        with self._saving:
-            entries = [_entry(model.config, model.running, model.name in self._configured)
-                       for model in list(self._models.values())]
-            entries += list(self._unrestored.values())
-            try:
-                with open(temporary, "w", encoding="utf-8") as file:
-                    json.dump(entries, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._state_file)
-            except OSError as error:
-                logger.error("the state file %s cannot be written: %s", self._state_file, error)
+        """Records the installed models."""
+        self._state_file.write(lambda: [
+            *(state_entry(model.config, model.running, model.name in self._configured)
+              for model in list(self._models.values())),
+            *self._unrestored.values(),
+        ])
 
     # --- the engine's thread ---
 
@@ -602,11 +579,6 @@ class Engine(AbstractEngine):
         model = self._models.pop(name)
         self._group.unload(name)
         return model
-
-
-def _entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
-    """A model in the state file."""
-    return {"config": config.to_dict(), "started": started, "configured": configured}
 
 
 def _of_configuration(name: str, error: Exception) -> Exception:

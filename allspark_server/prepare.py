@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Obstacle:
-    """What a request waits for beside a place in the batch, and what it is called: a grammar that is compiled, spans that
-    come from elsewhere. The request goes on when `gone` has a result, and fails with its exception."""
+    """What a request waits for beside a place in the batch, and what it is called: a grammar that is compiled, spans
+    that come from elsewhere. The request goes on when `gone` has a result, and fails with its exception."""
 
     name: str
     gone: Future
@@ -31,8 +31,8 @@ class Obstacle:
 
 @dataclass
 class PreparedRequest:
-    """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's spans;
-    how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is wanted."""
+    """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is wanted."""
 
     sequences: list[Sequence]
     top_logprobs: int
@@ -109,9 +109,7 @@ def prepare(
 def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:
     if not spec.want_text:
         return None
-    from .text import StreamDetokenizer
-
-    detokenizer = StreamDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     detokenizer.push(list(spec.generated))  # the client has their text
     return detokenizer
 

@@ -60,8 +60,8 @@ class Request:
         ended: bool,
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is the
-        sequence's last."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is
+        the sequence's last."""
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
@@ -97,7 +97,9 @@ class Request:
             self.sink.on_finish(self.handle, status, error, self.stat(), reason)
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
-        self.sequences, self.sink, self.obstacle = [], None, None  # callers may keep handles for long
+        self.sink = self.obstacle = None  # callers may keep handles for long
+        if self.ended:  # otherwise the engine's thread still has to cancel them
+            self.sequences = []
         self.done.set()
 
     def stat(self) -> dict[str, float]:

@@ -146,7 +146,10 @@ class ServedModel:
         for sequence in request.sequences:
             self.scheduler.cancel(sequence)
         self.live.discard(request)
-        self._output.put(End(request, status, error))
+        if request.done.is_set():  # the output stage has ended it
+            request.sequences = []
+        else:
+            self._output.put(End(request, status, error))
 
     def end_all(self, status: GenerateRequestStatus, error: Optional[AllSparkError] = None) -> None:
         """Ends every live request."""

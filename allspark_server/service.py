@@ -3,7 +3,7 @@
 Every method is registered as a stream of bytes, also where a client sends one message and expects one: so nothing is
 received before its sender's role is known (access.py), and what is no message gets an answer that says so.
 
-Blocking engine calls run in worker threads. Results come the other way: the engine's thread files them in the sessions
+Blocking engine calls run in worker threads. Results come the other way: the output stage files them in the streams
 of their clients, and after each step wakes the loop once, which sends each client at most one message.
 """
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 
 from .access import Access, ModelRoots, Role
 from .listen import listen
-from .session import MAX_PENDING, Backlog, Session, generate_response, overflow_error
+from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -46,7 +46,7 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
-#: how long a session may stay without its first message, and other calls, whose message may be large
+#: how long a stream may stay without its first message, and other calls, whose message may be large
 HELLO_SECONDS, _RECEIVE_SECONDS = 10.0, 60.0
 _QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
 _MAX_METADATA = 64 << 10
@@ -59,7 +59,7 @@ _OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),   # a second server on the same port is an error, not a rival for its connections
-    ("grpc.max_concurrent_streams", 256),       # of a connection; all requests of a session share one
+    ("grpc.max_concurrent_streams", 256),       # of a connection; all requests of a stream share one
     ("grpc.max_connection_idle_ms", 600_000),   # of a connection without calls: no client of ours is
     ("grpc.server_handshake_timeout_ms", 20_000),
     ("grpc.max_send_message_length", -1),
@@ -115,9 +115,9 @@ class Service:
         self._large_input = ThreadPoolExecutor(2, thread_name_prefix="allspark-large-input")
         self._statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
         self._ends = ThreadPoolExecutor(1, thread_name_prefix="allspark-ends")      # of sessions
-        self._dirty: set[Session] = set()
+        self._dirty: set[ClientStream] = set()
         self._dirty_lock = threading.Lock()
-        self._sessions: set[Session] = set()
+        self._streams: set[ClientStream] = set()
         self._backlog = Backlog()
         self._health = health.aio.HealthServicer()
         self._reflection = reflection.aio.ReflectionServicer(
@@ -178,8 +178,8 @@ class Service:
         await self._end.wait()
         watch.cancel()
         await self._health.enter_graceful_shutdown()
-        for session in self._sessions:
-            session.ready.set()     # those with nothing live end at once
+        for stream in self._streams:
+            stream.ready.set()     # those with nothing live end at once
         await server.stop(self._grace)
         for address in bound:
             if address.startswith("unix:/") and os.path.exists(address[5:]):
@@ -212,9 +212,9 @@ class Service:
 
     # --- from the engine's thread --------------------------------------------------------------------------------
 
-    def _news(self, session: Session, now: bool) -> None:
+    def _news(self, stream: ClientStream, now: bool) -> None:
         with self._dirty_lock:
-            self._dirty.add(session)
+            self._dirty.add(stream)
         if now:
             self._on_flush()
 
@@ -228,17 +228,17 @@ class Service:
     def _wake(self) -> None:
         with self._dirty_lock:
             dirty, self._dirty = self._dirty, set()
-        for session in dirty:
-            session.ready.set()
-            if session.overflow and session.task is not None:
-                session.task.cancel()   # it waits for a client that takes nothing
-                session.task = None
+        for stream in dirty:
+            stream.ready.set()
+            if stream.overflow and stream.task is not None:
+                stream.task.cancel()   # it waits for a client that takes nothing
+                stream.task = None
 
     # --- streams -------------------------------------------------------------------------------------------------
 
     async def _session(self, context: grpc.aio.ServicerContext, role: Role) -> None:
-        session = self._open()
-        session.task = asyncio.current_task()
+        stream = self._open()
+        stream.task = asyncio.current_task()
         reader = None
         try:
             try:
@@ -251,29 +251,29 @@ class Service:
                     AsStatus.ALLSPARK_REQUEST_DENIED,
                     f"this server speaks version {convert.PROTOCOL} of the protocol, the client announced {spoken}"))
             await context.write(pb.SessionResponse(info=self._info()).SerializeToString())
-            reader = asyncio.create_task(self._read(context, session, role))
-            reader.add_done_callback(lambda _: session.ready.set())
+            reader = asyncio.create_task(self._read(context, stream, role))
+            reader.add_done_callback(lambda _: stream.ready.set())
             while True:
-                await session.ready.wait()
-                session.ready.clear()
-                events = session.take()
+                await stream.ready.wait()
+                stream.ready.clear()
+                events = stream.take()
                 if events:
                     await context.write(pb.SessionResponse(events=events).SerializeToString())
                 if reader.done() and not reader.cancelled() and reader.exception() is not None:
                     await _abort(context, reader.exception())
-                if session.idle and (reader.done() or self._end.is_set()):
+                if stream.idle and (reader.done() or self._end.is_set()):
                     return
         except asyncio.CancelledError:
-            if not session.overflow:
+            if not stream.overflow:
                 raise
-            session.close()
+            stream.close()
             await _abort(context, overflow_error(self._max_pending))
         finally:
             if reader is not None:
                 reader.cancel()
-            self._close(session)
+            self._close(stream)
 
-    async def _read(self, context: grpc.aio.ServicerContext, session: Session, role: Role) -> None:
+    async def _read(self, context: grpc.aio.ServicerContext, stream: ClientStream, role: Role) -> None:
         loop = asyncio.get_running_loop()
         while (data := await context.read()) is not grpc.aio.EOF:
             pool = self._input_pool(data)
@@ -284,69 +284,69 @@ class Service:
             action = message.WhichOneof("action")
             if action == "start":
                 if role in _REQUESTS:
-                    await loop.run_in_executor(pool, self._start, session, message.start)
+                    await loop.run_in_executor(pool, self._start, stream, message.start)
                 else:
-                    session.refuse(message.start.id, _denied("a request", _REQUESTS, role))
+                    stream.refuse(message.start.id, _denied("a request", _REQUESTS, role))
             elif action == "stop":
-                session.stop(message.stop)
+                stream.stop(message.stop)
             elif action == "release":
-                session.release(message.release)
+                stream.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
 
     def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
         return self._input if len(data) < _LARGE_MESSAGE else self._large_input
 
-    def _start(self, session: Session, message: pb.StartRequest) -> None:
+    def _start(self, stream: ClientStream, message: pb.StartRequest) -> None:
         try:
             spec = convert.request_from_pb(message.request)
         except (ValueError, TypeError, AllSparkError) as error:
-            session.refuse(message.id, error)
+            stream.refuse(message.id, error)
             return
-        session.start(message.id, spec)
+        stream.start(message.id, spec)
 
     async def _generate(self, context: grpc.aio.ServicerContext, role: Role) -> None:
-        session = self._open()
-        session.task = asyncio.current_task()
+        stream = self._open()
+        stream.task = asyncio.current_task()
         try:
             try:
                 data = await _receive(context)
                 await asyncio.get_running_loop().run_in_executor(
-                    self._input_pool(data), self._start_only, session, data, context)
+                    self._input_pool(data), self._start_only, stream, data, context)
             except (ValueError, TypeError, AllSparkError) as error:
                 await _abort(context, error)
-            while not session.idle:
-                await session.ready.wait()
-                session.ready.clear()
-                for event in session.take():
+            while not stream.idle:
+                await stream.ready.wait()
+                stream.ready.clear()
+                for event in stream.take():
                     if event.HasField("refused"):
                         await _abort(context, convert.error_from_pb(event.refused))
                     await context.write(generate_response(event).SerializeToString())
         except asyncio.CancelledError:
-            if not session.overflow:
+            if not stream.overflow:
                 raise
-            session.close()
+            stream.close()
             await _abort(context, overflow_error(self._max_pending))
         finally:
-            self._close(session)
+            self._close(stream)
 
-    def _start_only(self, session: Session, data: bytes, context: grpc.aio.ServicerContext) -> None:
-        session.start(0, convert.request_from_pb(self._parse(pb.GenerateRequest, data, context)))
+    def _start_only(self, stream: ClientStream, data: bytes, context: grpc.aio.ServicerContext) -> None:
+        stream.start(0, convert.request_from_pb(self._parse(pb.GenerateRequest, data, context)))
 
-    def _open(self) -> Session:
-        session = Session(self._engine, self._news, self._max_pending, self._backlog)
-        self._sessions.add(session)
-        return session
+    def _open(self) -> ClientStream:
+        stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog)
+        self._streams.add(stream)
+        return stream
 
-    def _close(self, session: Session) -> None:
-        self._sessions.discard(session)
+    def _close(self, stream: ClientStream) -> None:
+        self._streams.discard(stream)
         with self._dirty_lock:
-            self._dirty.discard(session)
+            self._dirty.discard(stream)
         # Not awaited: the call may be being cancelled. Not on the loop: thousands of requests may be live.
         try:
-            self._ends.submit(session.close)
+            self._ends.submit(stream.close)
         except RuntimeError:    # the service is stopping and its threads are gone
-            session.close()
+            stream.close()
 
     # --- calls ---------------------------------------------------------------------------------------------------
 

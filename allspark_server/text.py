@@ -115,6 +115,10 @@ class Tokenizer:
         """Characters beyond which every text has more than so many tokens; None if the tokenizer sets no bound."""
         return None if self._characters_per_token is None else tokens * self._characters_per_token
 
+    def detokenizer(self) -> "StreamDetokenizer":
+        """A new one, for the ids of one sequence as they come."""
+        return StreamDetokenizer(self)
+
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; those that the tokenizer does not know are passed over. Invalid UTF-8 comes out as U+FFFD.
         Spaces are not cleaned up (transformers' clean_up_tokenization_spaces would change what a stream has given)."""

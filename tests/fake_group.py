@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 
 from allspark_client.config import AsModelConfig
 from allspark_client.types import ModelInfo
-from allspark_server.runtime.plan import DRAW, Flag, StepPlan, WorkItem
+from allspark_server.runtime.plan import DRAW, Flag, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
 from allspark_server.runtime.steps import DEPTH
 
@@ -38,11 +37,12 @@ def expected_output(prompt: list[int], count: int, token: Callable[[list[int]], 
 class _Slot:
     history: list[int]
     computed: int  # positions in the cache
+    sample: int  # that it is of its request
     spans: list[int] = field(default_factory=list)
 
 
 def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
-    """Up to `limit` tokens that followed the last earlier occurrence of the history's last tokens, `longest` at most."""
+    """Up to `limit` tokens that followed the last earlier occurrence of the history's last `longest` tokens or fewer."""
     for n in range(min(longest, len(history) - 1), 0, -1):
         for at in range(len(history) - n - 1, -1, -1):
             if history[at:at + n] == history[-n:]:
@@ -53,7 +53,8 @@ def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
 class FakeExecutor:
     """Follows plans as the native executor does. The "cache" remembers which ids each span's positions hold, so that a
     wrong or overwritten span is noticed as wrong keys would be. `drafts`: what a draft model proposes after a history,
-    so many at most. A negative token stands for logits that are not finite.
+    so many at most. A negative token stands for logits that are not finite. `samples_differ`: each sample of a request
+    has tokens of its own.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class FakeExecutor:
         token: Callable[[list[int]], int] = next_token,
         max_length: int = 1 << 30,
         drafts: Callable[[list[int], int], list[int]] = lookup,
+        samples_differ: bool = False,
     ):
         self.span_size, self.max_batch, self.max_step_tokens = span_size, max_batch, max_step_tokens
         self.num_spans, self.max_length = num_spans, max_length
-        self.token, self.drafts = token, drafts
+        self.token, self.drafts, self.samples_differ = token, drafts, samples_differ
         self.slots: dict[int, _Slot] = {}
         self.cache: list[list[Optional[int]]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
@@ -83,7 +85,8 @@ class FakeExecutor:
         for new in plan.new:
             assert 0 <= new.slot < self.max_batch and new.slot not in self.slots
             assert new.cached % self.span_size == 0 and 0 <= new.cached < len(new.history), "a prefix hit is full spans"
-            self.slots[new.slot] = _Slot(list(new.history), new.cached)
+            sample = SamplingParams.decode(new.sampling, 0)[0].sample_index if self.samples_differ else 0
+            self.slots[new.slot] = _Slot(list(new.history), new.cached, sample)
         assert len({item.slot for item in plan.work}) == len(plan.work)
         tried, drawn, drafted = self.drafted, [], []
         for item in plan.work:
@@ -128,7 +131,8 @@ class FakeExecutor:
         self.drafted += len(drafts)
         drawn = []
         for draft in [*drafts, None]:
-            drawn.append(self.token(slot.history))
+            token = self.token(slot.history)
+            drawn.append((token + 7 * slot.sample) % 1000 if slot.sample else token)
             slot.history.append(drawn[-1])
             if drawn[-1] != draft or drawn[-1] < 0:
                 break
@@ -167,8 +171,11 @@ class FakeGroup:
         delay: float = 0,
         loaded: Optional[threading.Event] = None,
         token: Callable[[list[int]], int] = next_token,
+        samples_differ: bool = False,
     ):
         self.num_spans, self.fail_at, self.delay, self.loaded, self.token = num_spans, fail_at, delay, loaded, token
+        self.samples_differ = samples_differ
+        self._hurry = threading.Event()
         self.deepest = 0    # steps that were submitted and not collected, at most
         self._thread = ThreadPoolExecutor(1, "fake-group")
         self._submitted: deque[Future] = deque()
@@ -189,7 +196,13 @@ class FakeGroup:
         rows = config.max_step_tokens or 256
         size = config.cache_span_size
         self.executors[config.model_name] = FakeExecutor(
-            self.num_spans, size, config.engine_max_batch, rows, self.token, config.engine_max_length
+            self.num_spans,
+            size,
+            config.engine_max_batch,
+            rows,
+            self.token,
+            config.engine_max_length,
+            samples_differ=self.samples_differ,
         )
         return ModelInfo(
             name=config.model_name,
@@ -213,6 +226,10 @@ class FakeGroup:
     def collect(self) -> SimpleNamespace:
         return self._submitted.popleft().result()
 
+    def hurry(self) -> None:
+        """From now on steps take no time, the one that runs included."""
+        self._hurry.set()
+
     def _drain(self) -> None:
         wait(self._submitted)
 
@@ -221,7 +238,7 @@ class FakeGroup:
             raise RuntimeError("rank 1 was lost")
         self.steps += 1
         if self.delay:
-            time.sleep(self.delay)
+            self._hurry.wait(self.delay)
         return self.executors[name].step(plan)
 
     def unload(self, name: str) -> None:

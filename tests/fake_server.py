@@ -3,15 +3,12 @@
 import sys
 import threading
 
-from fake_core import FakeCore
+from fake_engine import FakeEngine
 
-from allspark_client import AsModelConfig
 from allspark_server.access import Access
 from allspark_server.service import Service
 
-core = FakeCore(interval=0.02, fingerprint=sys.argv[2] if len(sys.argv) > 2 else "fp")
-core.install_model(AsModelConfig("m", "/none"))
-core.start_model("m")
-service = Service(core, [sys.argv[1]], access=Access(insecure=True))
+engine = FakeEngine(interval=0.02, fingerprint=sys.argv[2] if len(sys.argv) > 2 else "fp")
+service = Service(engine, [sys.argv[1]], access=Access(insecure=True))
 print(service.start()[0], flush=True)
 threading.Event().wait()

@@ -13,15 +13,11 @@ from pathlib import Path
 from allspark_client import AsModelConfig
 from allspark_server.access import Access, ModelRoots
 from allspark_server.service import Service
-from fake_core import FakeCore, token_at
+from fake_engine import FakeEngine, expected
 
 HERE = Path(__file__).parent
 MODEL = AsModelConfig("m", "/none")
-
-
-def expected(prompt, count, sample=0):
-    """What the fake engine answers."""
-    return [token_at(prompt, sample, i) for i in range(count)]
+__all__ = ["MODEL", "expected", "server_process", "serving", "tokens", "wait_until"]
 
 
 def tokens(queue):
@@ -39,10 +35,9 @@ def wait_until(condition, seconds):
 @contextlib.contextmanager
 def serving(address="127.0.0.1:0", core=None, **options):
     """A service in this process, open to everyone unless told otherwise; yields (core, address)."""
-    core = core or FakeCore()
+    core = core or FakeEngine()
     service = Service(core, [address], **{"access": Access(insecure=True), "roots": ModelRoots(["/"]), **options})
     try:
-        core.models.setdefault("m", True)
         service.start()
         yield core, service.addresses[0]
     finally:

@@ -225,7 +225,7 @@ def test_what_each_role_may_do():
             for token in ("see", "ask"):
                 assert (call(channel, method, data, token) is refused) == (method in ADMIN_CALLS), (method, token)
             assert call(channel, method, data, "rule") is not refused
-        assert set(core.models) == {"m", "new"}
+        assert {model.name for model in core.list_models()} == {"m", "new"}
         generate = pb.GenerateRequest(model="m", text="hey").SerializeToString()
         assert call(channel, "Generate", generate, "see") is refused
         assert isinstance(call(channel, "Generate", generate, "ask"), bytes)
@@ -235,7 +235,7 @@ def test_roles_of_engines():
     with serving(access=Access(TOKENS)) as (_, address):
         with ClientEngine(address, token="see") as reader, ClientEngine(address, token="ask") as asker:
             for client in (reader, asker):
-                assert client.get_as_engine_stat("m").total_token == 100 and client.list_models()
+                assert client.get_as_engine_stat("m").total_token == 8192 and client.list_models()
                 with pytest.raises(AllSparkError, match="^ALLSPARK_REQUEST_DENIED: StopModel needs the role admin; "
                                                         "this client's is (read|generate)$"):
                     client.stop_model("m")
@@ -377,16 +377,16 @@ def test_health_tells_what_does_not_serve(served):
     status = health_pb2.HealthCheckResponse
     assert health("") == health("allspark.Allspark") == health("allspark.Model/m") == status.SERVING
     assert health("allspark.Model/x") is grpc.StatusCode.NOT_FOUND
-    core.failed = {"y": "it could not be restored"}
+    core.unrestored["y"] = "it could not be restored"
     wait_until(lambda: health("") == health("allspark.Allspark") == status.NOT_SERVING, 5)
     assert health("allspark.Model/m") == status.SERVING
-    core.failed = {}
+    core.unrestored.clear()
     wait_until(lambda: health("") == status.SERVING, 5)
-    core.models["m"] = False        # stopped on purpose
+    core.stop_model("m")
     wait_until(lambda: health("allspark.Model/m") == status.NOT_SERVING, 5)
     assert health("") == status.SERVING
-    core.models["n"] = True
-    del core.models["m"]
+    core.serve("n")
+    core.release_model("m")
     wait_until(lambda: health("allspark.Model/m") == status.SERVICE_UNKNOWN, 5)
     assert health("allspark.Model/n") == status.SERVING
 
@@ -453,7 +453,7 @@ def test_paths_of_clients_are_checked(tree):
             client.get_file_information("/dev/zero", tree / "root/b")
         with pytest.raises(AllSparkError, match="as_param_path='/dev/zero'"):
             client.get_file_information(tree / "root/a", "/dev/zero")
-        assert set(core.models) == {"m", "good"}
+        assert {model.name for model in core.list_models()} == {"m", "good"}
 
 
 # --- texts too long to be tokenized ---

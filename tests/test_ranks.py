@@ -516,7 +516,7 @@ def threads(monkeypatch):
     """WindowGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
     from allspark_server import _native
     from allspark_server.runtime import runner
-    from allspark_server.runtime.group import Member, WindowGroup
+    from allspark_server.runtime.group import RankModels, WindowGroup
     from allspark_server.runtime.worker import serve
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
@@ -528,7 +528,7 @@ def threads(monkeypatch):
 
     def work(rank: int) -> None:
         try:
-            serve(Member(rank, 3, windows[rank]))
+            serve(RankModels(rank, 3, windows[rank]))
         except RuntimeError as error:
             errors[rank] = str(error)
 
@@ -604,7 +604,7 @@ def test_the_first_step_is_told(monkeypatch):
     monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
     monkeypatch.setattr(_native, "Stepper", FakeStepper)
     group, told = LocalGroup(), []
-    group.member.on_served = lambda: told.append("served")
+    group.models.on_served = lambda: told.append("served")
     load(group, "step0")
     with pytest.raises(MemoryError):
         step(group, "step0", b"")

@@ -27,8 +27,8 @@ class Clock:
 
 
 class Rig:
-    """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results are
-    known, that one included. `executor`: arguments of FakeExecutor."""
+    """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
+    are known, that one included. `executor`: arguments of FakeExecutor."""
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
                  draft_kind=0, executor=None, **cache):
@@ -139,7 +139,8 @@ def test_plan_layout_is_the_documented_one():
 
 @pytest.mark.parametrize("damage", [
     lambda d: d[:-2], lambda d: d[:-4], lambda d: d + bytes(4), lambda d: b"\1" + d[1:], lambda d: b"",
-    lambda d: d[:16] + bytes(4) + d[20:], lambda d: d[:8] + b"\xff" * 4 + d[12:], lambda d: d[:-12] + b"\xff" * 4 + d[-8:],
+    lambda d: d[:16] + bytes(4) + d[20:], lambda d: d[:8] + b"\xff" * 4 + d[12:],
+    lambda d: d[:-12] + b"\xff" * 4 + d[-8:],
 ])
 def test_damaged_plan_is_refused(damage):
     data = StepPlan([1], [NewSlot(0, [5], GREEDY)], [WorkItem(0, 1, DRAW, [1], [2])]).encode()

@@ -1,4 +1,4 @@
-"""Random runs of the scheduler on the fake executor: whatever happens, outputs are the expected ones and nothing leaks."""
+"""Random runs of the scheduler on the fake executor: whatever happens, outputs are as expected and nothing leaks."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def test_random_traffic(chunk):
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-    wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight", "unblocked",
-              "blocked while running", "found in the prefix cache", "failed", "unfit", "stop", "stop_word", "length")
+    wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
+              "unblocked", "blocked while running", "found in the prefix cache", "failed", "unfit",
+              "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen

@@ -16,10 +16,11 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.version import __version__
 from allspark_server.access import Access, Role
 from allspark_server.service import Service
-from allspark_server.session import Backlog, Session, _Pending, _RequestSink
-from fake_core import FakeCore
+from allspark_server.client_stream import Backlog, ClientStream, _Pending, _RequestSink
+from fake_engine import FakeEngine
 from fake_service import MODEL, expected, serving, tokens, wait_until
 
 
@@ -51,12 +52,12 @@ def test_stream_and_release(served, client):
     )
     assert status is AsStatus.ALLSPARK_SUCCESS
     first = queue.Get()
-    assert first.prefix_cache_len == 3 and first.token_logprobs_list[0] == -0.5
-    assert first.log_probs_list[0] == [(first.ids_from_generate[0], -0.5), (1, -1.25)]
+    assert first.prefix_cache_len == 0 and abs(first.token_logprobs_list[0] + first.ids_from_generate[0] / 1000) < 1e-6
+    assert first.log_probs_list[0] == [(0, 0.0), (1, -1.0)]
     assert client.sync_request("m", handle) is AsStatus.ALLSPARK_SUCCESS
     assert first.ids_from_generate + tokens(queue) == expected([1, 2], 30)
     assert queue.GenerateStatus() is Status.GenerateFinished and queue.GeneratedLength() == 30
-    assert queue.RequestStatInfo().generated_token_length == 30 and queue.RequestStatInfo().context_tps == 2.5
+    assert queue.RequestStatInfo().generated_token_length == 30 and queue.RequestStatInfo().context_tps > 0
     assert client.get_wait("m", queue) == [] and client.get_request_status("m", queue) is Status.GenerateFinished
     client.stop_request("m", handle)  # harmless after the end
     client.release_request("m", handle)
@@ -136,9 +137,9 @@ def test_iteration_raises_when_others_interrupt(served, client):
         lambda: client.release_request("m", handle),
         lambda: client.stop_model("m") or client.start_model("m"),
         lambda: client.release_model("m"),
-        lambda: core.models.update(m=True) or client.close(),
+        lambda: core.serve("m") or client.close(),
     ):
-        core.models["m"] = True
+        core.serve("m")
         _, handle, queue = client.start_request("m", {"input_ids": [1]}, endless)
         wait_until(lambda: queue.GeneratedLength() > 2, 5)
         end()
@@ -149,7 +150,7 @@ def test_iteration_raises_when_others_interrupt(served, client):
 
 def test_finish_reason_reaches_the_caller(client):
     for prompt, reason in (([1], "length"), ([999], "error")):
-        _, handle, queue = client.start_request("m", {"input_ids": prompt})
+        _, handle, queue = client.start_request("m", {"input_ids": prompt}, {"max_new_tokens": 10})
         client.sync_request("m", handle)
         assert queue.FinishReason() == reason
 
@@ -193,7 +194,7 @@ def test_one_message_a_step(served):
 def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
     def seconds_to_take(waiting: int) -> float:
         notices = []
-        session = Session(None, lambda *notice: notices.append(notice))
+        session = ClientStream(None, lambda *notice: notices.append(notice))
         for i in range(waiting + 3):
             session._register(i)
             session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
@@ -215,9 +216,9 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
 
 def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():
     backlog, news = Backlog(limit=100), []
-    small, large = (Session(None, lambda session, now: news.append(session), 80, backlog) for _ in range(2))
+    small, large = (ClientStream(None, lambda session, now: news.append(session), 80, backlog) for _ in range(2))
 
-    def leave_unread(session: Session, count: int) -> None:
+    def leave_unread(session: ClientStream, count: int) -> None:
         session._pending.setdefault(1, _Pending(answered=True))
         for token in range(count):
             _RequestSink(session, 1).on_token(7, 0, token, None, [], None, 0)
@@ -239,7 +240,7 @@ def test_a_request_that_fails_later(client):
     client.sync_request("m", handle)
     assert queue.GenerateStatus() is Status.InternalError
     assert queue.Get().ids_from_generate == expected([999], 3)
-    with pytest.raises(AllSparkError, match="^ALLSPARK_CACHE_MEMORY_OUT: no more spans$"):
+    with pytest.raises(AllSparkError, match="^ALLSPARK_RUNTIME_ERROR: the logits of model 'm' are not finite"):
         queue.Get()
 
 
@@ -299,11 +300,11 @@ def test_models_and_information(client):
     assert client.start_model("m2") is AsStatus.ALLSPARK_SUCCESS
     assert {m.name: m.running for m in client.list_models()} == {"m": True, "m2": True, "m3": False}
     assert client.stop_model("m2") is client.release_model("m2") is AsStatus.ALLSPARK_SUCCESS
-    assert client.get_model_info("m").eos_token_ids == [2, 3] and client.get_as_engine_stat("m").total_token == 100
+    assert client.get_model_info("m").eos_token_ids == [999] and client.get_as_engine_stat("m").total_token == 8192
     assert client.get_file_information("/a.asgraph", "/a.asparam").create_version_param == "/a.asparam"
     assert "linear" in client.get_op_profiling_info("m")
     assert (client.get_rank_id(), client.get_rank_nums(), client.is_allspark_work_as_service()) == (0, 1, True)
-    assert client.get_version_full() == "0.1.0-fake"
+    assert client.get_version_full() == __version__
     client.close()
     client.close()
     for call in (lambda: client.start_model("m"), lambda: client.start_request("m", {"input_ids": [1]})):
@@ -405,7 +406,7 @@ def test_tls(tmp_path):
             ClientEngine(address, tls=pem["ca"])
     with pytest.raises(AllSparkError, match="ALLSPARK_IO_ERROR: a TLS file cannot be read"):
         access = Access({"t": Role.READ}, TlsConfig(cert="/none", key="/none"))
-        Service(FakeCore(), ["127.0.0.1:0"], access=access).start()
+        Service(FakeEngine(), ["127.0.0.1:0"], access=access).start()
 
 
 def test_generate_health_and_reflection(served):

@@ -35,7 +35,7 @@ if mode == "fatal":
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
 if mode == "stuck":
-    heartbeat.watch(type("Member", (), {"step_began": time.monotonic(), "window": None, "served": False}))
+    heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "window": None, "served": False}))
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
 if mode == "answers" and rank == 0:
     heartbeat.send(served=True)

@@ -2,7 +2,7 @@
 
 `LocalGroup` is this process alone. `WindowGroup` is rank 0 of several processes on one host: it publishes every call
 in the shared window, does its own part, and gathers the others' answers. What every rank does with a call is
-`Member`; the loop of ranks > 0 is in worker.py.
+`RankModels`; the loop of ranks > 0 is in worker.py.
 
 Models are loaded and freed on a thread of each rank, in the order of the commands, while the ranks' main threads go on
 with the steps of other models.
@@ -141,7 +141,7 @@ class LoadCancelled(RuntimeError):
     """Nobody wants the model any more that is being loaded."""
 
 
-class Member:
+class RankModels:
     """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded, on
     the loading thread."""
 
@@ -269,7 +269,7 @@ class LocalGroup:
     size = 1
 
     def __init__(self, cpus: list[int] | None = None, on_failure: Callable[[str], None] | None = None):
-        self.member = Member(cpus=cpus)
+        self.models = RankModels(cpus=cpus)
         self._on_failure = on_failure
         self._config: AsModelConfig | None = None
         self._allocating = False
@@ -279,25 +279,25 @@ class LocalGroup:
     def start_load(self, config: AsModelConfig) -> None:
         self._config, self._allocating = config, False
         self._tell(Command.LOAD, json.dumps(config.to_dict()).encode())
-        self.member.start_load(config)
+        self.models.start_load(config)
 
     def poll_load(self) -> ModelInfo | None:
-        own = self.member.answer()
+        own = self.models.answer()
         answers = [own] if own.pending else self._ask(own)
         if any(answer.pending for answer in answers):
             return None
         raise_failures(answers)
         if self._allocating:
-            return self.member.info
+            return self.models.info
         name, spans = self._config.model_name, min(answer.value for answer in answers)
         digests = [answer.digest for answer in answers]
         self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "digests": digests}).encode())
-        self.member.start_allocate(name, spans, digests)
+        self.models.start_allocate(name, spans, digests)
         self._allocating = True
         return None
 
     def submit(self, name: str, plan: bytes) -> None:
-        self._steps.submit(self.member.runners[name], name, plan)
+        self._steps.submit(self.models.runners[name], name, plan)
         self._submitted.append(name)
 
     def collect(self):
@@ -309,20 +309,20 @@ class LocalGroup:
         except Exception as error:
             self.fail(f"rank 0: a step of model {name!r}: {error}")
             raise
-        self.member.note_step()
+        self.models.note_step()
         return result
 
     def unload(self, name: str) -> None:
         self._tell(Command.UNLOAD, name.encode())
-        self.member.unload(name)
+        self.models.unload(name)
 
     def measure_ceilings(self, name: str) -> bool:
         self._steps.drain()
-        return self.member.runners[name].measure_ceilings()
+        return self.models.runners[name].measure_ceilings()
 
     def profile(self, name: str) -> Profile:
         self._steps.drain()
-        return self.member.runners[name].profile()
+        return self.models.runners[name].profile()
 
     def fail(self, message: str) -> None:
         if self._on_failure is not None:
@@ -330,7 +330,7 @@ class LocalGroup:
 
     def close(self) -> None:
         self._steps.drain()
-        self.member.close()
+        self.models.close()
 
     def _tell(self, command: Command, payload: bytes) -> None:
         """Pass a command other than a step on to the other ranks, after the steps that were submitted."""
@@ -352,12 +352,12 @@ class WindowGroup(LocalGroup):
         super().__init__(cpus, on_failure)
         self.size = size
         self._window = window
-        self.member = Member(0, size, window, cpus)
+        self.models = RankModels(0, size, window, cpus)
         self._steps = Steps(window)
         self._closed = False
 
     def submit(self, name: str, plan: bytes) -> None:
-        self._steps.submit(self.member.runners[name], name, plan, int(Command.STEP), pack_step(name, b""))
+        self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""))
         self._submitted.append(name)
 
     def fail(self, message: str) -> None:

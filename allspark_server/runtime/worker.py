@@ -12,7 +12,7 @@ from typing import Callable
 
 from allspark_client.config import AsModelConfig
 
-from .group import Command, Member, unpack_step
+from .group import Command, RankModels, unpack_step
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,10 @@ MAX_ERROR = 8000            # characters of an error that fit a datagram, whatev
 WAIT_SECONDS = 5.0          # how long a wait lasts before Python sees signals again; waiting uses no CPU
 
 
-def serve(member: Member) -> None:
+def serve(models: RankModels) -> None:
     """Obey until rank 0 closes the group. Raises RuntimeError if the group was aborted, or a step failed here (which
     aborts it)."""
-    window = member.window
+    window = models.window
     while True:
         command = window.wait_command(WAIT_SECONDS)
         if command is None:
@@ -36,26 +36,26 @@ def serve(member: Member) -> None:
         if kind == Command.STEP:
             name, plan = unpack_step(payload)
             try:
-                member.step(name, plan)
+                models.step(name, plan)
             except ValueError as error:     # rank 0 has refused the same plan in the same state, and reports it
-                logger.error("rank %d: step of %r: %s", member.rank, name, error)
+                logger.error("rank %d: step of %r: %s", models.rank, name, error)
             except Exception as error:
-                window.abort(f"rank {member.rank}: {error}")
-                raise RuntimeError(f"rank {member.rank}: step of {name!r}: {error}") from error
+                window.abort(f"rank {models.rank}: {error}")
+                raise RuntimeError(f"rank {models.rank}: step of {name!r}: {error}") from error
         elif kind == Command.LOAD:
-            member.start_load(AsModelConfig.from_dict(json.loads(payload)))
+            models.start_load(AsModelConfig.from_dict(json.loads(payload)))
         elif kind == Command.ALLOCATE:
             request = json.loads(payload)
-            member.start_allocate(request["name"], request["num_spans"], request["digests"])
+            models.start_allocate(request["name"], request["num_spans"], request["digests"])
         elif kind == Command.POLL:
-            window.gather(member.answer().encode())
+            window.gather(models.answer().encode())
         elif kind == Command.UNLOAD:
-            member.unload(payload.decode())
+            models.unload(payload.decode())
         elif kind == Command.CLOSE:
-            member.close()
+            models.close()
             return
         else:
-            raise RuntimeError(f"rank {member.rank}: unknown command {kind}")
+            raise RuntimeError(f"rank {models.rank}: unknown command {kind}")
 
 
 class Heartbeat:
@@ -71,7 +71,7 @@ class Heartbeat:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.connect(path)
         self._socket.setblocking(False)
-        self._member: Member | None = None
+        self._models: RankModels | None = None
         self._busy_since: Callable[[], float] = lambda: 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -85,17 +85,17 @@ class Heartbeat:
         self._stop.set()
         self._thread.join()
 
-    def watch(self, member: Member, busy_since: Callable[[], float] | None = None) -> None:
+    def watch(self, models: RankModels, busy_since: Callable[[], float] | None = None) -> None:
         """From now on also tell of the member's loads, how long its main thread has been at one thing and that it has
         computed a step, count in its window, and end the process if the window says that the group was aborted.
 
         busy_since(): when that thread began what it is doing, on the monotonic clock, 0.0 while it waits for work;
         without it, only steps count.
         """
-        self._busy_since = busy_since or (lambda: member.step_began)
-        self._member = member
-        member.progress = self.progress
-        member.on_served = self.send
+        self._busy_since = busy_since or (lambda: models.step_began)
+        self._models = models
+        models.progress = self.progress
+        models.on_served = self.send
 
     def state(self, state: str, **details) -> None:
         """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
@@ -114,7 +114,7 @@ class Heartbeat:
         began = self._busy_since()
         if began:
             details["step_seconds"] = time.monotonic() - began
-        if self._member is not None and self._member.served:
+        if self._models is not None and self._models.served:
             details["served"] = True
         if "error" in details:
             details["error"] = details["error"][:MAX_ERROR]
@@ -129,7 +129,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
-            window = self._member.window if self._member else None
+            window = self._models.window if self._models else None
             message = window.aborted() if window is not None else None
             if message:
                 time.sleep(HEARTBEAT_SECONDS)       # the thread that noticed first reports it better

@@ -64,7 +64,7 @@ class WaitingQueue:
         heapq.heappush(self._ranked, (sequence.rank, self._entries, sequence))
 
     def pop_shortest(self, longest: int) -> Optional[tuple[int, int, Sequence]]:
-        """The entry of the shortest waiting sequence, if it has at most `longest` tokens: (tokens, number, sequence)."""
+        """The entry (tokens, number, sequence) of the shortest waiting sequence, if it has at most `longest` tokens."""
         heap = self._by_length
         while heap and heap[0][0] <= longest:
             entry = heapq.heappop(heap)

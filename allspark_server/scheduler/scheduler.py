@@ -35,9 +35,9 @@ class Scheduler:
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
     way), and one more whenever its output may have filled the last.
 
-    A step is planned before the results of those before it are completed. The ranks append what they draw by themselves;
-    here only the least and the most that a history can hold is known, and spans are given for the most. No row is
-    planned that could pass a sequence's maximum length. Results of sequences that have ended meanwhile are discarded;
+    A step is planned before the results of those before it are completed. The ranks append what they draw by
+    themselves; here only the most that a history can hold is known, and spans are given for that. No row is planned
+    that could pass a sequence's maximum length. Results of sequences that have ended meanwhile are discarded;
     those of preempted ones are kept. Only accepted positions of completed steps enter the prefix cache.
     """
 
@@ -149,7 +149,9 @@ class Scheduler:
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
-        budget = limits.max_step_tokens - draft.rows - int(draft.drafts.sum())
+        budget = limits.max_step_tokens - draft.rows
+        if self._drafts is not None:
+            budget -= int(draft.drafts.sum())
         prompts = list(self._prompts)
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
@@ -180,28 +182,31 @@ class Scheduler:
                 self._enter_prefix(sequence)
         counts, tokens = result.counts, result.tokens
         several = len(tokens) != len(counts)
-        drawing, drew, columns = step.drawing, step.sequences, step.work.columns
-        if len(drawing) != len(drew):
-            drew, columns = [drew[i] for i in drawing.tolist()], columns[:, drawing]
+        drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
+        if len(step.drawing) != len(drew):
+            drew = [drew[i] for i in step.drawing.tolist()]
+            epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
         outcome = Outcome(drew, first, counts.copy())
-        slots, drafts = columns[WorkTable.SLOT], columns[WorkTable.DRAFTS]
-        alive = table.epoch[slots] == step.epochs[drawing]
+        alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
         if self._drafts is not None:
+            drafts = step.work.columns[WorkTable.DRAFTS, step.drawing]
             table.longest[live] -= (drafts + 1 - counts)[alive]
             self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
             counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
         plain = alive & ~table.careful[slots]
-        plain &= result.status[first] == 0
-        if several:
-            plain &= counts == 1
-        self._take_single(outcome, np.flatnonzero(plain), slots[plain], tokens[first[plain]])
-        for index in np.flatnonzero(~plain).tolist():
-            drawn = slice(int(first[index]), int(first[index] + counts[index]))
-            self._take(outcome, index, tokens[drawn].tolist(), result.status[drawn].tolist(), bool(alive[index]))
+        if result.status.any():
+            plain[np.repeat(np.arange(len(counts)), counts)[result.status != 0]] = False
+        if not several and plain.all():
+            self._take_each(outcome, None, slots, tokens)
+        else:
+            self._take_plain(outcome, plain.nonzero()[0], counts, slots, tokens)
+            for index in (~plain).nonzero()[0].tolist():
+                drawn = slice(int(first[index]), int(first[index] + counts[index]))
+                self._take(outcome, index, tokens[drawn].tolist(), result.status[drawn].tolist(), bool(alive[index]))
         counters.computed_rows += step.rows + len(tokens) - len(counts)
         counters.generated_tokens += int(outcome.kept.sum())
         counters.steps += 1
@@ -214,8 +219,26 @@ class Scheduler:
 
     # --- results ---
 
-    def _take_single(self, outcome: Outcome, indices: np.ndarray, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """One token for each of many running sequences."""
+    def _take_plain(
+        self, outcome: Outcome, indices: np.ndarray, counts: np.ndarray, slots: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """All tokens of many running sequences: the first of each, then the second of each that has one, and so on."""
+        turn = 0
+        while len(indices):
+            ended = self._take_each(outcome, indices, slots[indices], tokens[outcome.first[indices] + turn])
+            turn += 1
+            if ended.any():
+                gone = indices[ended]
+                outcome.kept[gone] = turn
+                self.counters.discarded_rows += int((counts[gone] - turn).sum())
+                indices = indices[~ended]
+            indices = indices[counts[indices] > turn]
+
+    def _take_each(
+        self, outcome: Outcome, indices: Optional[np.ndarray], slots: np.ndarray, tokens: np.ndarray
+    ) -> np.ndarray:
+        """One token for each of many running sequences: those of `indices`, None for all that drew. Returns whether it
+        has ended them."""
         table = self._slots
         at = table.tail_length[slots]
         table.tail[slots, at] = tokens
@@ -225,8 +248,8 @@ class Scheduler:
         eos = (table.eos[slots] == tokens[:, None]).any(axis=1)
         ended = eos | (length >= table.limit[slots])
         full = (length > table.span_end[slots]) | (at + 1 == table.TAIL)
-        for k in np.flatnonzero(ended | full).tolist():
-            index = int(indices[k])
+        for k in (ended | full).nonzero()[0].tolist():
+            index = k if indices is None else int(indices[k])
             sequence = outcome.sequences[index]
             if full[k]:
                 table.settle(sequence)
@@ -234,6 +257,7 @@ class Scheduler:
             if ended[k]:
                 outcome.ended.append((index, FinishReason.EOS if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
+        return ended
 
     def _take(self, outcome: Outcome, index: int, tokens: list[int], status: list[int], alive: bool) -> None:
         """The tokens of one sequence, whatever became of it. `alive`: it still has the slot that it drew in."""
@@ -294,7 +318,7 @@ class Scheduler:
             sequences = [sequences[i] for i in np.flatnonzero(chosen).tolist()]
             slots, longest = slots[chosen], longest[chosen]
         drafts = self._choose_drafts(slots, longest, budget)
-        short = np.flatnonzero(longest + drafts > table.capacity[slots])
+        short = (longest + drafts > table.capacity[slots]).nonzero()[0]
         if len(short):
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
         table.longest[slots] = longest + 1 + drafts

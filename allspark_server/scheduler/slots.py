@@ -26,9 +26,8 @@ class SlotTable:
 
     def __init__(self, slots: int, span_size: int, prefix: bool):
         self._span_size, self._prefix = span_size, prefix
-        self.epoch, self.length, self.longest, self.pending, self.capacity, self.limit, self.span_end, self.tail_length = (
-            np.zeros(slots, np.int64) for _ in range(8)
-        )
+        self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
+        self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.careful = np.zeros(slots, bool)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)

@@ -52,7 +52,8 @@ class Outcome:
     """What came of a step for the sequences that drew, in the order of its results.
 
     Of sequence i, the tokens first[i] … first[i] + kept[i] - 1 of the results belong to its output; kept[i] is 0 where
-    it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw from.
+    it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw
+    from.
     """
 
     sequences: list[Sequence]

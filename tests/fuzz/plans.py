@@ -103,7 +103,7 @@ class Plans(Target):
         for slot, (length, cached, spans) in sorted(slots.items(), key=lambda _: rng.random()):
             known = [rng.randrange(97) for _ in range(rng.choice((0, 0, 0, 1, 5)))][:self.LENGTH - length]
             left = length + len(known) - cached
-            if rows == 0 or rng.random() < 0.2:
+            if rows == 0 or left == 0 or rng.random() < 0.2:
                 continue
             count = min(rows, left if rng.random() < 0.7 else rng.randint(1, left))
             flags, drafts, outputs = 0, 0, 0

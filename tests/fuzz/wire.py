@@ -68,14 +68,14 @@ class Messages(Target):
 
     def start(self, rng: Random) -> None:
         from allspark_server.engine import Engine
-        from allspark_server.session import Session
+        from allspark_server.client_stream import ClientStream
         from fake_group import FakeGroup
 
         self.finish()
         self.engine = Engine(group=FakeGroup())
         self.engine.install_model(AsModelConfig(model_name="m", model_path="/x"))
         self.engine.start_model("m")
-        self.session = Session(self.engine, lambda session, now: None)
+        self.session = ClientStream(self.engine, lambda session, now: None)
 
     def finish(self) -> None:
         if self.engine is not None:

@@ -1,15 +1,18 @@
-"""What a step costs the engine's thread in Python, without any computing: bench_step.py [RUNNING …].
+"""What a step costs in Python, without any computing: bench_step.py [RUNNING …] [--waiting N] [--drafts N].
 
-For each number of running requests, all of one client's session (as the service files them): the medians over 200
-steps of planning, encoding, completing and delivering, in ms; then what Session.take costs the event loop with the
-requests of a step changed and 10,000 more waiting.
+For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
+the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
+engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request; then
+what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests waiting.
+`--drafts`: every sequence gets drafts, of which so many are accepted.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,78 +20,99 @@ import numpy as np
 from allspark_client.config import AsModelConfig, GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
-from allspark_server.request import build_request
-from allspark_server.runtime.plan import StepPlan
+from allspark_server.output import OutputStage, StepOutput
+from allspark_server.prepare import prepare
+from allspark_server.request import Request
+from allspark_server.runtime.plan import WorkTable
 from allspark_server.served_model import ServedModel
-from allspark_server.session import Session, _RequestSink
+from allspark_server.client_stream import ClientStream, _RequestSink
 
-STEPS, WAITING = 200, 10_000
-
-
-class Timed:
-    """Adds up the time spent in a function."""
-
-    def __init__(self, function):
-        self.function, self.seconds = function, 0.0
-
-    def __call__(self, *arguments):
-        begin = time.perf_counter()
-        try:
-            return self.function(*arguments)
-        finally:
-            self.seconds += time.perf_counter() - begin
+STEPS, WARM, DEPTH = 300, 50, 2
 
 
-class Group:
-    """Draws token 1 for every row."""
+class Output(OutputStage):
+    """An output stage without its thread: what it is given waits for the benchmark."""
 
-    def step(self, name: str, plan: bytes) -> SimpleNamespace:
-        return SimpleNamespace(tokens=self.tokens)
+    def __init__(self):
+        super().__init__(lambda request: None)
+        self.close()
+        self.given: list[StepOutput] = []
+
+    def put(self, event) -> None:
+        self.given.append(event)
 
 
-def measure(running: int) -> None:
-    config = AsModelConfig("m", "/none", engine_max_batch=running, engine_max_length=2048, max_queue=1 << 20)
-    info = ModelInfo(name="m", vocab_size=1000, max_length=2048, num_spans=64 * running, span_size=32,
-                     max_step_tokens=max(256, 2 * running), max_batch=running)
-    model = ServedModel(config, info, None, "")
+def result_of(step, accepted: int) -> SimpleNamespace:
+    """Token 1 for every row that draws, and for as many drafts."""
+    counts = 1 + np.minimum(step.work.columns[WorkTable.DRAFTS, step.drawing], max(accepted, 0))
+    tokens = np.ones(int(counts.sum()), np.int32)
+    return SimpleNamespace(counts=counts.astype(np.int32), tokens=tokens, status=np.zeros(len(tokens), np.int32))
+
+
+def measure(running: int, waiting: int, accepted: int) -> None:
+    config = AsModelConfig("m", "/none", engine_max_batch=running, engine_max_length=4096, max_queue=1 << 20,
+                           speculation="prompt_lookup" if accepted >= 0 else "off")
+    info = ModelInfo(name="m", vocab_size=1000, max_length=4096, num_spans=140 * running, span_size=32,
+                     max_step_tokens=max(256, 9 * running), max_batch=running)
+    output = Output()
+    model = ServedModel(config, info, None, "", output)
     model.running = True
-    session, group = Session(None, lambda session, now: None, 1 << 30), Group()
+    session = ClientStream(None, lambda session, now: None, 1 << 30)
     session._release = lambda handle: None
-    for i in range(running + WAITING):
+    for i in range(running + waiting):
         session._register(i)
-        spec = RequestSpec("m", input_ids=[i % 1000], config=GenerateConfig(seed=1, eos_token_id=-1))
-        request = build_request(i, spec, _RequestSink(session, i), info, None)
-        model.reserve(1)
+        prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
+        spec = RequestSpec("m", input_ids=prompt, config=GenerateConfig(seed=1, eos_token_id=-1))
+        request = Request(i, _RequestSink(session, i), prepare(spec, info, None, model.keys))
+        model.queue.reserve(1)
+        model.queue.reserve_tokens(request.tokens)
         model.enqueue(request)
         session._pending[i].answered = True
-    while model.scheduler.running < running:
-        group.tokens = np.ones(running, np.int32)
-        model.step(group)
-    session.take()
-    parts = {"plan": (model.scheduler, "plan"), "encode": (StepPlan, "encode"),
-             "complete": (model.scheduler, "complete"), "total": (model, "step")}
-    plain, times, takes = StepPlan.encode, {name: [] for name in parts}, []
+    in_flight: deque = deque()
+    times: dict[str, list[float]] = {name: [] for name in ("plan", "encode", "complete", "total", "output", "take")}
+
+    def one() -> None:
+        a = time.thread_time()
+        step = model.plan()
+        b = time.thread_time()
+        step.encode()
+        c = time.thread_time()
+        in_flight.append((step, result_of(step, accepted)))
+        if len(in_flight) < DEPTH:
+            return
+        oldest, result = in_flight.popleft()
+        d = time.thread_time()
+        model.complete(oldest, result, 0.01)
+        e = time.thread_time()
+        for event in output.given:
+            output._deliver(event)
+        output.given.clear()
+        f = time.thread_time()
+        session.take()
+        g = time.thread_time()
+        spent = {"plan": b - a, "encode": c - b, "complete": e - d, "total": c - a + e - d, "output": f - e,
+                 "take": g - f}
+        for name, seconds in spent.items():
+            times[name].append(1e6 * seconds)
+
+    while model.scheduler.running < running or len(times["plan"]) < WARM:
+        one()
+    for values in times.values():
+        values.clear()
     for _ in range(STEPS):
-        timed = {name: Timed(getattr(owner, part) if owner is not StepPlan else plain)
-                 for name, (owner, part) in parts.items()}
-        StepPlan.encode = lambda plan: timed["encode"](plan)
-        model.scheduler.plan, model.scheduler.complete = timed["plan"], timed["complete"]
-        timed["total"](group)
-        del model.scheduler.plan, model.scheduler.complete
-        for name, one in timed.items():
-            times[name].append(1e3 * one.seconds)
-        begin = time.perf_counter()
-        events = session.take()
-        takes.append(1e3 * (time.perf_counter() - begin))
-        assert len(events) == running
-    StepPlan.encode = plain
+        one()
     medians = {name: statistics.median(values) for name, values in times.items()}
-    deliver = medians["total"] - sum(medians[name] for name in ("plan", "encode", "complete"))
-    print(f"{running:5d} running: step {medians['total']:.2f} ms = plan {medians['plan']:.2f} + encode "
-          f"{medians['encode']:.2f} + complete {medians['complete']:.2f} + deliver {deliver:.2f}; "
-          f"take {statistics.median(takes):.2f} ms with {WAITING} waiting")
+    allowed, mean = 60 + running, statistics.mean(times["total"])
+    print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode "
+          f"{medians['encode']:.0f} + complete {medians['complete']:.0f}; mean {mean:.0f}, {mean / allowed:.2f} of {allowed} us; output stage "
+          f"{medians['output']:.0f}, take {medians['take']:.0f}; {model.scheduler.waiting} waiting")
 
 
 if __name__ == "__main__":
-    for number in map(int, sys.argv[1:] or ["256", "1024"]):
-        measure(number)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("running", type=int, nargs="*", default=[1, 32, 256, 1024])
+    parser.add_argument("--waiting", type=int, default=10_000)
+    parser.add_argument("--drafts", type=int, default=-1)
+    options = parser.parse_args()
+    for number in options.running:
+        measure(number, options.waiting, options.drafts)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_PENDING = 4_000_000
 #: What all clients together may leave unread, about half a gigabyte; beyond it the one with most of it is disconnected.
 MAX_PENDING_OF_ALL = 2 * MAX_PENDING
-#: News that may wait for the event loop before the engine's thread merges them itself.
+#: News that may wait for the event loop before the output stage merges them itself.
 _MAX_FILED = 1 << 14
 
 
@@ -63,21 +63,21 @@ class _Pending:
 
 
 class _RequestSink:
-    """The engine's Sink of one request: files everything under the client's id for it. Runs on the engine's thread."""
+    """The engine's Sink of one request: files everything under the client's id for it. Runs on the output stage's thread."""
 
-    def __init__(self, session: "Session", request_id: int):
-        self._session, self._id = session, request_id
+    def __init__(self, stream: "ClientStream", request_id: int):
+        self._stream, self._id = stream, request_id
 
     def on_token(self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
                  text: str | None, cached: int) -> None:
-        self._session.file((self._id, sample, token, logprob, top, text, cached))
+        self._stream.file((self._id, sample, token, logprob, top, text, cached))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._session.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
 
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
                   stat: dict[str, float], reason: str) -> None:
-        self._session.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0))
 
 
 #: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached), or, of a status or an end,
@@ -92,35 +92,35 @@ class Backlog:
     def __init__(self, limit: int = MAX_PENDING_OF_ALL):
         self._limit = limit
         self._lock = threading.Lock()
-        self._of: dict[Session, int] = {}
+        self._of: dict[ClientStream, int] = {}
         self._total = 0
 
-    def set(self, session: "Session", size: int) -> "Session | None":
-        """Notes how much a session holds now; returns the one that must go, if all together hold too much."""
+    def set(self, stream: "ClientStream", size: int) -> "ClientStream | None":
+        """Notes how much a stream holds now; returns the one that must go, if all together hold too much."""
         with self._lock:
-            self._total += size - self._of.pop(session, 0)
+            self._total += size - self._of.pop(stream, 0)
             if size:
-                self._of[session] = size
+                self._of[stream] = size
             return max(self._of, key=self._of.__getitem__) if self._total > self._limit else None
 
 
-class Session:
+class ClientStream:
     """Requests of one client, from its first message until its stream ends.
 
-    Filled by the engine's thread, which never waits here; emptied by the service's event loop. `ready` is set by the
+    Filled by the output stage's thread, which never waits here; emptied by the service's event loop. `ready` is set by the
     loop after a step that left something to send.
     """
 
-    def __init__(self, engine: "Engine", news: Callable[["Session", bool], None], max_pending: int = MAX_PENDING,
+    def __init__(self, engine: "Engine", news: Callable[["ClientStream", bool], None], max_pending: int = MAX_PENDING,
                  backlog: Backlog | None = None):
-        """`news(session, now)` is told that something was filed, once until it is taken or merged; with `now`, no
-        engine step will follow to flush it. `backlog`: shared by all sessions of a service."""
+        """`news(stream, now)` is told that something was filed, once until it is taken or merged; with `now`, no
+        engine step will follow to flush it. `backlog`: shared by all streams of a service."""
         self._engine = engine
         self._news = news
         self._max_pending = max_pending
         self._max_filed = min(_MAX_FILED, max_pending)
         self._shared = backlog or Backlog()
-        self._filed: deque[_News] = deque()     # by the engine's thread, without a lock; merged below under the lock
+        self._filed: deque[_News] = deque()     # by the output stage, without a lock; merged below under the lock
         self._noted = False                     # `news` was told of what is filed
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -163,7 +163,7 @@ class Session:
     def _register(self, request_id: int) -> None:
         with self._lock:
             if request_id in self._pending or request_id in self._handles:
-                raise ValueError(f"id {request_id} is in use by another request of this session")
+                raise ValueError(f"id {request_id} is in use by another request of this stream")
             self._pending[request_id] = _Pending()
 
     def _answer(self, request_id: int, event: pb.RequestEvent) -> None:

@@ -1,0 +1,56 @@
+"""Where an engine records which models it has installed, so that one that takes its place can restore them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from typing import Any, Callable, Optional
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError
+
+from .weights.files import MAX_STATE_BYTES, parse_json, read_file
+
+logger = logging.getLogger(__name__)
+
+
+def state_entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
+    """A model in the file. `configured`: the configuration brought it, not a client."""
+    return {"config": config.to_dict(), "started": started, "configured": configured}
+
+
+class StateFile:
+    """A JSON list of models' entries. Any thread. `path` None: nothing is recorded."""
+
+    def __init__(self, path: Optional[str]):
+        self._path = path
+        self._lock = threading.Lock()
+
+    def read(self) -> Optional[dict[str, dict]]:
+        """The entries by model name; None if there is no file that can be read."""
+        if self._path is None or not os.path.exists(self._path):
+            return None
+        try:
+            recorded = parse_json(read_file(self._path, MAX_STATE_BYTES))
+            return {entry["config"]["model_name"]: entry for entry in recorded}
+        except (AllSparkError, ValueError, TypeError, KeyError) as error:
+            logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
+            return None
+
+    def write(self, entries: Callable[[], list[dict]]) -> None:
+        """Records what `entries()` gives; a reader sees the old file or the new one, never half of one."""
+        if self._path is None:
+            return
+        temporary = f"{self._path}.new"
+        with self._lock:
+            recorded = entries()
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    json.dump(recorded, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, self._path)
+            except OSError as error:
+                logger.error("the state file %s cannot be written: %s", self._path, error)

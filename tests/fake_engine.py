@@ -1,0 +1,119 @@
+"""The engine over a group without a model, for tests of service and client: what it says depends on ids alone, and tests
+can make it slow, deaf or unwilling."""
+
+from __future__ import annotations
+
+import time
+
+from allspark_client import AllSparkError, AsFileInfo, AsModelConfig
+from allspark_server.engine import Engine
+from fake_group import FakeGroup, next_token
+
+
+def token_after(history: list[int]) -> int:
+    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens."""
+    if history[0] == 999 and len(history) == 4:
+        return -1
+    return next_token(history, 900)
+
+
+def expected(prompt: list[int], count: int, sample: int = 0) -> list[int]:
+    """What the engine answers."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append((token_after(history) + 7 * sample) % 1000)
+    return history[len(prompt):]
+
+
+class _Tokenizer:
+    """One id a byte; tokens are "<id>" and the engine's padding."""
+
+    def __init__(self, engine: "FakeEngine"):
+        self._engine = engine
+
+    def longest_text(self, tokens: int) -> None:
+        return None
+
+    def apply_chat_template(self, messages) -> str:
+        return str(messages)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [byte + self._engine.text_offset for byte in text.encode()]
+
+    def detokenizer(self) -> "_Tokenizer":
+        return self
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(f"<{i}>{self._engine.padding}" for i in ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+class FakeEngine(Engine):
+    """With a model "m", started. A step takes `interval` seconds; samples of a request differ."""
+
+    def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = ""):
+        super().__init__(group=FakeGroup(delay=interval, token=token_after, samples_differ=True))
+        self._fingerprint, self.padding = fingerprint, padding
+        self.text_offset = 0  # what differs between two renderings of one text
+        self.submitted: list = []  # specs
+        self.submit_seconds = 0.0
+        self.refusal: AllSparkError | None = None  # raised for every request
+        self.deaf = False  # to cancel
+        self.serve("m")
+
+    def serve(self, name: str) -> None:
+        """Installs and starts a model unless it is."""
+        if name not in self._models:
+            self.install_model(AsModelConfig(name, "/none"))
+        self.start_model(name)
+
+    @property
+    def interval(self) -> float:
+        return self._group.delay
+
+    @interval.setter
+    def interval(self, seconds: float) -> None:
+        self._group.delay = seconds
+
+    @property
+    def steps(self) -> int:
+        return self._group.steps
+
+    @property
+    def live(self) -> list:
+        """Requests that are computed or wait."""
+        return [request for model in list(self._models.values()) for request in list(model.live)]
+
+    @property
+    def handles(self) -> list[int]:
+        """What is known of requests."""
+        return list(self._requests)
+
+    def submit(self, spec, sink, obstacle=None):
+        time.sleep(self.submit_seconds)
+        if self.refusal is not None:
+            raise self.refusal
+        if spec.input_ids is not None and spec.input_ids[:1] == [666]:
+            raise RuntimeError("a defect")
+        handle = super().submit(spec, sink, obstacle)
+        self.submitted.append(spec)
+        return handle
+
+    def cancel(self, handle) -> None:
+        if not self.deaf:
+            super().cancel(handle)
+
+    def get_file_information(self, graph, params) -> AsFileInfo:
+        return AsFileInfo(str(graph), str(params), "0")
+
+    def close(self) -> None:
+        self._group.hurry()
+        super().close()
+
+    def _publish(self, config, model) -> None:
+        model.fingerprint, model.tokenizer = self._fingerprint, _Tokenizer(self)
+        super()._publish(config, model)
+
+
