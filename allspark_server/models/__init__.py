@@ -1,7 +1,7 @@
 """The networks, as op lists: one short file an architecture, the graph they build, and config.json.
 
-Nothing here touches weights or native code; a new architecture is a model file, an entry in `config.ARCHITECTURES` (its
-config.json) and one in `MODELS`.
+Nothing here touches weights; of native code only the table of ops is read. A new architecture is a model file, an entry
+in `config.ARCHITECTURES` (its config.json) and one in `MODELS`.
 """
 
 from __future__ import annotations

@@ -277,172 +277,93 @@ Cost cost_expert_linear(const Program& p, const OpNode& op, const StepSize& size
 }
 
 // -- the table -------------------------------------------------------------------------------------------------------
+// Name; inputs, outputs and weights; whether it is in place; rows; attributes; check and cost.
 std::vector<OpSpec> table() {
   const auto table_number = within(whole_or("table", 0), 0, 255);
-  const auto counted = [](const char* name, double otherwise) {
-    return within(whole_or(name, otherwise), 0, kLargestCount);
-  };
-  const auto rank_count = [](const char* name) { return within(whole(name, Scope::rank), 0, kLargestCount); };
+  const auto counted = [](const char* name) { return within(whole_or(name, 0), 0, kLargestCount); };
+  const auto positive = [](AttributeSpec a) { return within(std::move(a), 1, kLargestCount); };
+  const auto at_least_0 = [](AttributeSpec a) { return within(std::move(a), 0, a.most); };
+  const auto of_rank = [](const char* name) { return whole(name, Scope::rank); };
+  // clang-format off
   return {
       // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
       // Beyond original_max a dynamic base grows with it (as transformers has it, or in powers of two as Qwen v1 has
       // it); or the second weight, a long_table, is taken. temporal, height, width: how many pairs go by each part of a
       // position of three.
-      {"rotary_table",
-       kNone,
-       kNone,
-       {1, 2},
-       false,
-       RowRule::none,
+      {"rotary_table", kNone, kNone, {1, 2}, false, RowRule::none,
        {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
         number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
-        counted("temporal", 0), counted("height", 0), counted("width", 0), flag("interleaved_sections"),
-        flag("long_table")},
-       check_rotary_table,
-       cost_rotary_table},
+        counted("temporal"), counted("height"), counted("width"), flag("interleaved_sections"), flag("long_table")},
+       check_rotary_table, cost_rotary_table},
       // Rows of a table, scaled; zeros for ids of other ranks. A row that is given as an embedding is that, on rank 0.
-      {"embedding",
-       kNone,
-       kOne,
-       kOne,
-       false,
-       RowRule::all,
-       {number_or("scale", 1), whole("vocab_begin", Scope::rank)},
-       check_embedding,
-       cost_embedding},
+      {"embedding", kNone, kOne, kOne, false, RowRule::all, {number_or("scale", 1), of_rank("vocab_begin")},
+       check_embedding, cost_embedding},
+      // The ranks' parts added up, in rank order.
       {"all_reduce", kOne, kOne, kNone, true, RowRule::as_input, {}, check_nothing, cost_all_reduce},
       // unit_offset: the weight is 1 + w.
-      {"rms_norm",
-       kOne,
-       kOne,
-       kOne,
-       false,
-       RowRule::as_input,
-       {number("eps"), flag("unit_offset")},
-       check_rms_norm,
-       each_value<4>},
+      {"rms_norm", kOne, kOne, kOne, false, RowRule::as_input, {number("eps"), flag("unit_offset")},
+       check_rms_norm, each_value<4>},
       {"linear", kOne, kOne, {1, 2}, false, RowRule::as_input, {}, check_linear, cost_linear},
-      {"head_norm",
-       kOne,
-       kOne,
-       kOne,
-       true,
-       RowRule::as_input,
-       {number("eps"), whole("head_dim"), flag("unit_offset"), whole("offset", Scope::rank),
-        whole("heads", Scope::rank), within(whole("block", Scope::graph), 0, 255)},
-       check_head_norm,
-       cost_head_norm},
+      {"head_norm", kOne, kOne, kOne, true, RowRule::as_input,
+       {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset"), of_rank("heads"),
+        within(whole("block", Scope::graph), 0, 255)},
+       check_head_norm, cost_head_norm},
       // The first rotary_dim features of each head. pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
-      {"rope",
-       kOne,
-       kOne,
-       kNone,
-       true,
-       RowRule::as_input,
+      {"rope", kOne, kOne, kNone, true, RowRule::as_input,
        {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,
-        choice("pairs", {"halves", "interleaved"}), whole("offset", Scope::rank), whole("heads", Scope::rank)},
-       check_rope,
-       cost_rope},
+        choice("pairs", {"halves", "interleaved"}), of_rank("offset"), of_rank("heads")},
+       check_rope, cost_rope},
       // Of [queries | keys | values]. A query at position p sees positions above p - window (0: all) up to p. Scores
-      // are
-      // scale * q k, then soft_cap * tanh(score / soft_cap), then the slope of the head * (its position - p); a sink is
-      // one
-      // more score without a value. logn: queries beyond that position are multiplied by log(p + 1) / log(logn).
-      {"span_attention",
-       kOne,
-       kOne,
-       {0, 2},
-       false,
-       RowRule::as_input,
+      // are scale * q k, then soft_cap * tanh(score / soft_cap), plus the head's slope * (the key's position - p); a
+      // sink is one more score without a value. logn: queries beyond that position are multiplied by log(p + 1) /
+      // log(logn).
+      {"span_attention", kOne, kOne, {0, 2}, false, RowRule::as_input,
        {whole("layer"), whole("head_dim"), whole("group"), number("scale"), within(whole_or("cache_group", 0), 0, 255),
-        counted("window", 0), within(number_or("soft_cap", 0), 0, kAnyNumber), flag("sinks"), flag("alibi"),
-        within(number_or("logn", 0), 0, kAnyNumber), whole("q_heads", Scope::rank), whole("kv_heads", Scope::rank),
+        counted("window"), at_least_0(number_or("soft_cap", 0)), flag("sinks"), flag("alibi"),
+        at_least_0(number_or("logn", 0)), of_rank("q_heads"), of_rank("kv_heads"),
         whole_or("q_head_begin", 0, Scope::rank), whole_or("kv_begin", 0, Scope::rank)},
-       check_span_attention,
-       cost_span_attention},
+       check_span_attention, cost_span_attention},
+      // Products of an activation of the first half of the columns and the second half.
       {"silu_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<5>},
       {"gelu_tanh_mul", kOne, kOne, kNone, false, RowRule::as_input, {}, check_gated, each_value<9>},
-      // gate' * sigmoid(alpha * gate') * (up' + 1) with gate' = min(gate, limit), up' = up within +-limit.
-      {"clamped_silu_mul",
-       kOne,
-       kOne,
-       kNone,
-       false,
-       RowRule::as_input,
-       {number("alpha"), number("limit")},
-       check_gated,
-       each_value<9>},
+      // gate * sigmoid(alpha * gate) * (up + 1), the gate at most limit, up within +-limit.
+      {"clamped_silu_mul", kOne, kOne, kNone, false, RowRule::as_input, {number("alpha"), number("limit")},
+       check_gated, each_value<9>},
       {"add", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_add, each_value<1>},
       {"scale", kOne, kOne, kNone, true, RowRule::as_input, {number("factor")}, check_nothing, each_value<1>},
       // cap * tanh(x / cap)
-      {"soft_cap",
-       kOne,
-       kOne,
-       kNone,
-       true,
-       RowRule::as_input,
-       {within(number("cap"), 1e-30, kAnyNumber)},
-       check_nothing,
-       each_value<3>},
+      {"soft_cap", kOne, kOne, kNone, true, RowRule::as_input, {within(number("cap"), 1e-30, kAnyNumber)},
+       check_nothing, each_value<3>},
       // Of logits of experts: the row set of the output, top_k entries for each row, and their weights. Scores plus the
       // correction (a weight) choose, first top_groups groups by their two best, then experts, of equal ones the
-      // lowest; the
-      // scores alone weigh, normalized to 1 or not, times scale.
-      {"router",
-       kOne,
-       kOne,
-       {0, 1},
-       false,
-       RowRule::routed,
-       {within(whole("top_k"), 1, kLargestCount), choice("scores", {"softmax", "sigmoid"}), flag("normalized"),
-        number_or("scale", 1), within(whole_or("groups", 1), 1, kLargestCount),
-        within(whole_or("top_groups", 1), 1, kLargestCount)},
-       check_router,
-       each_value<8>},
+      // lowest; the scores alone weigh, normalized to 1 or not, times scale.
+      {"router", kOne, kOne, {0, 1}, false, RowRule::routed,
+       {positive(whole("top_k")), choice("scores", {"softmax", "sigmoid"}), flag("normalized"), number_or("scale", 1),
+        positive(whole_or("groups", 1)), positive(whole_or("top_groups", 1))},
+       check_router, each_value<8>},
       // Each entry by the rows of its expert in a stack of `experts` matrices (and biases), the rank's from
-      // expert_begin on;
-      // zeros for those of other ranks.
-      {"expert_linear",
-       kOne,
-       kOne,
-       {1, 2},
-       false,
-       RowRule::expanded,
-       {within(whole("experts", Scope::rank), 1, kLargestCount),
-        within(whole_or("expert_begin", 0, Scope::rank), 0, kLargestCount)},
-       check_expert_linear,
-       cost_expert_linear},
-      // The rows of entries (first input) times their weights (second), added up for each row in ascending order of
-      // experts.
+      // expert_begin on; zeros for those of other ranks.
+      {"expert_linear", kOne, kOne, {1, 2}, false, RowRule::expanded,
+       {positive(of_rank("experts")), at_least_0(whole_or("expert_begin", 0, Scope::rank))},
+       check_expert_linear, cost_expert_linear},
+      // The entries' rows times their weights (second input), added up for each row in ascending order of experts.
       {"combine_experts", kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>},
-      // y * sigmoid(gate of the row)
+      // y * sigmoid(the row's gate)
       {"sigmoid_mul", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>},
-      // y (first input) + B A x (second) of the row's adapter in columns [offset, offset + columns); target: which of
-      // its
-      // pairs of matrices that is. It comes before what the linear that made y is fused with.
-      {"lora",
-       kTwo,
-       kOne,
-       kNone,
-       true,
-       RowRule::as_input,
-       {within(whole("target"), 0, kLargestCount), within(whole_or("block", 0, Scope::graph), 0, 255),
-        rank_count("offset"), rank_count("columns")},
-       check_lora,
-       each_value<1>},
+      // y + B A x of the row's adapter, in columns [offset, offset + columns) of y; target: which of the adapter's
+      // pairs of matrices. It comes before whatever the linear that made y is fused with.
+      {"lora", kTwo, kOne, kNone, true, RowRule::as_input,
+       {at_least_0(whole("target")), within(whole_or("block", 0, Scope::graph), 0, 255),
+        at_least_0(of_rank("offset")), at_least_0(of_rank("columns"))},
+       check_lora, each_value<1>},
       {"select_rows", kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows},
-      // Hands the rows out, of items that want it.
+      // Hands rows out, of items that want them.
       {"hidden_states", kOne, kNone, kNone, false, RowRule::none, {}, check_hidden_states, each_value<0>},
-      {"sample",
-       kOne,
-       kNone,
-       kNone,
-       false,
-       RowRule::none,
-       {whole("vocab_size"), whole("vocab_begin", Scope::rank)},
-       check_sample,
-       each_value<1>},
+      // Draws a token for each row of items that draw, and gives log probabilities of prompts for the others.
+      {"sample", kOne, kNone, kNone, false, RowRule::none, {whole("vocab_size"), of_rank("vocab_begin")},
+       check_sample, each_value<1>},
   };
+  // clang-format on
 }
 
 }  // namespace

@@ -13,8 +13,6 @@ from reference.encodings import Stored
 from reference.ops import OPS
 from reference.plan import DRAW, HIDDEN, PROMPT, read_plan
 
-TOP = 20
-
 # Of an adapter: by target, the matrices A [rank, in] and B [out, rank], B times its scale.
 Adapter = Mapping[int, tuple[np.ndarray, np.ndarray]]
 
@@ -174,30 +172,9 @@ class Runner:
 
 
 def draw(parts: list[np.ndarray], sampling, history: list[int], mask: np.ndarray | None) -> dict:
-    """A draw by the library's own sampler; the logit bias is added before, and what min_p leaves out is masked."""
-    row = np.concatenate(parts)
-    biased = row.copy()
-    for token, bias in sampling.logit_bias.items():
-        biased[token] += bias
-    allowed = np.ones(len(row), bool)
-    if mask is not None:
-        allowed = np.unpackbits(np.asarray(mask, "<u4").view(np.uint8), bitorder="little")[: len(row)].astype(bool)
-    if sampling.min_p:
-        temperature = sampling.words[1:2].view(np.float32)[0]
-        best = biased[allowed].max()
-        allowed &= (biased - best) / temperature >= np.log(sampling.min_p)
-    words = np.packbits(np.pad(allowed, (0, -len(row) % 32)), bitorder="little").view("<u4")
-    cuts = np.cumsum([len(part) for part in parts])[:-1]
-    shards = [part.astype(np.float32) for part in np.split(biased, cuts)]
-    drawn = _native.sample_once(shards, sampling.words, np.array(history, np.int32), words)
-    if sampling.logit_bias and drawn["token"] >= 0:  # log probabilities are those of the model's own logits
-        logprobs = row - np.logaddexp.reduce(row)
-        drawn["logprob"] = logprobs[drawn["token"]]
-        best = np.argsort(-logprobs, kind="stable")[: TOP]
-        wanted = sum(i >= 0 for i in drawn["top_ids"])
-        drawn["top_ids"] = [*best[:wanted].tolist(), *[-1] * (TOP - wanted)]
-        drawn["top_logprobs"] = [*logprobs[best[:wanted]].tolist(), *[0.0] * (TOP - wanted)]
-    return drawn
+    """A draw by the library's own sampler, of the ranks' logits."""
+    shards = [part.astype(np.float32) for part in parts]
+    return _native.sample_once(shards, sampling.words, np.array(history, np.int32), mask)
 
 
 def compile(programs, weights, limits: Limits) -> Runner:

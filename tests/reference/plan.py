@@ -1,30 +1,27 @@
 """Reads step plans of version 2, from the words alone: neither runtime/plan.py nor the native parser has a part in it.
 
-What is wider here than what plan.py writes: fields behind a sampling block (EXTENDED), and sections.
+Of sampling blocks (native/sampling/sampler.h) it needs where they end, and the prompt's length.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 MAGIC = 0x41535032
 DRAW, LOOKUP, GIVEN, MODEL, HIDDEN, PROMPT = 1, 2, 4, 8, 16, 32
 BLOCK_WORDS = 16  # of a sampling block, before its lists
-EXTENDED = 8  # flag of a sampling block: behind its lists {n_fields, n_fields x {kind, n_words, words}}
-MIN_P, LOGIT_BIAS = 1, 2  # {float}; {id, float} each
+EXTENDED = 8  # flag of a sampling block: behind its lists min_p, n_biases, n_biases x {id, float}
 EMBEDDINGS, POSITIONS = 1, 2  # sections: {slot, position, n, width, floats}; {slot, n, delta, n x 3 parts}
 
 
 @dataclass
 class Sampling:
-    """A sampling block: `words` as the native sampler takes them, and what this backend does itself."""
+    """A sampling block: its words, which the native sampler takes."""
 
     words: np.ndarray
     prompt_len: int
-    min_p: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,28 +66,17 @@ class _Words:
         return taken
 
 
-def _floats(words: np.ndarray) -> list[float]:
-    return words.view("<f4").astype(float).tolist()
-
-
 def _sampling(words: _Words) -> Sampling:
-    head = words.take(BLOCK_WORDS).copy()
-    lists = [words.take(head[14])]
-    for _ in range(head[15]):
+    block = [words.take(BLOCK_WORDS)]
+    flags, prompt_len, n_eos, n_bad_words = block[0][[0, 13, 14, 15]].tolist()
+    block.append(words.take(n_eos))
+    for _ in range(n_bad_words):
         length = words.take(1)
-        lists += [length, words.take(length[0])]
-    extended, head[0] = head[0] & EXTENDED, head[0] & ~EXTENDED
-    sampling = Sampling(np.concatenate([head, *lists]).astype(np.int32), int(head[13]))
-    for _ in range(words.take(1)[0] if extended else 0):
-        kind, n = words.take(2)
-        found = words.take(n)
-        if kind == MIN_P:
-            sampling = replace(sampling, min_p=_floats(found)[0])
-        elif kind == LOGIT_BIAS:
-            sampling = replace(sampling, logit_bias=dict(zip(found[::2].tolist(), _floats(found[1::2].copy()))))
-        else:
-            raise ValueError(f"step plan: a sampling block has the unknown field {kind}")
-    return sampling
+        block += [length, words.take(length[0])]
+    if flags & EXTENDED:
+        counts = words.take(2)
+        block += [counts, words.take(2 * counts[1])]
+    return Sampling(np.concatenate(block).astype(np.int32), prompt_len)
 
 
 def read_plan(data: bytes) -> Plan:

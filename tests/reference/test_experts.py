@@ -127,6 +127,18 @@ def test_a_row_does_not_see_what_others_route_to():
     np.testing.assert_allclose(together, alone, rtol=1e-12, atol=1e-14)
 
 
+def test_a_row_s_sum_is_in_ascending_order_of_experts():
+    """Whatever order they were chosen in: here the last first, and (large - large) + 1 is not (1 - large) + large."""
+    toy = Toy()
+    hidden, routed = toy.embedding(3, WIDTH), toy.program.add_row_set(ALL, 3)
+    logits = toy.op("linear", (hidden,), 3, (toy.matrix(3, WIDTH, np.zeros((3, WIDTH))),))
+    scores = toy.op("router", (logits,), 1, (toy.vector([0.0, 1.0, 2.0]),), routed, top_k=3, scores="sigmoid")
+    y = toy.op("expert_linear", (hidden,), 1, (toy.matrix(3, WIDTH, np.zeros((3, WIDTH))), toy.vector([1e16, -1e16, 1.0])),
+               routed, experts=3)
+    toy.emit(toy.op("combine_experts", (y, scores), 1, rows=ALL))
+    assert (toy.emitted(embeddings=rows()) == 0.5).all()
+
+
 def test_equal_scores_go_to_the_lowest_expert():
     gate, up_gate, down = np.zeros((EXPERTS, WIDTH)), *weights()[1:]
     x = rows()

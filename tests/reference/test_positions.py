@@ -104,7 +104,7 @@ def three_parts():
     return np.array([(i, i, i) for i in range(3)] + grid + [(i, i, i) for i in range(7, 7 + ROWS - 15)])
 
 
-@pytest.mark.parametrize("family, sections", [("qwen2_vl", (2, 3, 5)), ("qwen3_vl", (4, 3, 3))])
+@pytest.mark.parametrize("family, sections", [("qwen2_vl", (2, 3, 5)), ("qwen3_vl", (6, 2, 2))])
 def test_positions_of_three_parts(family, sections):
     """Qwen 2 VL has the parts' pairs one after the other, Qwen 3 VL in turn."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

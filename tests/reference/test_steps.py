@@ -191,7 +191,7 @@ def test_logit_bias_moves_the_choice_but_not_the_log_probabilities(toy):
     step = toy.runner().step(plan([item(0, 8, DRAW, spans=[0])], [new]))
     logprobs = plain.logits[0] - np.logaddexp.reduce(plain.logits[0])
     assert step.tokens.tolist() == [other]
-    np.testing.assert_allclose(step.logprobs, logprobs[[other]], rtol=1e-12)
+    np.testing.assert_allclose(step.logprobs, logprobs[[other]], rtol=1e-5)
 
 
 def test_min_p_leaves_out_what_is_far_from_the_best(toy):

@@ -91,15 +91,10 @@ def start(slot: int, history, cached: int = 0, extra: bytes = b"", **sampling) -
     return NewSlot(slot, [int(i) for i in history], block, cached)
 
 
-def fields(**given) -> bytes:
-    """Behind a sampling block: min_p=0.1, logit_bias={id: bias}."""
-    found = []
-    if "min_p" in given:
-        found.append((1, struct.pack("<f", given["min_p"])))
-    if "logit_bias" in given:
-        found.append((2, b"".join(struct.pack("<if", *pair) for pair in given["logit_bias"].items())))
-    return struct.pack("<i", len(found)) + b"".join(
-        struct.pack("<ii", kind, len(words) // 4) + words for kind, words in found)
+def fields(min_p: float = 0.0, logit_bias=None) -> bytes:
+    """Behind a sampling block: what only some requests have."""
+    bias = b"".join(struct.pack("<if", *pair) for pair in (logit_bias or {}).items())
+    return struct.pack("<fi", min_p, len(logit_bias or {})) + bias
 
 
 def item(slot: int, rows: int, flags: int = DRAW, **more) -> WorkItem:
