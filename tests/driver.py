@@ -15,6 +15,19 @@ PAGE = 4096
 MAPPED = []     # memory of windows stays: they beat in it as long as they live
 
 
+def windows(world: int) -> list:
+    """Of each rank its window; of one rank alone None."""
+    if world == 1:
+        return [None]
+    from allspark_server import _native
+    size = -(-_native.Window.bytes_needed(world) // PAGE) * PAGE
+    memory = np.zeros(size * world + PAGE, np.uint8)
+    MAPPED.append(memory)
+    first = -(-memory.ctypes.data // PAGE) * PAGE
+    addresses = [first + rank * size for rank in range(world)]
+    return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
+
+
 class Driver:
     """One sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
 
@@ -23,21 +36,10 @@ class Driver:
             "engine_max_length": 1024, "engine_max_batch": 2, "num_threads": 2 if world == 1 else 1, **fields})
         self.pool = ThreadPoolExecutor(world)
         self.runners = [ModelRunner(self.config, rank=rank, world=world, window=window)
-                        for rank, window in enumerate(self._windows(world))]
+                        for rank, window in enumerate(windows(world))]
         spans = min(self._each(lambda runner: runner.load()))
         self.infos = self._each(lambda runner: runner.allocate_cache(spans, [each.digest for each in self.runners]))
         self.info = self.infos[0]
-
-    def _windows(self, world: int) -> list:
-        if world == 1:
-            return [None]
-        from allspark_server import _native
-        size = -(-_native.Window.bytes_needed(world) // PAGE) * PAGE
-        memory = np.zeros(size * world + PAGE, np.uint8)
-        MAPPED.append(memory)
-        first = -(-memory.ctypes.data // PAGE) * PAGE
-        addresses = [first + rank * size for rank in range(world)]
-        return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
 
     def _each(self, work):
         return list(self.pool.map(work, self.runners))

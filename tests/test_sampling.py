@@ -39,13 +39,16 @@ class Params:
     prompt_len: int = 0
     eos: list = field(default_factory=list)
     bad_words: list = field(default_factory=list)
+    min_p: float = 0.0
+    logit_bias: list = field(default_factory=list)  # (id, bias)
 
     def block(self) -> np.ndarray:
         def real(x):
             return int(np.float32(x).view(np.int32))
 
+        extended = bool(self.min_p or self.logit_bias)
         words = [
-            self.do_sample + 2 * self.logprobs + 4 * self.suppress,
+            self.do_sample + 2 * self.logprobs + 4 * self.suppress + 8 * extended,
             real(self.temperature),
             self.top_k,
             real(self.top_p),
@@ -65,15 +68,19 @@ class Params:
         ]
         for word in self.bad_words:
             words += [len(word), *word]
+        if extended:
+            words += [real(self.min_p), len(self.logit_bias)]
+            for token, bias in self.logit_bias:
+                words += [token, real(bias)]
         return np.array(words, np.int32)
 
 
-def draw(logits, params, history=(), ranks=1, mask=None, cuts=None):
+def draw(logits, params, history=(), ranks=1, mask=None, cuts=None, threads=0):
     if cuts is None:
         cuts = [len(logits) * r // ranks for r in range(1, ranks)]
     unit = native.chunk_of(len(logits))
     shards = np.split(np.asarray(logits, np.float32), [cut // unit * unit for cut in cuts])
-    return native.sample_once(shards, params.block(), np.asarray(history, np.int32), mask)
+    return native.sample_once(shards, params.block(), np.asarray(history, np.int32), mask, threads)
 
 
 def bitmask(allowed):
@@ -106,6 +113,8 @@ def processed(logits, p, history):
             x[word[-1]] = -np.inf
     if len(history) < p.min_length:
         x[p.eos] = -np.inf
+    for token, bias in p.logit_bias:
+        x[token] += np.float32(bias)
     return x
 
 
@@ -119,6 +128,9 @@ def distribution(logits, p, history=()):
     if p.top_p < 1:
         before = np.cumsum(prob[order]) - prob[order]
         prob[order[(before >= np.float32(p.top_p)) & (np.arange(len(x)) > 0)]] = 0
+        prob /= prob.sum()
+    if p.min_p:
+        prob[prob < np.float32(p.min_p) * prob.max() * (1 - 1e-7)] = 0
         prob /= prob.sum()
     return prob
 
@@ -186,6 +198,7 @@ PROCESSORS = {
     "min_length": dict(min_length=10**6),
     "min_length_reached": dict(min_length=1),
     "bad_words": dict(),
+    "logit_bias": dict(),
     "all": dict(
         repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, no_repeat_ngram_size=2, min_length=30
     ),
@@ -205,6 +218,9 @@ def random_case(rng, name, vocab, length):
             [int(i) for i in rng.integers(0, vocab, 3)],
             [p.eos[0]],
         ]
+    if name in ("logit_bias", "all"):
+        ids = [*rng.integers(0, vocab, 5), *history[-1:]]
+        p.logit_bias = [(int(i), float(rng.normal(0, 3))) for i in [*ids, ids[0]]]
     return p, history
 
 
@@ -241,6 +257,32 @@ def test_processors_as_transformers(name, vocab, ranks, rng):
         want = processor(torch.tensor(history)[None], torch.tensor(logits)[None])[0].numpy()
         assert draw(logits, p, history, ranks)["token"] == want.argmax()
         np.testing.assert_allclose(processed(logits, p, history), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab, ranks", [(50, 1), (2000, 2), (5003, 1), (5003, 3)])
+def test_min_p_keeps_the_tokens_that_transformers_keeps(vocab, ranks, rng):
+    """Also sets wider than the candidates, with and without top_k and top_p."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    for min_p, temperature, top_k, top_p in [(0.3, 1.0, 0, 1.0), (0.02, 2.5, 0, 1.0), (0.05, 1.5, 30, 1.0), (0.01, 2.0, 0, 0.9),
+                                             (0.01, 2.0, 1500, 0.8), (0.001, 3.0, 0, 1.0)]:
+        logits = rng.normal(0, 1.0, vocab).astype(np.float32)
+        x = torch.tensor(logits)[None] / temperature
+        for warper in ([hf.TopKLogitsWarper(top_k)] if top_k else []) + [hf.TopPLogitsWarper(top_p)] * (top_p < 1):
+            x = warper(None, x)
+        kept = np.flatnonzero(np.isfinite(hf.MinPLogitsWarper(min_p)(None, x)[0].numpy()))
+        p = Params(min_p=min_p, temperature=temperature, top_k=top_k, top_p=top_p)
+        drawn = {draw(logits, replace(p, seed=i), ranks=ranks)["token"] for i in range(300)}
+        assert drawn <= set(kept.tolist())
+        least = kept[np.argmin(logits[kept])]  # the last token of the set can be drawn, the first behind it cannot
+        others = np.setdiff1d(np.arange(vocab), kept)
+        if top_k == 0 and top_p == 1 and others.size:
+            nearest = others[np.argmax(logits[others])]
+            for token, possible in ((least, True), (nearest, False)):
+                allowed = np.isin(np.arange(vocab), [token, np.argmax(logits)])
+                seen = {draw(logits, replace(p, seed=i), mask=bitmask(allowed), ranks=ranks)["token"] for i in range(3000)}
+                assert (int(token) in seen) == possible or min_p < 0.01
 
 
 def test_mask_and_its_borders(rng):
@@ -331,6 +373,9 @@ def test_malformed_blocks_are_named():
         (dict(top_logprobs=21), "top_logprobs"),
         (dict(presence_penalty=float("inf")), "presence_penalty"),
         (dict(bad_words=[[]]), "bad word"),
+        (dict(min_p=1.5), "min_p"),
+        (dict(logit_bias=[(-1, 1.0)]), "logit bias"),
+        (dict(logit_bias=[(1, float("nan"))]), "logit bias"),
     ]:
         with pytest.raises(ValueError, match=name):
             draw(np.zeros(4), replace(Params(), **change))
@@ -345,6 +390,10 @@ FILTERS = {
     "top_k": dict(top_k=7),
     "top_p": dict(top_p=0.8),
     "top_k_top_p": dict(top_k=12, top_p=0.7, temperature=1.3),
+    "min_p": dict(min_p=0.1, temperature=1.2),
+    "min_p_top_p": dict(min_p=0.02, top_p=0.9, temperature=1.7),
+    "min_p_top_k": dict(min_p=0.05, top_k=9, temperature=2.0),
+    "logit_bias": dict(logit_bias=[(3, 2.0), (40, -1.5), (3, 0.5), (7, 3.0)]),
     "everything": dict(
         temperature=0.8,
         top_k=20,
@@ -354,6 +403,8 @@ FILTERS = {
         frequency_penalty=0.1,
         no_repeat_ngram_size=2,
         min_length=9,
+        min_p=0.03,
+        logit_bias=[(11, 1.0), (12, -2.0)],
     ),
 }
 

@@ -49,8 +49,9 @@ def recovered(path, world, **fields):
     whole = {}
     with Driver(path, world, **fields) as driver:
         for rank, runner in enumerate(driver.runners):
-            matrices = [w for w in runner._model.graph.weights.values() if w.is_matrix]
-            for identity, weight in enumerate(matrices):
+            for identity, weight in enumerate(runner._model.graph.weights.values()):
+                if not weight.is_matrix:
+                    continue
                 n = sum(part.rows for part in weight.parts)
                 into = whole.setdefault(weight.name, np.full((n, weight.columns), np.nan, np.float32))
                 first, last = weight.column_range_of(rank, world)

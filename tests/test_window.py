@@ -59,6 +59,104 @@ def test_gather_keeps_rank_order_and_any_length(size):
         assert results[0] == payloads and all(r is None for r in results[1:])
 
 
+def in_rank_order(parts):
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+SIZES = [1, 2, 3, 7, 16, 63, 897, 8192, 8193, 65_537, 300_001, 1_500_000]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_all_reduce_adds_in_rank_order(size, threads):
+    """Small messages go at once, large ones scattered and gathered: the same bits."""
+    ranks, rng = Ranks(size), np.random.default_rng(size)
+    for n in SIZES + SIZES[::-1]:
+        parts = [(rng.normal(size=n) * 10.0 ** rng.integers(-3, 4, n)).astype(np.float32) for _ in range(size)]
+        wanted = in_rank_order(parts)
+        ranks.run(lambda w: w.all_reduce(parts[w.rank], threads))
+        for part in parts:
+            assert np.array_equal(part.view(np.uint32), wanted.view(np.uint32)), n
+
+
+SHAPES = [(1, 1), (1, 13), (2, 64), (3, 7), (4, 896), (5, 1), (7, 513), (64, 101), (257, 896), (1000, 1537)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_rows_are_summed_where_they_belong_and_gathered(size, threads):
+    """Fewer rows than ranks: some ranks have none."""
+    ranks, rng = Ranks(size), np.random.default_rng(size)
+    for rows, width in SHAPES + SHAPES[::-1]:
+        parts = [rng.normal(size=(rows, width)).astype(np.float32) for _ in range(size)]
+        kept, wanted = [part.copy() for part in parts], in_rank_order(parts)
+        ranks.run(lambda w: w.reduce_scatter_rows(parts[w.rank], threads))
+        owned = [w.rows_of(rows) for w in ranks.windows]
+        assert owned[0][0] == 0 and owned[-1][1] == rows and all(a[1] == b[0] for a, b in zip(owned, owned[1:]))
+        for part, old, (begin, end) in zip(parts, kept, owned):
+            assert np.array_equal(part[begin:end].view(np.uint32), wanted[begin:end].view(np.uint32))
+            assert np.array_equal(part[:begin], old[:begin]) and np.array_equal(part[end:], old[end:])
+        parts = [part.view(np.uint8) for part in parts]
+        ranks.run(lambda w: w.all_gather_rows(parts[w.rank], threads))
+        for part in parts:
+            assert np.array_equal(part, wanted.view(np.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_rows_of_any_number_of_bytes_are_gathered(size):
+    ranks, rng = Ranks(size), np.random.default_rng(size)
+    for rows, width in [(1, 1), (2, 3), (9, 5), (33, 129), (17, 70_001)]:
+        wanted = rng.integers(0, 256, (rows, width), dtype=np.uint8)
+        parts = [np.zeros_like(wanted) for _ in range(size)]
+        for part, window in zip(parts, ranks.windows):
+            own = slice(*window.rows_of(rows))
+            part[own] = wanted[own]
+        ranks.run(lambda w: w.all_gather_rows(parts[w.rank], 2))
+        assert all(np.array_equal(part, wanted) for part in parts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_broadcast_of_any_length_reaches_all(size):
+    ranks = Ranks(size)
+    edge = (256 << 10) - 8  # of what one piece holds
+    messages = [b"", b"x", bytes(range(256)), b"a" * edge, b"b" * (edge + 1), bytes(1_000_000), b"end"] + [b"y"] * 20
+    for got in ranks.run(lambda w: [w.broadcast(m if w.rank == 0 else b"other") for m in messages]):
+        assert got == messages
+
+
+def test_collectives_of_all_kinds_follow_one_another():
+    ranks = Ranks(3)
+
+    def run(window):
+        seen = []
+        for i in range(50):
+            x = np.full((5, 7), window.rank + i, np.float32)
+            window.all_reduce(x, 2)
+            window.reduce_scatter_rows(x, 2)
+            own = x.view(np.uint8)
+            window.all_gather_rows(own, 2)
+            token = window.broadcast(str(i).encode())
+            everyone = window.gather(bytes([window.rank]))
+            seen.append((set(x.ravel().tolist()), token, everyone))
+        return seen
+
+    for rank, seen in enumerate(ranks.run(run)):
+        for i, (values, token, everyone) in enumerate(seen):
+            assert values == {3.0 * (3 * i + 3)} and token == str(i).encode()
+            assert everyone == ([b"\0", b"\1", b"\2"] if rank == 0 else None)
+
+
+@pytest.mark.parametrize("call", [lambda w: w.all_reduce(np.zeros(10, np.float32)), lambda w: w.broadcast(),
+                                  lambda w: w.all_reduce(np.zeros(500_000, np.float32), 2)])
+def test_collectives_name_a_missing_rank(call):
+    ranks = Ranks(3, timeout=0.3)
+    with pytest.raises(RuntimeError, match="waited 0 s for rank 0"):
+        call(ranks.windows[2])
+
+
 def test_commands_of_any_length_arrive_in_order():
     ranks = Ranks(3)
     payloads = [b"", b"x" * 10, bytes(3_000_000), b"y" * (1 << 20), b"end"]

@@ -20,6 +20,9 @@ from allspark_server.models.rotary import Rotary
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
+ALL_ROWS, OUTPUT_ROWS = "all", "outputs"
+
+
 def _range(size: int, split: Split | None, rank: int, world: int) -> tuple[int, int]:
     """A rank's part of `size` features; the last unit of a split may reach past them."""
     begin, end = (0, size) if split is None else split.range_of(rank, world)
@@ -42,12 +45,35 @@ class Block:
 
 
 @dataclass(frozen=True)
+class RowSet:
+    """Rows that a router forms within the step: `times` entries for each row of the set `of`."""
+
+    name: str
+    of: str
+    times: int
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """What the cache keeps of the layers that name it: kind is full, sliding (the last `window` positions), latent or
+    recurrent."""
+
+    kind: str = "full"
+    window: int = 0
+
+
+@dataclass(frozen=True)
 class Tensor:
-    """An activation buffer [rows, sum of the blocks' widths], fp32; `logit_rows`: only the rows that sample."""
+    """An activation buffer [rows, sum of the blocks' widths], fp32. rows: ALL_ROWS, OUTPUT_ROWS (those that sample, or
+    whose hidden states or log probabilities are wanted), or a row set's name."""
 
     name: str
     blocks: tuple[Block, ...]
-    logit_rows: bool = False
+    rows: str = ALL_ROWS
+
+    @property
+    def logit_rows(self) -> bool:
+        return self.rows == OUTPUT_ROWS
 
     def width_of(self, rank: int, world: int) -> int:
         return sum(block.width_of(rank, world) for block in self.blocks)
@@ -55,14 +81,36 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """`rows` rows of a weight: one whole tensor of the checkpoint, its rows divided by `split` when there is one."""
+    """`rows` rows of a weight, divided by `split` when there is one: rows [first, first + rows) of a tensor of the
+    checkpoint that has `of` rows (0: just these), or of number `expert` in a tensor of three dimensions.
+
+    unit: of the split; ranks that hold it have all the rows, the others none (whole experts).
+    """
 
     tensor: str
     rows: int
     split: Split | None = None
+    first: int = 0
+    of: int = 0
+    expert: int | None = None
+    unit: int | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
-        return _range(self.rows, self.split, rank, world)
+        """The rank's rows, of this part's."""
+        if self.unit is None:
+            return _range(self.rows, self.split, rank, world)
+        begin, end = self.split.units_of(rank, world)
+        return (0, self.rows) if begin <= self.unit < end else (0, 0)
+
+    @property
+    def stored_rows(self) -> int:
+        """Of the checkpoint's tensor."""
+        return self.of or self.rows
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole tensor of the checkpoint."""
+        return self.first == 0 and self.stored_rows == self.rows and self.expert is None
 
 
 @dataclass(frozen=True)
@@ -70,8 +118,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). stored: the
-    format of a matrix that is serialized quantized.
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). values_split:
+    how constants are divided. stored: the format of a matrix that is serialized quantized.
     """
 
     name: str
@@ -81,6 +129,7 @@ class Weight:
     first_rank_only: bool = False
     values: tuple[float, ...] = ()
     stored: WeightFormat | None = None
+    values_split: Split | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -88,7 +137,8 @@ class Weight:
 
     def rows_of(self, rank: int, world: int) -> int:
         if self.values:
-            return len(self.values)
+            begin, end = _range(len(self.values), self.values_split, rank, world)
+            return end - begin
         return sum(end - begin for begin, end in (part.range_of(rank, world) for part in self.parts))
 
     def column_range_of(self, rank: int, world: int) -> tuple[int, int]:
@@ -119,6 +169,8 @@ class Graph:
         self.weights: dict[str, Weight] = {}
         self.ops: list[Op] = []
         self.quantization: StoredQuantization | None = None
+        self.row_sets: dict[str, RowSet] = {}
+        self.cache_groups: list[CacheGroup] = [CacheGroup()]  # the first one is of full attention
 
     # -- the ways this model's dimensions are divided ------------------------------------------------------------------
     @property
@@ -154,9 +206,25 @@ class Graph:
         return other
 
     # -- buffers and weights -------------------------------------------------------------------------------------------
-    def tensor(self, name: str, blocks: tuple[Block, ...], logit_rows: bool = False) -> Tensor:
+    def row_set(self, name: str, times: int, of: str = ALL_ROWS) -> str:
+        """The rows called `name`, which routers form; returns the name."""
+        wanted = RowSet(name, of, times)
+        if of not in (ALL_ROWS, OUTPUT_ROWS, *self.row_sets) or self.row_sets.setdefault(name, wanted) != wanted:
+            raise ValueError(f"row set {name!r} is used in two ways, or is of rows that are not there: {wanted}")
+        return name
+
+    def cache_group(self, kind: str, window: int = 0) -> int:
+        """The number of the cache group of that kind."""
+        wanted = CacheGroup(kind, window)
+        if wanted not in self.cache_groups:
+            self.cache_groups.append(wanted)
+        return self.cache_groups.index(wanted)
+
+    def tensor(self, name: str, blocks: tuple[Block, ...], rows: str = ALL_ROWS) -> Tensor:
         """The buffer called `name`; the same one each time, so its shape must be the same each time."""
-        wanted = Tensor(name, blocks, logit_rows)
+        if rows not in (ALL_ROWS, OUTPUT_ROWS, *self.row_sets):
+            raise ValueError(f"buffer {name!r} has the rows {rows!r}, which are not there")
+        wanted = Tensor(name, blocks, rows)
         found = self.tensors.setdefault(name, wanted)
         if found != wanted:
             raise ValueError(f"buffer {name!r} is used with two shapes: {found} and {wanted}")
@@ -200,17 +268,20 @@ class Graph:
         spec.check_graph(len(op.inputs), len(op.outputs), len(op.weights), op.attrs)
         self.ops.append(op)
 
-    def rotary_table(self, rotary: Rotary) -> None:
-        """Cosines and sines of every position; once, first."""
-        frequencies = self.weight(Weight("rotary.inv_freq", values=tuple(float(f) for f in rotary.inv_freq)))
+    def rotary_table(self, rotary: Rotary, table: int = 0, **more: Attribute) -> None:
+        """Cosines and sines of every position; one for each number, first."""
+        name = f"rotary.{table}.inv_freq" if table else "rotary.inv_freq"
+        frequencies = self.weight(Weight(name, values=tuple(float(f) for f in rotary.inv_freq)))
+        if table:
+            more["table"] = table
         self._op("rotary_table", weights=(frequencies,), attention_factor=rotary.attention_factor,
                  dynamic=int(rotary.dynamic), base=rotary.base, factor=rotary.factor,
-                 original_max=rotary.original_max, rotary_dim=rotary.dim)
+                 original_max=rotary.original_max, rotary_dim=rotary.dim, **more)
 
-    def embedding(self, weight: Weight) -> Tensor:
+    def embedding(self, weight: Weight, **more: Attribute) -> Tensor:
         """Rows of the embedding; ids of another rank's part of the vocabulary give zeros, so all_reduce follows."""
         x = self.tensor("x", (Block(self.config.hidden_size),))
-        self._op("embedding", outputs=(x,), weights=(weight,))
+        self._op("embedding", outputs=(x,), weights=(weight,), **more)
         return self.all_reduce(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -218,16 +289,16 @@ class Graph:
         self._op("all_reduce", (x,), (x,))
         return x
 
-    def rms_norm(self, x: Tensor, name: str) -> Tensor:
+    def rms_norm(self, x: Tensor, name: str, **more: Attribute) -> Tensor:
         weight = self.weight(Weight(name, (Part(name, self.config.hidden_size),)))
-        y = self.tensor("logit_normed" if x.logit_rows else "normed", x.blocks, x.logit_rows)
-        self._op("rms_norm", (x,), (y,), (weight,), eps=self.config.rms_norm_eps)
+        y = self.tensor("logit_normed" if x.logit_rows else "normed", x.blocks, x.rows)
+        self._op("rms_norm", (x,), (y,), (weight,), eps=self.config.rms_norm_eps, **more)
         return y
 
     def linear(self, x: Tensor, weight: Weight, bias: Weight | None, out: str) -> Tensor:
         """y = x W^T + b into the buffer `out`, whose columns are the weight's parts."""
         blocks = tuple(Block(part.rows, part.split) for part in weight.parts)
-        y = self.tensor(out, blocks, x.logit_rows)
+        y = self.tensor(out, blocks, x.rows)
         self._op("linear", (x,), (y,), (weight, bias))
         return y
 
@@ -239,30 +310,61 @@ class Graph:
         added = self.weight(Weight(name, (Part(name, hidden),), first_rank_only=True)) if bias else None
         return self.all_reduce(self.linear(x, weight, added, out))
 
-    def head_norm(self, qkv: Tensor, block: int, name: str) -> Tensor:
+    def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0) -> Tensor:
+        """y += B A x of each row's adapter in one block of y, in place; it follows the linear layer that made y."""
+        self._op("lora", (y, x), (y,), target=target, block=block)
+        return y
+
+    def head_norm(self, qkv: Tensor, block: int, name: str, **more: Attribute) -> Tensor:
         """RMS norm of each head of one block (0: queries, 1: keys) of the packed projection, in place."""
         head_dim = self.config.head_dim
         weight = self.weight(Weight(name, (Part(name, head_dim),)))
-        self._op("head_norm", (qkv,), (qkv,), (weight,), block=block, head_dim=head_dim, eps=self.config.rms_norm_eps)
+        self._op("head_norm", (qkv,), (qkv,), (weight,), block=block, head_dim=head_dim, eps=self.config.rms_norm_eps,
+                 **more)
         return qkv
 
-    def rope(self, qkv: Tensor) -> Tensor:
+    def rope(self, qkv: Tensor, **more: Attribute) -> Tensor:
         """Rotates query and key heads (the two halves of a head are the pairs), in place."""
-        self._op("rope", (qkv,), (qkv,), head_dim=self.config.head_dim, rotary_dim=self.config.head_dim)
+        dims = {"head_dim": self.config.head_dim, "rotary_dim": more.get("head_dim", self.config.head_dim)}
+        self._op("rope", (qkv,), (qkv,), **{**dims, **more})
         return qkv
 
-    def span_attention(self, qkv: Tensor, layer: int) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans."""
-        config = self.config
-        y = self.tensor("attended", (Block(self.q_heads.width, self.q_heads),))
-        self._op("span_attention", (qkv,), (y,), layer=layer, head_dim=config.head_dim,
-                 group=config.num_heads // config.num_kv_heads, scale=config.head_dim ** -0.5)
+    def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
+                       out: str = "attended", **more: Attribute) -> Tensor:
+        """Stores keys and values in the span cache and attends causally over the sequence's spans. layer: counted in the
+        op's cache group. sinks, slopes: a value of each query head."""
+        queries, keys = qkv.blocks[:2]
+        head_dim = more.get("head_dim", self.config.head_dim)
+        y = self.tensor(out, (queries,))
+        if sinks is not None:
+            more["sinks"] = 1
+        if slopes is not None:
+            more["alibi"] = 1
+        chosen = {"layer": layer, "head_dim": head_dim, "group": queries.width // keys.width, "scale": head_dim ** -0.5}
+        self._op("span_attention", (qkv,), (y,), (sinks, slopes), **{**chosen, **more})
         return y
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def head_values(self, name: str, heads: Split, values: tuple[float, ...] = ()) -> Weight:
+        """A vector with a value of each query head, from the checkpoint or these: attention's sinks and slopes."""
+        split = Split(heads.units)
+        parts = () if values else (Part(name, heads.units, split),)
+        return self.weight(Weight(name, parts, values=values, values_split=split if values else None))
+
+    def silu_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
         """silu(gate) * up of the packed projection."""
-        y = self.tensor("activated", gate_up.blocks[:1])
-        self._op("silu_mul", (gate_up,), (y,))
+        return self._gated("silu_mul", gate_up, out)
+
+    def gelu_tanh_mul(self, gate_up: Tensor, out: str = "activated") -> Tensor:
+        """gelu(gate) * up of the packed projection, by the approximation with tanh."""
+        return self._gated("gelu_tanh_mul", gate_up, out)
+
+    def clamped_silu_mul(self, gate_up: Tensor, alpha: float, limit: float, out: str = "activated") -> Tensor:
+        """gpt-oss' product of the packed projection: see the table of ops."""
+        return self._gated("clamped_silu_mul", gate_up, out, alpha=alpha, limit=limit)
+
+    def _gated(self, type: str, gate_up: Tensor, out: str, **attrs: Attribute) -> Tensor:
+        y = self.tensor(out, gate_up.blocks[:1], gate_up.rows)
+        self._op(type, (gate_up,), (y,), **attrs)
         return y
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -270,11 +372,53 @@ class Graph:
         self._op("add", (x, y), (x,))
         return x
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x *= factor."""
+        self._op("scale", (x,), (x,), factor=factor)
+        return x
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap), in place."""
+        self._op("soft_cap", (x,), (x,), cap=cap)
+        return x
+
+    def sigmoid_mul(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y *= sigmoid(gate), a gate for each row."""
+        self._op("sigmoid_mul", (y, gate), (y,))
+        return y
+
+    # -- experts -------------------------------------------------------------------------------------------------------
+    def router(self, logits: Tensor, rows: str, correction: Weight | None = None, **attrs: Attribute) -> Tensor:
+        """Forms the row set `rows` and returns its entries' weights."""
+        y = self.tensor("routed", (Block(1),), rows)
+        self._op("router", (logits,), (y,), (correction,), top_k=self.row_sets[rows].times, **attrs)
+        return y
+
+    def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, experts: int, out: str) -> Tensor:
+        """y = x W^T + b of each entry's expert. The weight's parts are those of every expert, one expert's after the
+        other's: as many for each, which make the blocks of the output."""
+        each = weight.parts[:len(weight.parts) // experts]
+        blocks = tuple(Block(part.rows, part.split if part.unit is None else None) for part in each)
+        y = self.tensor(out, blocks, rows)
+        self._op("expert_linear", (x,), (y,), (weight, bias))
+        return y
+
+    def combine_experts(self, y: Tensor, scores: Tensor, out: str) -> Tensor:
+        """The weighted sum of each row's experts, in ascending order of experts."""
+        x = self.tensor(out, y.blocks, self.row_sets[y.rows].of)
+        self._op("combine_experts", (y, scores), (x,))
+        return x
+
+    # -- outputs -------------------------------------------------------------------------------------------------------
     def select_rows(self, x: Tensor) -> Tensor:
-        """The rows after which a token is sampled."""
-        y = self.tensor("selected", x.blocks, logit_rows=True)
+        """The rows with outputs."""
+        y = self.tensor("selected", x.blocks, OUTPUT_ROWS)
         self._op("select_rows", (x,), (y,))
         return y
+
+    def hidden_states(self, x: Tensor) -> None:
+        """Hands rows with outputs out, to requests that want them."""
+        self._op("hidden_states", (x,))
 
     def sample(self, logits: Tensor) -> None:
         self._op("sample", (logits,), vocab_size=self.config.vocab_size)

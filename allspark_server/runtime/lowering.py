@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.models.graph import Graph, Op
+from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Graph, Op
 from allspark_server.models.ops import Attribute
+from allspark_server.runtime.native import native_library
 
 
 def check_ranks(graph: Graph, world: int) -> None:
@@ -22,7 +23,7 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
     attrs = dict(op.attrs)
     blocks = graph.tensors[op.inputs[0]].blocks if op.inputs else ()
     widths = [block.width_of(rank, world) for block in blocks]
-    head_dim = graph.config.head_dim
+    head_dim = attrs.get("head_dim", 1)
     if op.type == "embedding":
         attrs["vocab_begin"] = graph.weights[op.weights[0]].parts[0].range_of(rank, world)[0]
     elif op.type == "head_norm":
@@ -34,15 +35,39 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
         attrs["q_heads"], attrs["kv_heads"] = widths[0] // head_dim, widths[1] // head_dim
         attrs["q_head_begin"] = blocks[0].range_of(rank, world)[0] // head_dim
         attrs["kv_begin"] = blocks[1].range_of(rank, world)[0] // head_dim
+    elif op.type == "lora":
+        block = int(attrs.pop("block", 0))
+        attrs["offset"], attrs["columns"] = sum(widths[:block]), widths[block]
+    elif op.type == "expert_linear":
+        attrs["experts"], attrs["expert_begin"] = _experts(graph, op, rank, world)
     elif op.type == "sample":
         attrs["vocab_begin"] = blocks[0].range_of(rank, world)[0]
     return attrs
 
 
+def _experts(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
+    """How many of a stack of experts the rank has, and which is the first."""
+    parts = graph.weights[op.weights[0]].parts
+    each = len(graph.tensors[op.outputs[0]].blocks)
+    if parts[0].unit is None:
+        return len(parts) // each, 0
+    begin, end = parts[0].split.units_of(rank, world)
+    return end - begin, begin
+
+
 def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: int) -> None:
     """Declares the rank's activation buffers and ops in a program; weights: its id for each weight's name."""
-    tensors = {name: program.add_tensor(tensor.width_of(rank, world), tensor.logit_rows)
-               for name, tensor in graph.tensors.items()}
+    native = native_library()
+    rows = {ALL_ROWS: native.ALL_ROWS, OUTPUT_ROWS: native.OUTPUT_ROWS}
+    try:
+        for group in graph.cache_groups[1:]:  # a program is begun with the first one
+            program.add_cache_group(group.kind, group.window)
+        for row_set in graph.row_sets.values():
+            rows[row_set.name] = program.add_row_set(rows[row_set.of], row_set.times)
+        tensors = {name: program.add_tensor(tensor.width_of(rank, world), rows[tensor.rows])
+                   for name, tensor in graph.tensors.items()}
+    except ValueError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the model's graph cannot be: {error}") from error
     for number, op in enumerate(graph.ops):
         try:
             program.add_op(op.type, [tensors[n] for n in op.inputs], [tensors[n] for n in op.outputs],

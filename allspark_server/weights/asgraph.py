@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError
 
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
-from allspark_server.models.graph import Block, Graph, Op, Part, Weight
+from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
 from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
-from allspark_server.weights.formats import SCALE_TYPE, StoredQuantization, WeightFormat
+from allspark_server.weights.formats import SCALE_TYPE, ScaleLayout, StoredQuantization, WeightFormat
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
 
@@ -51,15 +51,20 @@ def to_message(graph: Graph) -> pb.Graph:
                 format=_format_message(how.format), quantize_head=how.quantize_head, unquantized=how.unquantized
             )
         )
+    message.row_sets.extend(pb.RowSet(**vars(row_set)) for row_set in graph.row_sets.values())
+    if len(graph.cache_groups) > 1:
+        message.cache_groups.extend(pb.CacheGroup(**vars(group)) for group in graph.cache_groups)
     for tensor in graph.tensors.values():
         blocks = [pb.Block(width=b.width, split=_split_message(b.split)) for b in tensor.blocks]
-        message.tensors.add(name=tensor.name, blocks=blocks, logit_rows=tensor.logit_rows)
+        routed = tensor.rows if tensor.rows in graph.row_sets else ""
+        message.tensors.add(name=tensor.name, blocks=blocks, logit_rows=tensor.logit_rows, rows=routed)
     for weight in graph.weights.values():
-        parts = [pb.Part(tensor=p.tensor, rows=p.rows, split=_split_message(p.split)) for p in weight.parts]
+        parts = [pb.Part(tensor=p.tensor, rows=p.rows, split=_split_message(p.split), first=p.first, of=p.of,
+                         expert=p.expert, unit=p.unit) for p in weight.parts]
         message.weights.add(name=weight.name, parts=parts, columns=weight.columns,
                             column_split=_split_message(weight.column_split),
                             first_rank_only=weight.first_rank_only, values=weight.values,
-                            stored=_format_message(weight.stored))
+                            stored=_format_message(weight.stored), values_split=_split_message(weight.values_split))
     for op in graph.ops:
         attrs = {name: _attribute_message(value) for name, value in op.attrs.items()}
         message.ops.add(type=op.type, inputs=op.inputs, outputs=op.outputs, weights=op.weights, attrs=attrs)
@@ -82,7 +87,10 @@ def _attribute(message: pb.Attr) -> Attribute:
 
 
 def _format_message(form: WeightFormat | None) -> pb.Format | None:
-    return None if form is None else pb.Format(dtype=form.dtype, group_size=form.group_size)
+    if form is None:
+        return None
+    layout = None if form.layout == ScaleLayout() else pb.ScaleLayout(**vars(form.layout))
+    return pb.Format(dtype=form.dtype, group_size=form.group_size, layout=layout)
 
 
 def from_message(message: pb.Graph) -> Graph:
@@ -111,20 +119,29 @@ def from_message(message: pb.Graph) -> Graph:
             return graph.vocab  # its last unit may reach past the vocabulary
         return _split_of(message, width)
 
+    for row_set in message.row_sets:
+        graph.row_set(row_set.name, row_set.times, row_set.of)
+    if message.cache_groups:
+        graph.cache_groups = [CacheGroup(group.kind, group.window) for group in message.cache_groups]
+        if graph.cache_groups[0] != CacheGroup():
+            raise ValueError("its first cache group is not one of full attention")
     for t in message.tensors:
         blocks = tuple(Block(b.width, split_of(b, b.width)) for b in t.blocks)
         if not blocks or any(block.width < 1 for block in blocks):
             raise ValueError(f"buffer {t.name!r} has no columns")
-        graph.tensor(t.name, blocks, t.logit_rows)
+        graph.tensor(t.name, blocks, t.rows or (OUTPUT_ROWS if t.logit_rows else ALL_ROWS))
     for w in message.weights:
-        parts = tuple(Part(p.tensor, p.rows, split_of(p, p.rows)) for p in w.parts)
+        parts = tuple(_part_of(p, split_of) for p in w.parts)
         if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns) or any(p.rows < 1 for p in parts):
             raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
         column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
             raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
-        graph.weight(Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored))
+        values_split = _split_of(w, len(w.values), "values_split")
+        graph.weight(
+            Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored, values_split)
+        )
     for number, op in enumerate(message.ops):
         attrs = {name: _attribute(value) for name, value in sorted(op.attrs.items())}
         try:
@@ -134,8 +151,28 @@ def from_message(message: pb.Graph) -> Graph:
     return graph
 
 
+def _part_of(message: pb.Part, split_of: Callable) -> Part:
+    """A weight's part; ValueError unless its rows are some of the tensor's."""
+    expert, unit = (getattr(message, n) if message.HasField(n) else None for n in ("expert", "unit"))
+    if unit is None:
+        split = split_of(message, message.rows)
+    else:  # units are parts, not features of this one
+        split = _stored_split(message, "split")
+        if split is None or split.group != 1 or split.size != 1 or not 0 <= unit < split.units:
+            raise ValueError(f"it holds a part of tensor {message.tensor!r} that is unit {unit} of {split}")
+    part = Part(message.tensor, message.rows, split, message.first, message.of, expert, unit)
+    if part.first < 0 or part.first + part.rows > part.stored_rows or (expert or 0) < 0:
+        raise ValueError(
+            f"it holds rows {part.first} to {part.first + part.rows} of tensor {part.tensor!r}, which has "
+            f"{part.stored_rows}"
+        )
+    return part
+
+
 def _format_of(message: pb.Format) -> WeightFormat:
-    form = WeightFormat(message.dtype, message.group_size)
+    layout = message.layout if message.HasField("layout") else None
+    fields = {f.name: getattr(layout, f.name) for f in dataclasses.fields(ScaleLayout)} if layout else {}
+    form = WeightFormat(message.dtype, message.group_size, ScaleLayout(**fields))
     if message.dtype not in WEIGHT_DTYPES or not form.quantized or message.group_size not in GROUP_SIZES:
         raise ValueError(f"it holds weights of the unknown format {message.dtype!r} in groups of {message.group_size}")
     return form
@@ -198,6 +235,8 @@ def write_params(
             entries.append((name, wanted or tensor.dtype, tensor.shape))
             data.append(_pieces(tensor, wanted or tensor.dtype))
             continue
+        if len(tensor.shape) != 2:
+            raise not_available(f"Quantizing tensor {name!r} of shape {list(tensor.shape)}")
         rows, columns = tensor.shape
         entries += [
             (name + SCALE, SCALE_TYPE, (rows, form.groups(columns))),

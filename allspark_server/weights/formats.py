@@ -18,11 +18,25 @@ SCALE_TYPE = "BF16"  # of serialized scales and offsets, as the kernels have the
 
 
 @dataclass(frozen=True)
+class ScaleLayout:
+    """How the scales of a matrix' groups are laid out: see native/program/weight_spec.h, which has the same fields."""
+
+    scales: str = "bfloat16"
+    zeros: str = "offsets"
+    group_rows: int = 1
+    permuted: bool = False
+    super_group: int = 0
+    scale_bits: int = 0
+
+
+@dataclass(frozen=True)
 class WeightFormat:
-    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size."""
+    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size, and of matrices that others
+    have quantized the layout of their scales."""
 
     dtype: str
     group_size: int = 0
+    layout: ScaleLayout = ScaleLayout()
 
     @property
     def quantized(self) -> bool:

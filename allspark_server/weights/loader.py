@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from dataclasses import replace
 from typing import Callable, Mapping
 
 import numpy as np
 
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
 from allspark_server.weights.checkpoint import ParamSource, QuantizedTensor, Source
-from allspark_server.weights.formats import WeightFormat, group_of_slice
+from allspark_server.weights.formats import ScaleLayout, WeightFormat, group_of_slice
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -34,24 +35,30 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
             hint = " (config.json says that the head is not tied to the embedding: tie_word_embeddings)"
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"{source.where()} has no tensor {part.tensor!r}{hint}") from None
-    expected = (part.rows, weight.columns) if weight.is_matrix else (part.rows,)
+    expected = (part.stored_rows, weight.columns) if weight.is_matrix else (part.stored_rows,)
+    if part.expert is not None:  # of any number of them
+        expected = (max(tensor.shape[:1] + (part.expert + 1,)), *expected)
     if tensor.shape != expected:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has shape "
                                                            f"{list(tensor.shape)}: expected {list(expected)}")
     if tensor.dtype not in NUMPY_TYPES:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {part.tensor!r} in {tensor.file} has type "
                                                            f"{tensor.dtype}: expected one of {', '.join(NUMPY_TYPES)}")
-    return tensor
+    if part.expert is None:
+        return tensor
+    return replace(tensor, name=f"{tensor.name}[{part.expert}]", shape=expected[1:], data=tensor.data[part.expert])
 
 
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
+    if weight.stored.layout != ScaleLayout() or part.expert is not None:
+        raise not_available(f"Tensor {part.tensor!r}: {weight.stored} with {weight.stored.layout}, or of experts in one tensor,")
     if not isinstance(source, ParamSource):
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"
         )
     try:
-        return source.quantized(part.tensor, weight.stored, (part.rows, weight.columns))
+        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns))
     except KeyError as error:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"
@@ -108,7 +115,9 @@ class Loader:
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
                                             group_of_slice(form.group_size, first))
         for part in weight.parts:
-            begin, end = part.range_of(self.rank, self.world)
+            begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
+            if begin == end:  # another rank's
+                continue
             if weight.stored is not None:
                 tensor = quantized_tensor(self.source, weight, part)
                 self.executor.fill_quantized(
@@ -138,11 +147,13 @@ class Loader:
 
     def _vector(self, weight: Weight) -> int:
         if weight.values:
-            return self.executor.add_vector(np.asarray(weight.values, np.float32))
+            begin, end = (0, len(weight.values)) if weight.values_split is None else weight.values_split.range_of(
+                self.rank, self.world)
+            return self.executor.add_vector(np.asarray(weight.values[begin:end], np.float32))
         pieces = []
         for part in weight.parts:
             tensor = stored_tensor(self.source, weight, part)
-            begin, end = part.range_of(self.rank, self.world)
+            begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} ".encode())
             self._digest.update(tensor.data[begin:end].tobytes())
             values = to_float32(tensor.data[begin:end], tensor.dtype)

@@ -203,11 +203,17 @@ void bind_executor(py::module_& m) {
   bind_weights(executor);
   executor
       .def(
-          "add_tensor",
-          [](Executor& e, int width, bool of_outputs) {
-            return e.program().add_tensor(width, of_outputs ? kOutputRows : kAllRows);
+          "add_row_set", [](Executor& e, int of, int times) { return e.program().add_row_set(of, times); },
+          py::arg("of"), py::arg("times"))
+      .def(
+          "add_cache_group",
+          [](Executor& e, const std::string& kind, int window) {
+            return e.program().add_cache_group(cache_kind_of(kind), window);
           },
-          py::arg("width"), py::arg("logit_rows") = false)
+          py::arg("kind"), py::arg("window") = 0, "A further one: the first is there, of full attention.")
+      .def(
+          "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
+          py::arg("width"), py::arg("rows") = kAllRows)
       .def(
           "add_op",
           [](Executor& e, const std::string& name, std::vector<int> inputs, std::vector<int> outputs,

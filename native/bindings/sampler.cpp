@@ -7,6 +7,8 @@
 #include <chrono>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "cpu/pool.h"
@@ -55,7 +57,8 @@ Blobs blob_views(const std::vector<std::vector<uint8_t>>& blobs) {
   return out;
 }
 
-py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& history, const py::object& mask) {
+py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& history, const py::object& mask,
+                     int threads) {
   std::vector<std::vector<float>> shards;
   for (const auto& item : logits) {
     const Floats shard = py::cast<Floats>(item);
@@ -79,6 +82,17 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
     }
     input.mask = bits.data();
   }
+  // One rank's round, by one call or by several threads.
+  const auto split = [&](const SampleInput& in, int begin, int local, int size, const Search* at,
+                         std::vector<uint8_t>& blob) {
+    ShardDraw draw;
+    draw.begin(in, begin, local, size, threads, at);
+    std::vector<std::thread> others;
+    for (int t = 1; t < threads; ++t) others.emplace_back([&draw, t] { draw.scan(t); });
+    draw.scan(0);
+    for (std::thread& other : others) other.join();
+    return draw.finish(blob);
+  };
   SampleOutput out;
   Search search{};
   int rounds = 1;
@@ -87,11 +101,14 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
     for (const auto& blob : blobs) largest = std::max(largest, blob.size());
     return blob_views(blobs);
   };
-  bool done = merge(params, input.history_len, views(run_round(candidates, input, shards)), search, out);
+  const auto first_round = [&](const SampleInput& in, int begin, int local, int size, std::vector<uint8_t>& blob) {
+    return threads ? split(in, begin, local, size, nullptr, blob) : candidates(in, begin, local, size, blob);
+  };
+  bool done = merge(params, input.history_len, views(run_round(first_round, input, shards)), search, out);
   if (!done && !may_narrow(params)) throw std::logic_error("ranks do not expect a second round");
   for (; !done; ++rounds) {
     const auto round = [&](const SampleInput& in, int begin, int local, int size, std::vector<uint8_t>& blob) {
-      return narrow(in, begin, local, size, search, blob);
+      return threads ? split(in, begin, local, size, &search, blob) : narrow(in, begin, local, size, search, blob);
     };
     done = merge_narrowed(params, views(run_round(round, input, shards)), search, out);
   }
@@ -106,55 +123,71 @@ py::dict sample_once(const py::sequence& logits, const Ints& block, const Ints& 
   return result;
 }
 
-// Seconds that ranks and rank 0 take for a row's draw, one after the other: the least of `repeats`.
-double sample_seconds(const Floats& logits, const Ints& block, int ranks, int repeats) {
+// Seconds that a row's draw takes on one rank, by so many threads of a pool: the least of `repeats`; and how much of
+// that are the parts that one thread does alone.
+std::pair<double, double> sample_seconds(const Floats& logits, const Ints& block, int threads, int repeats) {
   const int32_t* words = block.data();
   const SamplingParams params = SamplingParams::parse(words, block.data() + block.size());
-  const int vocab = static_cast<int>(logits.size()), units = (vocab + chunk_of(vocab) - 1) / chunk_of(vocab);
+  const int vocab = static_cast<int>(logits.size());
   std::vector<float> row(logits.data(), logits.data() + vocab);
-  std::vector<std::vector<uint8_t>> blobs(ranks);
+  std::vector<uint8_t> blob;
   SampleInput input;
   input.params = &params;
-  const auto every_rank = [&](auto round) {
-    for (int r = 0; r < ranks; ++r) {
-      const auto [first, last] = part(units, r, ranks);
-      const int begin = first * chunk_of(vocab), end = std::min(vocab, last * chunk_of(vocab));
-      input.logits = row.data() + begin;
-      blobs[r].clear();
-      round(begin, end - begin, blobs[r]);
-    }
+  input.logits = row.data();
+  ShardDraw draw;
+  Pool pool(threads, {}, true);
+  using Clock = std::chrono::steady_clock;
+  const auto since = [](Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
   };
-  double best = 1e9;
+  double best = 1e9, best_alone = 1e9;
   for (int i = 0; i < repeats; ++i) {
-    const auto start = std::chrono::steady_clock::now();
+    double alone = 0.0;
+    bool done = false;
     Search search{};
     SampleOutput out;
-    every_rank([&](int begin, int local, auto& blob) { candidates(input, begin, local, vocab, blob); });
-    bool done = merge(params, 0, blob_views(blobs), search, out);
-    while (!done) {
-      every_rank([&](int begin, int local, auto& blob) { narrow(input, begin, local, vocab, search, blob); });
-      done = merge_narrowed(params, blob_views(blobs), search, out);
-    }
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    const auto start = Clock::now();
+    pool.run([&](int thread) {
+      for (bool first = true;; first = false) {
+        if (thread == 0) draw.begin(input, 0, vocab, vocab, threads, first ? nullptr : &search);
+        pool.barrier();
+        draw.scan(thread);
+        pool.barrier();
+        if (thread == 0) {
+          const auto begin = Clock::now();
+          blob.clear();
+          draw.finish(blob);
+          const Blobs blobs{{blob.data(), blob.size()}};
+          done = first ? merge(params, 0, blobs, search, out) : merge_narrowed(params, blobs, search, out);
+          alone += since(begin);
+        }
+        pool.barrier();
+        if (done) return;
+      }
+    });
+    best = std::min(best, since(start)), best_alone = std::min(best_alone, alone);
   }
-  return best;
+  return {best, best_alone};
 }
 
 }  // namespace
 
 void bind_sampler(py::module_& m) {
-  m.def("sample_once", &sample_once, py::arg("logits"), py::arg("block"), py::arg("history"),
-        py::arg("mask") = py::none(),
-        "One draw. logits: a float32 array [ranks, shard] or a list of 1-D shards of the vocabulary; block: the int32 "
-        "words of "
-        "a sampling block; history: int32 ids; mask: uint32 words, bit i%32 of word i/32 allows id i. Returns a dict: "
-        "token "
-        "(-1 with a status), logprob, top_ids, top_logprobs, status ('' if fine), rounds (1 or more), largest_blob "
-        "(bytes). Raises ValueError "
-        "for a "
-        "block or mask that is malformed.");
-  m.def("sample_seconds", &sample_seconds, py::arg("logits"), py::arg("block"), py::arg("ranks") = 1,
-        py::arg("repeats") = 5, "Seconds that one draw takes, the ranks one after the other: the least of `repeats`.");
+  m.def(
+      "sample_once", &sample_once, py::arg("logits"), py::arg("block"), py::arg("history"),
+      py::arg("mask") = py::none(), py::arg("threads") = 0,
+      "One draw. logits: a float32 array [ranks, shard] or a list of 1-D shards of the vocabulary; block: the int32 "
+      "words of "
+      "a sampling block; history: int32 ids; mask: uint32 words, bit i%32 of word i/32 allows id i; threads: how many "
+      "share a shard (0: candidates() and narrow() alone). Returns a dict: token "
+      "(-1 with a status), logprob, top_ids, top_logprobs, status ('' if fine), rounds (1 or more), largest_blob "
+      "(bytes). Raises ValueError "
+      "for a "
+      "block or mask that is malformed.");
+  m.def("sample_seconds", &sample_seconds, py::arg("logits"), py::arg("block"), py::arg("threads") = 1,
+        py::arg("repeats") = 5,
+        "Seconds that one draw takes on one rank by so many threads, and those of it that one thread works alone: the "
+        "least of `repeats`.");
   m.def("chunk_of", &chunk_of, py::arg("vocab_size"), "Ids in a chunk of the vocabulary, which ranks must not share.");
 }
 

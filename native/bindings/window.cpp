@@ -1,14 +1,54 @@
 // The window that ranks of a host share, for Python.
 #include "comm/window.h"
 
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include <chrono>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "bindings/bindings.h"
 
 namespace py = pybind11;
 
 namespace as {
+
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style>;
+using Rows = py::array_t<uint8_t, py::array::c_style>;
+
+// call(thread) in as many threads; the first one's exception. Returns the seconds.
+template <typename Call>
+double in_threads(int threads, Call call) {
+  py::gil_scoped_release release;
+  std::vector<std::exception_ptr> errors(threads);
+  std::vector<std::thread> others;
+  const auto guarded = [&](int thread) {
+    try {
+      call(thread);
+    } catch (...) { errors[thread] = std::current_exception(); }
+  };
+  const auto start = std::chrono::steady_clock::now();
+  for (int t = 1; t < threads; t++) others.emplace_back(guarded, t);
+  guarded(0);
+  for (std::thread& t : others) t.join();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+  return seconds;
+}
+
+void check_matrix(const py::array& x) {
+  if (x.ndim() != 2) throw std::invalid_argument("rows are a matrix, not " + std::to_string(x.ndim()) + "-dimensional");
+}
+
+}  // namespace
 
 void bind_window(py::module_& m) {
   py::class_<Window, std::shared_ptr<Window>>(m, "Window",
@@ -57,6 +97,48 @@ void bind_window(py::module_& m) {
             return list;
           },
           py::arg("payload"))
+      .def(
+          "broadcast",
+          [](Window& w, std::string bytes) {
+            {
+              py::gil_scoped_release release;
+              w.broadcast(bytes);
+            }
+            return py::bytes(bytes);
+          },
+          py::arg("payload") = std::string(), "Rank 0's bytes, on every rank.")
+      .def(
+          "all_reduce",
+          [](Window& w, Floats& x, int threads, int repeats) {
+            float* data = x.mutable_data();
+            const size_t n = x.size();
+            return in_threads(threads, [&](int thread) {
+              for (int i = 0; i < repeats; i++) w.all_reduce(data, n, thread, threads);
+            });
+          },
+          py::arg("x").noconvert(), py::arg("threads") = 1, py::arg("repeats") = 1,
+          "x (float32) becomes the sum over ranks, by so many threads; returns seconds.")
+      .def(
+          "reduce_scatter_rows",
+          [](Window& w, Floats& x, int threads) {
+            check_matrix(x);
+            float* data = x.mutable_data();
+            const size_t rows = x.shape(0), width = x.shape(1);
+            return in_threads(threads, [&](int thread) { w.reduce_scatter_rows(data, rows, width, thread, threads); });
+          },
+          py::arg("x").noconvert(), py::arg("threads") = 1, "This rank's rows of x become the sums over ranks.")
+      .def(
+          "all_gather_rows",
+          [](Window& w, Rows& x, int threads) {
+            check_matrix(x);
+            uint8_t* data = x.mutable_data();
+            const size_t rows = x.shape(0), bytes = x.shape(1);
+            return in_threads(threads, [&](int thread) { w.all_gather_rows(data, rows, bytes, thread, threads); });
+          },
+          py::arg("x").noconvert(), py::arg("threads") = 1, "Every rank's rows of x (uint8), of which it has its own.")
+      .def(
+          "rows_of", [](const Window& w, size_t rows) { return w.rows_of(rows, w.rank()); }, py::arg("rows"),
+          "The half-open range of rows that this rank has of scattered ones.")
       .def("abort", &Window::abort, py::arg("message"), py::call_guard<py::gil_scoped_release>())
       .def("aborted",
            [](const Window& w) -> py::object {

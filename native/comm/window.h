@@ -1,4 +1,4 @@
-// What the ranks of one host exchange through shared memory: commands of rank 0, allreduce, gather.
+// What the ranks of one host exchange through shared memory.
 //
 // The memory comes from MPI_Win_allocate_shared (Python hands over the addresses; native code links no MPI): one
 // segment a rank, zeroed by its owner, first touched there and so on its node. Every wait spins briefly (not when
@@ -9,7 +9,11 @@
 //
 // A collective runs on channels. A channel of a rank is a counter and two buffers: piece s goes into buffer s % 2, then
 // the counter says s + 1. Who has seen everybody's s + 1 may read buffers s % 2, and may later write piece s + 2 there:
-// all have read piece s before they published s + 2's predecessor.
+// all have read piece s before they published s + 2's predecessor. In a broadcast only rank 0 has pieces; the others'
+// counters say how many they have taken.
+//
+// A large sum is scattered and gathered: each rank adds up its part of the rows in rank order and hands it to the
+// others, so that n (R - 1) values are read twice, not n R (R - 1) values once. The bits are the same.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -18,12 +22,16 @@
 #include <thread>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "common/sync.h"
 
 namespace as {
 
-constexpr int kLanes = 8;                  // channels of allreduce; threads share them out among themselves
-constexpr int kGatherLane = kLanes;        // one more for gather
+constexpr int kLanes = 8;                   // channels of collectives; threads share them out among themselves
+constexpr int kGatherLane = kLanes;         // one more for gather,
+constexpr int kBroadcastLane = kLanes + 1;  // and one for broadcast
+constexpr int kAllLanes = kLanes + 2;
+constexpr int kMostRanks = 1024;
 constexpr size_t kLaneBytes = 256 << 10;   // of one buffer of a channel
 constexpr size_t kCommandBytes = 1 << 20;  // of one piece of a command
 constexpr uint64_t kSilentBeats = 15;      // at one a second later than the supervisor (10 s), who knows more
@@ -32,7 +40,7 @@ struct alignas(64) Lane {
   Signal signal;
 };
 struct Segment {
-  Lane lanes[kLanes + 1];
+  Lane lanes[kAllLanes];
   alignas(64) Signal command;  // rank 0: how many pieces were published
   alignas(64) Signal taken;    // this rank: how many pieces it has taken
   alignas(64) std::atomic<uint64_t> beats;
@@ -41,51 +49,70 @@ struct Segment {
   int32_t kind;
   uint32_t length, more;
   alignas(4096) char command_data[kCommandBytes];
-  char data[kLanes + 1][2][kLaneBytes];
+  char data[kAllLanes][2][kLaneBytes];
 };
 
-class Window {
+class Window : public Communicator {
  public:
   // beat_seconds: from one beat to the next.
   Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
          double beat_seconds = 1);
-  ~Window() { close(); }
-  Window(const Window&) = delete;
-  Window& operator=(const Window&) = delete;
+  ~Window() override { close(); }
 
   // No more beats: to be called before the memory goes away.
   void close();
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  bool spin() const { return spin_; }
-  double timeout() const { return timeout_; }
+  bool spin() const override { return spin_; }
+  double timeout() const override { return timeout_; }
 
-  // Sum over ranks in rank order, in place; n and the order of calls must be the same on every rank. Called by every
-  // thread of the rank's pool with its index.
-  void all_reduce(float* x, size_t n, int thread, int threads);
-  // Rank 0 gets every rank's bytes, in rank order; the others get nothing. One thread a rank.
-  std::vector<std::string> gather(const std::string& bytes);
-
-  void publish(int kind, const std::string& payload);
-  // False: no command within `timeout` seconds.
-  bool wait_command(double timeout, int& kind, std::string& payload);
-
-  void abort(const std::string& message);
-  bool aborted(std::string& message) const;
+  void all_reduce(float* x, size_t n, int thread, int threads) override;
+  void reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) override;
+  void all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) override;
+  std::vector<std::string> gather(const std::string& bytes) override;
+  void broadcast(std::string& bytes) override;
+  void publish(int kind, const std::string& payload) override;
+  bool wait_command(double timeout, int& kind, std::string& payload) override;
+  void abort(const std::string& message) override;
+  bool aborted(std::string& message) const override;
 
  private:
+  // A part of a message: values, or bytes, [begin, end).
+  struct Range {
+    size_t begin, end;
+    size_t size() const { return end - begin; }
+  };
+  // A message of rows that are scattered, each of `width` values of `bytes` bytes, and how many lanes it takes.
+  struct Scattered {
+    const Communicator& ranks;
+    size_t rows, width, bytes;
+    int lanes;
+    // What a rank has of it, a lane has of that, and of that a piece of `most` values from `offset` on.
+    Range lane(int rank, int lane) const;
+    Range share(int rank, int lane, size_t offset, size_t most) const;
+    size_t longest(int lane) const;  // of all ranks' parts
+  };
+  Scattered scattered(size_t rows, size_t width, size_t bytes) const;
+  void reduce_scatter(float* x, const Scattered& shape, int thread, int threads);
+  void all_gather(char* base, const Scattered& shape, int thread, int threads);
+  void all_reduce_at_once(float* x, size_t n, int thread, int threads);
+  char* piece(int rank, int lane, uint32_t sequence) const { return segments_[rank]->data[lane][sequence & 1]; }
+  // Until every rank has published piece `sequence` of the lane.
+  void await_all(int lane, uint32_t sequence, const char* what);
+
   // Until the signal has reached the target. Throws when aborted or after the time limit; `what` is for that message.
   void wait(Signal& signal, uint32_t target, int peer, const char* what);
   void check_abort() const;
   // Throws, for all, when rank `peer` is silent.
   void check_silence(int peer, const char* what);
 
-  int rank_, size_;
   std::vector<Segment*> segments_;
   bool spin_;
   double timeout_;
-  uint32_t sequence_[kLanes + 1] = {};
+  // Of a lane: the piece that comes next. A line each: different threads count.
+  struct alignas(64) Sequence {
+    uint32_t next = 0;
+  };
+  Sequence sequence_[kAllLanes];
   uint32_t commands_ = 0;
 
   // A rank's beats when somebody here last saw another number, and how many beats this rank had then.

@@ -92,8 +92,11 @@ void check_rotary_table(const Program& p, const OpNode& op) {
   const int parts = op.integer("temporal") + op.integer("height") + op.integer("width");
   if (parts && parts != pairs)
     throw wrong(op, "sections of " + std::to_string(parts) + " pairs, expected " + std::to_string(pairs));
-  if (op.weights.size() == 2 && (op.flag("dynamic") || op.number("original_max") < 1))
-    throw wrong(op, "two tables need an original_max, after which the second is taken, and no dynamic");
+  if ((int)op.weights.size() != 1 + op.flag("long_table"))
+    throw wrong(op,
+                std::to_string(op.weights.size()) + " weights, expected " + std::to_string(1 + op.flag("long_table")));
+  if (op.flag("long_table") && (op.flag("dynamic") || op.number("original_max") < 1))
+    throw wrong(op, "a long_table needs an original_max, beyond which it is taken, and no dynamic");
 }
 
 void check_embedding(const Program& p, const OpNode& op) { width_is(op, p.out(op), matrix(p, op, 0).k, "output"); }
@@ -281,11 +284,10 @@ std::vector<OpSpec> table() {
   };
   const auto rank_count = [](const char* name) { return within(whole(name, Scope::rank), 0, kLargestCount); };
   return {
-      // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger;
-      // beyond
-      // original_max a dynamic base grows with it (growth: as transformers has it, or in powers of two as Qwen v1 has
-      // it), and
-      // of two tables the second is taken. temporal, height, width: pairs that go by each part of a position of three.
+      // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
+      // Beyond original_max a dynamic base grows with it (as transformers has it, or in powers of two as Qwen v1 has
+      // it); or the second weight, a long_table, is taken. temporal, height, width: how many pairs go by each part of a
+      // position of three.
       {"rotary_table",
        kNone,
        kNone,
@@ -294,7 +296,8 @@ std::vector<OpSpec> table() {
        RowRule::none,
        {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
         number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
-        counted("temporal", 0), counted("height", 0), counted("width", 0), flag("interleaved_sections")},
+        counted("temporal", 0), counted("height", 0), counted("width", 0), flag("interleaved_sections"),
+        flag("long_table")},
        check_rotary_table,
        cost_rotary_table},
       // Rows of a table, scaled; zeros for ids of other ranks. A row that is given as an embedding is that, on rank 0.

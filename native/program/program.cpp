@@ -1,5 +1,6 @@
 #include "program/program.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <sstream>
@@ -102,14 +103,15 @@ const char* OpNode::choice(const char* name) const {
   return spec->attributes[spec->attribute(name)].choices[(size_t)index];
 }
 
-void OpNode::refuse(std::initializer_list<const char*> attributes, const char* backend) const {
-  for (const char* name : attributes) {
-    const int i = spec->attribute(name);
-    const AttributeSpec& a = spec->attributes.at(i);
+void OpNode::allow_only(std::initializer_list<const char*> known, const char* backend) const {
+  for (size_t i = 0; i < values.size(); i++) {
+    const AttributeSpec& a = spec->attributes[i];
+    const bool is_known =
+        std::any_of(known.begin(), known.end(), [&](const char* k) { return !std::strcmp(k, a.name); });
     const double otherwise = a.otherwise_as ? values.at(spec->attribute(a.otherwise_as)) : a.otherwise;
-    if (values[i] == otherwise) continue;
-    const std::string value = a.type == AttributeType::choice ? choice(name) : text_of(values[i]);
-    throw std::invalid_argument(std::string(backend) + " does not have " + spec->name + " with " + name + " " + value);
+    if (a.scope == Scope::graph || is_known || values[i] == otherwise) continue;
+    const std::string value = a.type == AttributeType::choice ? choice(a.name) : text_of(values[i]);
+    throw std::invalid_argument(std::string(backend) + " has no " + spec->name + " with " + a.name + " " + value);
   }
 }
 

@@ -47,8 +47,9 @@ struct OpNode {
   double number(const char* name) const { return value(name, AttributeType::number); }
   bool flag(const char* name) const { return value(name, AttributeType::flag) != 0; }
   const char* choice(const char* name) const;
-  // For backends: throws std::invalid_argument naming the first of these attributes that is not at its default.
-  void refuse(std::initializer_list<const char*> attributes, const char* backend) const;
+  // For backends: throws std::invalid_argument naming the first attribute that is neither known to it nor at its
+  // default.
+  void allow_only(std::initializer_list<const char*> known, const char* backend) const;
 
  private:
   double value(const char* name, AttributeType type) const;

@@ -15,9 +15,6 @@ namespace {
 
 using namespace sampling;
 
-// ---- the sampling block
-// ------------------------------------------------------------------------------------------------
-
 // Reads words one after the other; every complaint names the field.
 class Reader {
  public:
@@ -65,9 +62,6 @@ class Reader {
   const int32_t* end_;
 };
 
-// ---- random numbers
-// ----------------------------------------------------------------------------------------------------
-
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): counter becomes the output.
 void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
   for (int round = 0; round < 10; ++round) {
@@ -81,14 +75,22 @@ void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
   }
 }
 
-// ---- blobs
-// -------------------------------------------------------------------------------------------------------------
-
-// A blob's parts, copied out so that its alignment does not matter.
+// A blob's header; the candidates behind it are read where they lie (aligned or not).
 struct Part {
   Header head;
-  std::vector<Candidate> candidates;
-  std::vector<Candidate> top;  // by raw logit; .logit is .raw
+  const uint8_t* candidates;
+  void append_candidates(std::vector<Candidate>& out) const { append(candidates, head.n_candidates, out); }
+  // By raw logit; .logit is .raw.
+  void append_top(std::vector<Candidate>& out) const {
+    append(candidates + head.n_candidates * sizeof(Candidate), head.n_top, out);
+  }
+
+ private:
+  static void append(const uint8_t* from, int32_t count, std::vector<Candidate>& out) {
+    const size_t at = out.size();
+    out.resize(at + count);
+    if (count) std::memcpy(out.data() + at, from, count * sizeof(Candidate));
+  }
 };
 
 Part open_blob(const std::pair<const uint8_t*, size_t>& blob) {
@@ -98,6 +100,7 @@ Part open_blob(const std::pair<const uint8_t*, size_t>& blob) {
                                 std::to_string(sizeof(Header)));
   }
   std::memcpy(&part.head, blob.first, sizeof(Header));
+  part.candidates = blob.first + sizeof(Header);
   const Header& head = part.head;
   if (head.magic != kCandidatesMagic || head.bytes > blob.second || head.n_candidates < 0 || head.n_top < 0 ||
       head.vocab_local < 0) {
@@ -109,12 +112,6 @@ Part open_blob(const std::pair<const uint8_t*, size_t>& blob) {
     throw std::invalid_argument("sampling blob of " + std::to_string(head.bytes) +
                                 " bytes does not fit its own header");
   }
-  const uint8_t* p = blob.first + sizeof(Header);
-  part.candidates.resize(head.n_candidates);
-  if (head.n_candidates) std::memcpy(part.candidates.data(), p, part.candidates.size() * sizeof(Candidate));
-  p += part.candidates.size() * sizeof(Candidate);
-  part.top.resize(head.n_top);
-  if (head.n_top) std::memcpy(part.top.data(), p, part.top.size() * sizeof(Candidate));
   return part;
 }
 
@@ -126,8 +123,37 @@ std::vector<Part> open_all(const Blobs& blobs) {
   return parts;
 }
 
-// ---- what all kinds of draw share
-// --------------------------------------------------------------------------------------
+// The best of all ranks, as each has sent as many of its own: at most `most`, of which as many are put in order as are
+// looked at.
+class Ranking {
+ public:
+  Ranking(const std::vector<Part>& parts, size_t most) {
+    for (const Part& part : parts) {
+      part.append_candidates(all_);
+      whole_ = whole_ && !part.head.truncated;
+    }
+    whole_ = whole_ && all_.size() <= most;
+    size_ = std::min(all_.size(), most);
+  }
+  size_t size() const { return size_; }
+  bool whole() const { return whole_; }  // there are no others that could be drawn
+  const Candidate& operator[](size_t i) {
+    if (i >= sorted_) sort(i + 1);
+    return all_[i];
+  }
+
+ private:
+  void sort(size_t count) {
+    const size_t end = std::min(size_, std::max({count, 4 * sorted_, size_t{32}}));
+    const auto first = all_.begin() + sorted_, last = all_.begin() + end;
+    if (end < all_.size()) std::nth_element(first, last, all_.end(), better);
+    std::sort(first, last, better);
+    sorted_ = end;
+  }
+  std::vector<Candidate> all_;
+  size_t size_ = 0, sorted_ = 0;
+  bool whole_ = true;
+};
 
 // Fills in everything but the token; false if there is none to draw because the logits are not numbers.
 bool begin_output(const SamplingParams& params, const std::vector<Part>& parts, double& log_norm, SampleOutput& out) {
@@ -153,7 +179,7 @@ bool begin_output(const SamplingParams& params, const std::vector<Part>& parts, 
   }
   log_norm = top + exact::log(sum);
   std::vector<Candidate> best;
-  for (const Part& part : parts) best.insert(best.end(), part.top.begin(), part.top.end());
+  for (const Part& part : parts) part.append_top(best);
   std::sort(best.begin(), best.end(), better);
   const size_t count = std::min<size_t>(best.size(), params.top_logprobs);
   for (size_t i = 0; i < count; ++i) {
@@ -215,13 +241,11 @@ const Head* best_winner(size_t count, HeadOf head_of) {
   return best;
 }
 
-// Sets out to find the last token of a set: by count first if there is a top_k, then by weight if there is a top_p.
-void begin_search(const SamplingParams& params, float top, double log_norm, Search& search) {
-  search = Search{};
-  search.top = top;
-  search.log_norm = log_norm;
-  search.by_count = params.top_k > 0;
-  search.target = search.by_count ? params.top_k : -1.0;
+// How many steps below the best logit (depth_of) min_p's last tokens are.
+int32_t min_p_depth(const SamplingParams& params) {
+  if (params.min_p <= 0.0f) return kDeepest;
+  const double depth = -exact::log(static_cast<double>(params.min_p)) * (1 << 24);
+  return static_cast<int32_t>(std::min<double>(depth, kDeepest));
 }
 
 // The place is found, or (`all`) the set ends nowhere: what to look for next, given the weight up to there.
@@ -234,7 +258,21 @@ void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& s
     return;
   }
   if (all) search.place = std::numeric_limits<uint64_t>::max();
+  if (params.min_p > 0.0f) {
+    const uint64_t last = (static_cast<uint64_t>(min_p_depth(params)) << kIdBits) | ((uint64_t{1} << kIdBits) - 1);
+    search.place = std::min(search.place, last);
+  }
   search.level = kLevels;
+}
+
+// Sets out to find the last token of a set: by count first if there is a top_k, then by weight if there is a top_p.
+void begin_search(const SamplingParams& params, float top, double log_norm, Search& search) {
+  search = Search{};
+  search.top = top;
+  search.log_norm = log_norm;
+  search.by_count = params.top_k > 0;
+  search.target = search.by_count ? params.top_k : -1.0;
+  if (!search.by_count && params.top_p == 1.0f) end_search(params, true, 0, search);
 }
 
 }  // namespace
@@ -283,7 +321,7 @@ SamplingParams SamplingParams::parse(const int32_t*& p, const int32_t* end) {
   constexpr float kLargestReal = std::numeric_limits<float>::max();
   Reader in(p, end);
   SamplingParams out;
-  const int32_t flags = in.integer("sampling flags", 0, 7);
+  const int32_t flags = in.integer("sampling flags", 0, 15);
   out.do_sample = flags & 1;
   out.want_logprobs = flags & 2;
   out.suppress_repetition_in_generation = flags & 4;
@@ -307,6 +345,14 @@ SamplingParams SamplingParams::parse(const int32_t*& p, const int32_t* end) {
   for (int32_t i = 0; i < n_bad_words; ++i) {
     const int32_t length = in.integer("length of a bad word", 1, kLargest);
     out.bad_words.push_back(in.ids("a bad word", length));
+  }
+  if (flags & 8) {
+    out.min_p = in.real("min_p", 0.0f, 1.0f);
+    const int32_t n_biases = in.integer("number of logit biases", 0, kLargest);
+    for (int32_t i = 0; i < n_biases; ++i) {
+      const int32_t id = in.integer("id of a logit bias", 0, kLargest);
+      out.logit_bias.emplace_back(id, in.real("logit bias", -kLargestReal, kLargestReal));
+    }
   }
   p = in.at();
   return out;
@@ -332,21 +378,12 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
     choose(params, log_norm, head->winner_id, head->winner_raw, out);
     return true;
   }
-  // The best of all ranks, as each has sent as many of its own.
-  const size_t most = kind == Draw::top_k ? std::min(params.top_k, kCandidates) : kCandidates;
-  std::vector<Candidate> sorted;
-  bool whole = true;  // there are no others that could be drawn
-  for (const Part& part : parts) {
-    const auto middle = static_cast<std::ptrdiff_t>(sorted.size());
-    sorted.insert(sorted.end(), part.candidates.begin(), part.candidates.end());
-    std::inplace_merge(sorted.begin(), sorted.begin() + middle, sorted.end(), better);
-    whole = whole && !part.head.truncated && sorted.size() <= most;
-    sorted.resize(std::min(sorted.size(), most));
-  }
+  Ranking ranking(parts, kind == Draw::top_k ? std::min(params.top_k, kCandidates) : kCandidates);
   if (kind == Draw::greedy) {
-    choose(params, log_norm, sorted[0].id, sorted[0].raw, out);
+    choose(params, log_norm, ranking[0].id, ranking[0].raw, out);
     return true;
   }
+  bool whole = ranking.whole();
   if (kind == Draw::top_k && params.top_k <= kCandidates) whole = true;
   if (kind == Draw::top_k && !whole) {
     begin_search(params, top, log_norm, search);
@@ -354,32 +391,64 @@ bool merge(const SamplingParams& params, int position, const Blobs& blobs, Searc
   }
 
   const float scale = 1.0f / params.temperature;
-  std::vector<float> logits(sorted.size()), weights(sorted.size());
-  for (size_t i = 0; i < sorted.size(); ++i) logits[i] = sorted[i].logit;
-  logit_kernels().exp_values(logits.data(), static_cast<int>(logits.size()), top, scale, weights.data());
-  double sum = 0.0;
-  for (float weight : weights) sum += weight;
-  size_t kept = sorted.size();
+  const double steps = steps_of(scale);
+  const int32_t deepest = min_p_depth(params);
+  const auto behind_min_p = [&](size_t i) {
+    return params.min_p > 0.0f && depth_of(ranking[i].logit, top, steps) > deepest;
+  };
+  std::vector<float> weights;
+  const auto weight = [&](size_t i) {
+    for (size_t from = weights.size(); from <= i; from = weights.size()) {  // 64 at a time
+      float logits[64];
+      const size_t count = std::min<size_t>(64, ranking.size() - from);
+      for (size_t k = 0; k < count; ++k) logits[k] = ranking[from + k].logit;
+      weights.resize(from + count);
+      logit_kernels().exp_values(logits, static_cast<int>(count), top, scale, weights.data() + from);
+    }
+    return weights[i];
+  };
+  double need = std::numeric_limits<double>::infinity();
   if (params.top_p < 1.0f) {
-    double mass = sum;  // that top_p is a part of
+    double mass = 0.0;  // that top_p is a part of
     if (kind == Draw::nucleus) {
-      mass = 0.0;
       for (const Part& part : parts) {
         if (part.head.max != kBanned)
           mass += part.head.sum * exact::exp((static_cast<double>(part.head.max) - top) * scale);
       }
+    } else {
+      for (size_t i = 0; i < ranking.size(); ++i) mass += weight(i);
     }
-    const double need = mass * static_cast<double>(params.top_p);
-    sum = 0.0;
-    for (kept = 0; kept < sorted.size() && (kept == 0 || sum < need); ++kept) sum += weights[kept];
-    if (sum < need && !whole) {
-      begin_search(params, top, log_norm, search);
-      return false;
-    }
+    need = mass * static_cast<double>(params.top_p);
+  }
+  double sum = 0.0;
+  size_t kept = 0;
+  for (; kept < ranking.size() && (kept == 0 || sum < need) && !behind_min_p(kept); ++kept) sum += weight(kept);
+  if (kept == ranking.size() && sum < need && !whole) {
+    begin_search(params, top, log_norm, search);
+    return false;
   }
   const size_t pick = inverse_cdf(weights, kept, sum, uniforms(params, position).first);
-  choose(params, log_norm, sorted[pick].id, sorted[pick].raw, out);
+  choose(params, log_norm, ranking[pick].id, ranking[pick].raw, out);
   return true;
+}
+
+std::vector<Blobs> blobs_of(const std::vector<std::string>& messages, size_t rows) {
+  std::vector<Blobs> all(rows);
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    const auto* data = reinterpret_cast<const uint8_t*>(messages[rank].data());
+    size_t at = 0;
+    for (Blobs& row : all) {
+      const size_t left = messages[rank].size() - at;
+      const size_t bytes = left < sizeof(uint32_t) ? 0 : blob_bytes(data + at);
+      if (bytes < sizeof(uint32_t) || bytes > left)
+        throw std::invalid_argument("candidates of rank " + std::to_string(rank) + " end early");
+      row.emplace_back(data + at, bytes);
+      at += bytes;
+    }
+    if (at != messages[rank].size())
+      throw std::invalid_argument("rank " + std::to_string(rank) + " sent candidates of more rows than there are");
+  }
+  return all;
 }
 
 bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& search, SampleOutput& out) {

@@ -18,8 +18,10 @@
 //
 // What is drawn: processors in this order: repetition penalty (prompt and output; positive logits are divided by it,
 // others multiplied), presence and frequency penalty (output only), no_repeat_ngram_size and bad words (prompt and
-// output), min_length, mask; then temperature, top-k, top-p, renormalization and one draw. Greedy choice and every sort
-// break ties towards the lowest id. log probabilities are those of the model's own logits.
+// output), min_length, logit bias (nothing that is banned comes back), mask; then temperature, top-k, top-p (of what
+// top-k left), min-p (of what those left: tokens at least min_p times as probable as the best), renormalization and one
+// draw. Greedy choice and every sort break ties towards the lowest id. log probabilities are those of the model's own
+// logits.
 //
 // How: sets of up to 1,024 candidates by inverse CDF. Without top-k and top-p, and for wider sets, first a chunk of the
 // vocabulary, the one with the greatest log(weight) + Gumbel noise of its own, then by inverse CDF a token in it: every
@@ -34,17 +36,35 @@
 // that of all ranks, never a shard's. (What shards add up in double differs with their number by about 1e-16, which
 // decides where a nucleus ends once in some 1e13 draws.)
 //
-// Thread safety: all functions are reentrant; calls on different rows may run at the same time.
+// Thread safety: all functions are reentrant; calls on different rows may run at the same time, merge() too (blobs_of()
+// says where each row's blobs are). Few rows and many threads: ShardDraw is candidates() and narrow() cut into parts.
+//
+// The sampling block, in 32-bit words (floats bit for bit): flags (1 do_sample, 2 logprobs, 4
+// suppress_repetition_in_generation, 8: the extension follows at the end), temperature, top_k, top_p,
+// repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, min_length, top_logprobs, seed (low,
+// high), sample_index, prompt_len, number of end-of-sequence ids, number of bad words, those ids, each bad word
+// (length, ids); the extension: min_p, number of logit biases, each bias (id, float).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace as {
 
 constexpr int kMaxTopLogprobs = 20;
+
+namespace sampling {
+
+// What is in a bin of a level of a search.
+struct Bin {
+  uint32_t index, count;
+  uint64_t mass;  // of weights relative to the best logit of all, in steps of kMassUnit: sums that have no order
+};
+
+}  // namespace sampling
 
 // One request's sampling block (see parse). Neutral by default: unrestricted sampling at temperature 1.
 struct SamplingParams {
@@ -65,6 +85,8 @@ struct SamplingParams {
   int32_t prompt_len = 0;  // history[prompt_len...] was generated
   std::vector<int32_t> eos;
   std::vector<std::vector<int32_t>> bad_words;
+  float min_p = 0.0f;  // 0: off
+  std::vector<std::pair<int32_t, float>> logit_bias;
 
   // Reads one block at p and moves p behind it. Throws std::invalid_argument that names the field, its value and its
   // range.
@@ -127,8 +149,57 @@ size_t candidates(const SampleInput& input, int vocab_begin, int vocab_local, in
 size_t narrow(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, const Search& search,
               std::vector<uint8_t>& blob);
 
+// candidates() or narrow() of a row by several threads: begin() by one, then scan() of every part by any, at the same
+// time, and when all are done finish() by one. The blob has the same bytes however many parts there are. In between,
+// the row's logits may be changed. To be kept for further rows: what it allocates is of the vocabulary's size.
+class ShardDraw {
+ public:
+  // search: null for candidates(), else narrow()'s. What `input` points to has to stay until finish() returns.
+  void begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
+             const Search* search = nullptr);
+  void scan(int part);
+  // Appends the blob and returns how many bytes that were.
+  size_t finish(std::vector<uint8_t>& blob);
+
+  struct Stats {
+    std::vector<float> groups;  // maxima (LogitKernels::group_max)
+    std::vector<float> maxima;  // of chunks
+    std::vector<double> sums;   // of chunks' weights, relative to the maximum
+  };
+
+ private:
+  // Whole chunks: ids [begin, end) of the shard.
+  struct Part {
+    int begin, end, not_finite;
+    float raw_max, max;                              // of the model's logits, and of what is drawn from
+    int allowed;                                     // the best that the mask allows; -1: none
+    std::vector<std::pair<int32_t, float>> changes;  // of processors: place in the part, what was there before
+    std::vector<sampling::Bin> bins;
+  };
+  bool draws_narrowed() const { return narrows_ && search_.level == kLevels; }
+  float* processed_logits() { return input_.mask ? masked_.data() : input_.logits; }
+  // The first of x that is `value`, the greatest of all parts' `most`.
+  int first_of(const float* x, const Stats& stats, float Part::* most, float value) const;
+  void put_back();
+  size_t finish_candidates(std::vector<uint8_t>& blob);
+  size_t finish_narrow(std::vector<uint8_t>& blob);
+
+  SampleInput input_;
+  Search search_{};
+  bool narrows_ = false;
+  int begin_ = 0, local_ = 0, chunk_ = 1;
+  Stats raw_, processed_;      // of the model's logits, and of what is drawn from
+  std::vector<float> masked_;  // logits under a mask
+  std::vector<float> kept_;    // those of the set that is drawn from
+  std::vector<Part> parts_;
+};
+
 // Blobs start with their own length, so that blobs of several rows can follow one another in one message.
 size_t blob_bytes(const uint8_t* blob);
+
+// messages: each rank's, the blobs of `rows` rows one after the other. Returns each row's blobs. Throws
+// std::invalid_argument unless they are just that.
+std::vector<Blobs> blobs_of(const std::vector<std::string>& messages, size_t rows);
 
 // Whether merge() may return false.
 bool may_narrow(const SamplingParams& params);

@@ -53,11 +53,6 @@ inline int32_t depth_of(float x, double top, double steps) {
   return static_cast<int32_t>(depth < kDeepest ? depth : kDeepest);
 }
 
-// What is in a bin of a level.
-struct Bin {
-  uint32_t index, count;
-  uint64_t mass;  // of weights relative to the best logit of all, in steps of kMassUnit: sums that have no order
-};
 constexpr double kMassUnit = 1.0 / (1ull << 44);
 
 struct NarrowedHeader {
@@ -84,7 +79,7 @@ enum class Draw { greedy, top_k, nucleus, all };
 inline Draw kind_of(const SamplingParams& p) {
   if (p.greedy()) return Draw::greedy;
   if (p.top_k > 0) return Draw::top_k;
-  return p.top_p < 1.0f ? Draw::nucleus : Draw::all;
+  return p.top_p < 1.0f || p.min_p > 0.0f ? Draw::nucleus : Draw::all;
 }
 
 struct Uniforms {

@@ -7,14 +7,15 @@
 #include <string>
 
 #include "common/exact.h"
+#include "sampling/processors.h"
 #include "sampling/sampler.h"
 #include "sampling/sampler_blob.h"
 
 namespace as {
 
-namespace {
-
 using namespace sampling;
+
+namespace {
 
 #include "sampling/logit_passes.h"
 
@@ -23,119 +24,6 @@ void put(std::vector<uint8_t>& blob, const T* values, size_t count) {
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(values);
   blob.insert(blob.end(), bytes, bytes + count * sizeof(T));
 }
-
-// ---- processors
-// --------------------------------------------------------------------------------------------------------
-
-// Working memory of a thread: rows of a vocabulary are too large to allocate for every draw.
-struct Scratch {
-  std::vector<float> groups;    // maxima (LogitKernels::group_max)
-  std::vector<float> masked;    // logits under a mask
-  std::vector<float> kept;      // those of the set that is drawn from
-  std::vector<float> order;     // for the threshold
-  std::vector<float> maxima;    // of chunks
-  std::vector<double> sums;     // of their weights, relative to the maximum
-  std::vector<int32_t> counts;  // occurrences by local id; all zero between draws
-  std::vector<int32_t> touched;
-  std::vector<std::pair<int32_t, float>> undo;
-};
-
-Scratch& scratch() {
-  thread_local Scratch s;
-  return s;
-}
-
-// Applies the sparse processors to one shard and remembers what was there before.
-class Processors {
- public:
-  Processors(const SampleInput& input, int begin, int local, float* logits, Scratch& s)
-      : in_(input), p_(*input.params), begin_(begin), local_(local), x_(logits), s_(s) {}
-
-  void run() {
-    s_.undo.clear();
-    if (p_.repetition_penalty != 1.0f) {
-      count(p_.suppress_repetition_in_generation ? generated_from() : 0);
-      for (int32_t i : s_.touched) {
-        const float v = x_[i];
-        set(i, v > 0.0f ? v / p_.repetition_penalty : v * p_.repetition_penalty);
-      }
-      forget();
-    }
-    if (p_.presence_penalty != 0.0f || p_.frequency_penalty != 0.0f) {
-      count(generated_from());
-      for (int32_t i : s_.touched) {
-        set(i, x_[i] - (p_.presence_penalty + p_.frequency_penalty * static_cast<float>(s_.counts[i])));
-      }
-      forget();
-    }
-    if (p_.no_repeat_ngram_size > 0) ban_ngrams();
-    for (const auto& word : p_.bad_words) ban_word(word);
-    if (in_.history_len < p_.min_length) {
-      for (int32_t id : p_.eos) ban(id);
-    }
-  }
-
-  void undo() {
-    for (auto it = s_.undo.rbegin(); it != s_.undo.rend(); ++it) x_[it->first] = it->second;
-  }
-
- private:
-  int generated_from() const { return std::min(std::max(p_.prompt_len, 0), in_.history_len); }
-
-  void set(int32_t i, float value) {
-    s_.undo.emplace_back(i, x_[i]);
-    // A penalty may overflow; the passes need numbers no larger than the largest float.
-    x_[i] = value <= std::numeric_limits<float>::max() ? value : std::numeric_limits<float>::max();
-  }
-
-  void ban(int32_t id) {
-    const int64_t i = static_cast<int64_t>(id) - begin_;
-    if (i >= 0 && i < local_ && x_[i] != kBanned) {
-      s_.undo.emplace_back(static_cast<int32_t>(i), x_[i]);
-      x_[i] = kBanned;
-    }
-  }
-
-  void count(int from) {
-    if (s_.counts.size() < static_cast<size_t>(local_)) s_.counts.resize(local_, 0);
-    s_.touched.clear();
-    for (int t = from; t < in_.history_len; ++t) {
-      const int64_t i = static_cast<int64_t>(in_.history[t]) - begin_;
-      if (i >= 0 && i < local_ && s_.counts[i]++ == 0) s_.touched.push_back(static_cast<int32_t>(i));
-    }
-  }
-
-  void forget() {
-    for (int32_t i : s_.touched) s_.counts[i] = 0;
-  }
-
-  // Bans every id that would complete an n-gram that the history already holds.
-  void ban_ngrams() {
-    const int n = p_.no_repeat_ngram_size;
-    const int32_t* h = in_.history;
-    const int last = in_.history_len - (n - 1);  // where the open n-gram starts
-    for (int t = 0; t < last && t + n <= in_.history_len; ++t) {
-      if (std::equal(h + t, h + t + n - 1, h + last)) ban(h[t + n - 1]);
-    }
-  }
-
-  void ban_word(const std::vector<int32_t>& word) {
-    const int prefix = static_cast<int>(word.size()) - 1;
-    if (prefix < 0 || prefix > in_.history_len) return;
-    // As Hugging Face has it: a bad word that is an end-of-sequence id alone is left out, or nothing would ever end.
-    if (prefix == 0 && std::find(p_.eos.begin(), p_.eos.end(), word[0]) != p_.eos.end()) return;
-    if (std::equal(word.begin(), word.end() - 1, in_.history + in_.history_len - prefix)) ban(word.back());
-  }
-
-  const SampleInput& in_;
-  const SamplingParams& p_;
-  int begin_, local_;
-  float* x_;
-  Scratch& s_;
-};
-
-// ---- passes over a shard
-// -----------------------------------------------------------------------------------------------
 
 size_t group_count(int n) { return static_cast<size_t>((n + kChunk - 1) / kChunk) * kLanes; }
 
@@ -178,54 +66,53 @@ int first_of_value(const float* x, int n, const float* groups, float value) {
   return best < n ? best : -1;
 }
 
-// The `want` best finite logits, sorted by (value descending, id ascending). True if finite ones were left out.
-bool select_best(const float* x, int n, int begin, Scratch& s, int want, std::vector<Candidate>& out) {
+// The `want` best finite logits by (value descending, id ascending), in no order. True if finite ones were left out.
+bool select_best(const float* x, int n, int begin, const float* groups, int want, std::vector<Candidate>& out) {
+  thread_local std::vector<float> order;
   out.clear();
-  const size_t groups = group_count(n);
+  const size_t count = group_count(n);
   float threshold = kBanned;
-  if (static_cast<size_t>(want) < groups) {
+  if (static_cast<size_t>(want) < count) {
     // At least `want` logits reach the want-th largest of the groups' maxima.
-    s.order.assign(s.groups.begin(), s.groups.begin() + groups);
-    std::nth_element(s.order.begin(), s.order.begin() + (want - 1), s.order.end(), std::greater<float>());
-    threshold = s.order[want - 1];
+    order.assign(groups, groups + count);
+    std::nth_element(order.begin(), order.begin() + (want - 1), order.end(), std::greater<float>());
+    threshold = order[want - 1];
   }
-  visit_at_least(x, n, s.groups.data(), threshold, [&](int i) { out.push_back({begin + i, x[i], x[i]}); });
-  bool more = out.size() > static_cast<size_t>(want);
-  if (more) {
+  visit_at_least(x, n, groups, threshold, [&](int i) { out.push_back({begin + i, x[i], x[i]}); });
+  if (out.size() > static_cast<size_t>(want)) {
     std::nth_element(out.begin(), out.begin() + want, out.end(), better);
     out.resize(want);
-  } else if (threshold != kBanned) {
-    visit_at_least(x, n, s.groups.data(), kBanned, [&](int i) { more = more || x[i] < threshold; });
+    return true;
   }
-  std::sort(out.begin(), out.end(), better);
-  return more;
+  if (threshold == kBanned) return false;
+  if (std::any_of(groups, groups + count, [&](float top) { return top < threshold && top != kBanned; })) return true;
+  return std::any_of(x, x + n, [&](float value) { return value < threshold && value != kBanned; });
 }
 
 size_t chunk_count(int n, int chunk) { return (static_cast<size_t>(n) + chunk - 1) / chunk; }
 
 // Maxima of chunks and the sums of their weights relative to them, which do not depend on where shards begin.
-void weigh_chunks(const float* x, int n, int chunk, float scale, Scratch& s) {
+void weigh_chunks(const float* x, int n, int chunk, float scale, const float* groups, float* maxima, double* sums) {
   const LogitKernels& kernels = logit_kernels();
+  if (chunk == kChunk) return kernels.chunk_sum_exp(x, n, groups, scale, maxima, sums);
   const size_t chunks = chunk_count(n, chunk);
-  if (s.sums.size() < chunks) s.sums.resize(chunks), s.maxima.resize(chunks);
-  if (chunk == kChunk) return kernels.chunk_sum_exp(x, n, s.groups.data(), scale, s.maxima.data(), s.sums.data());
   for (size_t c = 0; c < chunks; ++c) {
     const int begin = static_cast<int>(c) * chunk, count = std::min(chunk, n - begin);
     float values[kChunk];
-    s.maxima[c] = *std::max_element(x + begin, x + begin + count);
-    s.sums[c] = 0.0;
-    if (s.maxima[c] == kBanned) continue;
-    kernels.exp_values(x + begin, count, s.maxima[c], scale, values);
-    for (int i = 0; i < count; ++i) s.sums[c] += values[i];
+    maxima[c] = *std::max_element(x + begin, x + begin + count);
+    sums[c] = 0.0;
+    if (maxima[c] == kBanned) continue;
+    kernels.exp_values(x + begin, count, maxima[c], scale, values);
+    for (int i = 0; i < count; ++i) sums[c] += values[i];
   }
 }
 
 // Sum of the weights relative to `top`, the greatest of the maxima.
-double total_weight(const Scratch& s, size_t chunks, float top, float scale) {
+double total_weight(const ShardDraw::Stats& stats, size_t chunks, float top, float scale) {
   double sum = 0.0;
   for (size_t c = 0; c < chunks; ++c) {
-    const double depth = (static_cast<double>(top) - s.maxima[c]) * scale;
-    if (depth < 80.0) sum += s.sums[c] * exact::exp(-depth);
+    const double depth = (static_cast<double>(top) - stats.maxima[c]) * scale;
+    if (depth < 80.0) sum += stats.sums[c] * exact::exp(-depth);
   }
   return sum;
 }
@@ -238,15 +125,17 @@ struct Winner {
 // Unrestricted sampling: the chunk with the greatest key log(weight) + Gumbel noise, ties to the first, and the token
 // that `second` draws in it. The key is log(sum / E) + maximum * scale with E = -log(uniform), which has an exponential
 // distribution: the chunk with the smallest E / weight, so that most need no logarithm: E >= 1 - uniform.
-Winner draw_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk, Scratch& s) {
+Winner draw_chunk(const SamplingParams& p, int position, const float* x, int begin, int n, int chunk,
+                  const ShardDraw::Stats& stats) {
   const LogitKernels& kernels = logit_kernels();
   const float scale = 1.0f / p.temperature;
   const size_t chunks = chunk_count(n, chunk);
-  weigh_chunks(x, n, chunk, scale, s);
-  const float top = *std::max_element(s.maxima.begin(), s.maxima.begin() + chunks);
+  if (!chunks) return {};
+  const float top = *std::max_element(stats.maxima.begin(), stats.maxima.begin() + chunks);
   if (top == kBanned) return {};
-  s.order.resize(chunks);
-  kernels.exp_values(s.maxima.data(), static_cast<int>(chunks), top, scale, s.order.data());
+  thread_local std::vector<float> heights;
+  heights.resize(chunks);
+  kernels.exp_values(stats.maxima.data(), static_cast<int>(chunks), top, scale, heights.data());
   constexpr double kSlack = 1.0001;  // far more than the estimates' error
   Winner winner;
   size_t best = 0;
@@ -256,17 +145,17 @@ Winner draw_chunk(const SamplingParams& p, int position, const float* x, int beg
   for (size_t c = 0; c < chunks; ++c) {
     const int global = first + static_cast<int>(c);
     if (c == 0 || global % 2 == 0) pair = chunk_uniforms(p, position, global / 2);
-    const double uniform = global % 2 ? pair.second : pair.first, weight = s.sums[c] * s.order[c];
+    const double uniform = global % 2 ? pair.second : pair.first, weight = stats.sums[c] * heights[c];
     if (weight <= 0.0 || 1.0 - uniform > least * weight * kSlack)
       continue;  // weights of 0 are below e^-87: never drawn
     const double wait = -exact::log(uniform);
-    const double key = exact::log(s.sums[c] / wait) + static_cast<double>(s.maxima[c]) * scale;
+    const double key = exact::log(stats.sums[c] / wait) + static_cast<double>(stats.maxima[c]) * scale;
     if (winner.index < 0 || key > winner.key) winner = {0, key}, best = c;
     least = std::min(least, wait / weight);
   }
   const int from = static_cast<int>(best) * chunk, count = std::min(chunk, n - from);
   float values[kChunk];
-  kernels.exp_values(x + from, count, s.maxima[best], scale, values);
+  kernels.exp_values(x + from, count, stats.maxima[best], scale, values);
   double sum = 0.0;
   for (int i = 0; i < count; ++i) sum += values[i];
   double left = uniforms(p, position).second * sum;
@@ -279,124 +168,7 @@ Winner draw_chunk(const SamplingParams& p, int position, const float* x, int beg
   return winner;
 }
 
-// Applies processors and mask, and hands the processed row to `use`: the logits themselves, which are put back
-// afterwards, or a copy under a mask. s.groups must be those of the logits; they are brought up to date.
-template <class Use>
-void with_processed(const SampleInput& input, int begin, int local, Scratch& s, Use use) {
-  float* x = input.logits;
-  if (input.mask) {
-    s.masked.assign(input.logits, input.logits + local);
-    x = s.masked.data();
-  }
-  Processors processors(input, begin, local, x, s);
-  processors.run();
-  if (input.mask) {
-    for (int i = 0; i < local; ++i) {
-      const uint32_t id = static_cast<uint32_t>(begin + i);
-      if (!((input.mask[id / 32] >> (id % 32)) & 1u)) x[i] = kBanned;
-    }
-    logit_kernels().group_max(x, local, s.groups.data());
-  } else {
-    for (const auto& change : s.undo) refresh_group(x, local, change.first, s.groups.data());
-  }
-  use(x);
-  if (!input.mask) processors.undo();
-}
-
-}  // namespace
-
-void check_shard(int begin, int local, int vocab_size) {
-  if (begin < 0 || local < 0 || local > vocab_size - begin) {
-    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " +
-                                std::to_string(static_cast<int64_t>(begin) + local) + ") is outside of [0, " +
-                                std::to_string(vocab_size) + ")");
-  }
-  const int chunk = chunk_of(vocab_size);
-  if (begin % chunk || (local % chunk && begin + local != vocab_size)) {
-    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " + std::to_string(begin + local) +
-                                ") is not made of whole chunks of " + std::to_string(chunk) + " ids");
-  }
-}
-
-size_t candidates(const SampleInput& input, int begin, int local, int vocab_size, std::vector<uint8_t>& blob) {
-  check_shard(begin, local, vocab_size);
-  const SamplingParams& p = *input.params;
-  const LogitKernels& kernels = logit_kernels();
-  Scratch& s = scratch();
-  const int chunk = chunk_of(vocab_size);
-  const size_t groups = group_count(local), chunks = chunk_count(local, chunk);
-  const Draw kind = kind_of(p);
-  if (s.groups.size() < groups) s.groups.resize(groups);
-
-  Header head{};
-  head.magic = kCandidatesMagic;
-  head.vocab_begin = begin;
-  head.vocab_local = local;
-  head.best_id = head.allowed_id = head.eos_id = head.winner_id = -1;
-  head.best_raw = head.allowed_raw = head.max = kBanned;
-  const float* raw = input.logits;
-  head.not_finite = kernels.group_max(raw, local, s.groups.data());
-  head.raw_max = max_of(s.groups.data(), groups);
-  if (!p.eos.empty() && p.eos[0] >= begin && p.eos[0] - begin < local) {
-    head.eos_id = p.eos[0];
-    head.eos_raw = raw[p.eos[0] - begin];
-  }
-  std::vector<Candidate> top, chosen;
-  if (head.not_finite == 0 && head.raw_max != kBanned) {
-    if (p.logprobs()) {
-      weigh_chunks(raw, local, chunk, 1.0f, s);
-      head.raw_sum = total_weight(s, chunks, head.raw_max, 1.0f);
-    }
-    if (p.top_logprobs > 0) select_best(raw, local, begin, s, p.top_logprobs, top);
-    head.best_id = begin + first_of_value(raw, local, s.groups.data(), head.raw_max);
-    head.best_raw = head.raw_max;
-    head.allowed_id = head.best_id;
-    head.allowed_raw = head.best_raw;
-    if (input.mask) {
-      head.allowed_id = -1;
-      head.allowed_raw = kBanned;
-      for (int i = 0; i < local; ++i) {
-        const uint32_t id = static_cast<uint32_t>(begin + i);
-        if (((input.mask[id / 32] >> (id % 32)) & 1u) && raw[i] > head.allowed_raw) {
-          head.allowed_raw = raw[i];
-          head.allowed_id = begin + i;
-        }
-      }
-    }
-    with_processed(input, begin, local, s, [&](const float* x) {
-      head.max = max_of(s.groups.data(), groups);
-      if (head.max == kBanned) return;
-      if (kind == Draw::greedy) {
-        chosen.push_back({begin + first_of_value(x, local, s.groups.data(), head.max), head.max, 0.0f});
-      } else if (kind == Draw::all) {
-        const Winner winner = draw_chunk(p, input.history_len, x, begin, local, chunk, s);
-        head.winner_id = begin + winner.index;
-        head.winner_key = winner.key;
-      } else {
-        if (kind == Draw::nucleus) {
-          const float scale = 1.0f / p.temperature;
-          weigh_chunks(x, local, chunk, scale, s);
-          head.sum = total_weight(s, chunks, head.max, scale);
-        }
-        const int want = kind == Draw::top_k ? std::min(p.top_k, kCandidates) : kCandidates;
-        head.truncated = select_best(x, local, begin, s, std::min(want, local), chosen);
-      }
-    });
-    if (head.winner_id >= 0) head.winner_raw = raw[head.winner_id - begin];
-    for (Candidate& c : chosen) c.raw = raw[c.id - begin];
-  }
-  head.n_candidates = static_cast<int32_t>(chosen.size());
-  head.n_top = static_cast<int32_t>(top.size());
-  const size_t bytes = sizeof(Header) + (chosen.size() + top.size()) * sizeof(Candidate);
-  head.bytes = static_cast<uint32_t>(bytes);
-  blob.reserve(blob.size() + bytes);
-  put(blob, &head, 1);
-  put(blob, chosen.data(), chosen.size());
-  put(blob, top.data(), top.size());
-  return bytes;
-}
-
-namespace {
+bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
 
 class Places {
  public:
@@ -431,79 +203,287 @@ void visit_between(const float* x, int n, float low, float high, Visit visit) {
   }
 }
 
-// The bins of a level that hold anything, of the tokens whose digits above are those of search.place.
-void fill_bins(const float* x, int begin, int local, float scale, const Search& search, std::vector<Bin>& found) {
+// Adds up the bins of a level, of the tokens whose digits above are those of search.place; kBins: what is banned.
+void fill_bins(const float* x, int begin, int n, float scale, const Search& search, std::vector<Bin>& bins) {
   const LogitKernels& kernels = logit_kernels();
-  std::vector<Bin> bins(kBins + 1, Bin{});  // and one for what is banned
+  bins.assign(kBins + 1, Bin{});
   const auto add = [&](uint32_t index, uint64_t mass) {
     ++bins[index].count;
     bins[index].mass += mass;
   };
   if (search.level == 0) {  // of depths alone
-    for (int from = 0; from < local; from += kChunk) {
-      const int count = std::min(kChunk, local - from);
+    for (int from = 0; from < n; from += kChunk) {
+      const int count = std::min(kChunk, n - from);
       uint32_t indices[kChunk];
       uint64_t masses[kChunk];
       kernels.weigh_bins(x + from, count, search.top, scale, indices, masses);
       for (int i = 0; i < count; ++i) add(indices[i], masses[i]);
     }
-  } else {
-    const Places places(search.top, scale);
-    const int shift = shift_of(search.level);
-    const uint64_t first = search.place >> shift >> kDigitBits << kDigitBits << shift;
-    const uint64_t last = first | ((uint64_t{1} << (shift + kDigitBits)) - 1);
-    const auto [low, high] = places.range(first, last);
-    visit_between(x, local, low, high, [&](int i) {
-      const uint64_t place = places.of(x[i], begin + i);
-      if (place < first || place > last) return;
-      uint32_t unused;
-      uint64_t mass;
-      kernels.weigh_bins(x + i, 1, search.top, scale, &unused, &mass);
-      add(static_cast<uint32_t>((place >> shift) % kBins), mass);
-    });
+    return;
   }
-  for (int b = 0; b < kBins; ++b) {
-    if (!bins[b].count) continue;
-    bins[b].index = static_cast<uint32_t>(b);
-    found.push_back(bins[b]);
-  }
+  const Places places(search.top, scale);
+  const int shift = shift_of(search.level);
+  const uint64_t first = search.place >> shift >> kDigitBits << kDigitBits << shift;
+  const uint64_t last = first | ((uint64_t{1} << (shift + kDigitBits)) - 1);
+  const auto [low, high] = places.range(first, last);
+  visit_between(x, n, low, high, [&](int i) {
+    const uint64_t place = places.of(x[i], begin + i);
+    if (place < first || place > last) return;
+    uint32_t unused;
+    uint64_t mass;
+    kernels.weigh_bins(x + i, 1, search.top, scale, &unused, &mass);
+    add(static_cast<uint32_t>((place >> shift) % kBins), mass);
+  });
+}
+
+// x without what lies behind search.place.
+void keep_set(const float* x, int begin, int n, float scale, const Search& search, float* kept) {
+  const Places places(search.top, scale);
+  const auto [low, high] = places.range(search.place, search.place);
+  for (int i = 0; i < n; ++i) kept[i] = x[i] >= low ? x[i] : kBanned;
+  visit_between(x, n, low, high, [&](int i) {
+    if (places.of(x[i], begin + i) > search.place) kept[i] = kBanned;
+  });
 }
 
 }  // namespace
 
-size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, const Search& search,
-              std::vector<uint8_t>& blob) {
-  check_shard(begin, local, vocab_size);
-  const SamplingParams& p = *input.params;
+void check_shard(int begin, int local, int vocab_size) {
+  if (begin < 0 || local < 0 || local > vocab_size - begin) {
+    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " +
+                                std::to_string(static_cast<int64_t>(begin) + local) + ") is outside of [0, " +
+                                std::to_string(vocab_size) + ")");
+  }
+  const int chunk = chunk_of(vocab_size);
+  if (begin % chunk || (local % chunk && begin + local != vocab_size)) {
+    throw std::invalid_argument("vocabulary shard [" + std::to_string(begin) + ", " + std::to_string(begin + local) +
+                                ") is not made of whole chunks of " + std::to_string(chunk) + " ids");
+  }
+}
+
+void ShardDraw::begin(const SampleInput& input, int vocab_begin, int vocab_local, int vocab_size, int parts,
+                      const Search* search) {
+  check_shard(vocab_begin, vocab_local, vocab_size);
+  if (parts < 1) throw std::invalid_argument("a shard is scanned in 1 or more parts, not " + std::to_string(parts));
+  input_ = input;
+  begin_ = vocab_begin;
+  local_ = vocab_local;
+  chunk_ = chunk_of(vocab_size);
+  narrows_ = search != nullptr;
+  if (search) search_ = *search;
+  const size_t groups = group_count(local_), chunks = chunk_count(local_, chunk_);
+  for (Stats* stats : {&raw_, &processed_}) {
+    if (stats->groups.size() < groups) stats->groups.resize(groups);
+    if (stats->maxima.size() < chunks) stats->maxima.resize(chunks), stats->sums.resize(chunks);
+  }
+  if (input_.mask && masked_.size() < static_cast<size_t>(local_)) masked_.resize(local_);
+  if (draws_narrowed() && kept_.size() < static_cast<size_t>(local_)) kept_.resize(local_);
+  parts_.resize(parts);
+  const int units = chunk_count(local_, kChunk);
+  for (int i = 0; i < parts; ++i) {
+    Part& part = parts_[i];
+    part.begin = static_cast<int>(static_cast<int64_t>(units) * i / parts) * kChunk;
+    part.end = std::min(local_, static_cast<int>(static_cast<int64_t>(units) * (i + 1) / parts) * kChunk);
+    part.not_finite = 0;
+    part.raw_max = part.max = kBanned;
+    part.allowed = -1;
+    part.changes.clear();
+    part.bins.clear();
+  }
+}
+
+void ShardDraw::scan(int index) {
+  Part& part = parts_[index];
+  const int from = part.begin, n = part.end - part.begin;
+  if (n <= 0) return;
+  const SamplingParams& p = *input_.params;
+  const LogitKernels& kernels = logit_kernels();
+  const float* raw = input_.logits + from;
+  float* groups = raw_.groups.data() + group_count(from);
+  const size_t first_chunk = chunk_count(from, chunk_);
+  const auto weigh = [&](const float* x, float scale, Stats& stats) {
+    weigh_chunks(x, n, chunk_, scale, stats.groups.data() + group_count(from), stats.maxima.data() + first_chunk,
+                 stats.sums.data() + first_chunk);
+  };
+  part.not_finite = kernels.group_max(raw, n, groups);
+  part.raw_max = max_of(groups, group_count(n));
+  if (!narrows_) {
+    if (p.logprobs()) weigh(raw, 1.0f, raw_);
+    if (input_.mask) {
+      for (int i = 0; i < n; ++i) {
+        if (allows(input_.mask, begin_ + from + i) && raw[i] > (part.allowed < 0 ? kBanned : raw[part.allowed - from]))
+          part.allowed = from + i;
+      }
+    }
+  }
+  float* x = processed_logits() + from;
+  if (input_.mask) std::copy_n(raw, n, x);
+  thread_local Occurrences seen;
+  Processors(input_, begin_ + from, n, x, seen, part.changes).run();
+  float* current = processed_.groups.data() + group_count(from);
+  if (input_.mask) {
+    for (int i = 0; i < n; ++i) {
+      if (!allows(input_.mask, begin_ + from + i)) x[i] = kBanned;
+    }
+    kernels.group_max(x, n, current);
+  } else {
+    std::copy_n(groups, group_count(n), current);
+    for (const auto& change : part.changes) refresh_group(x, n, change.first, current);
+  }
+  part.max = max_of(current, group_count(n));
   const float scale = 1.0f / p.temperature;
-  Scratch& s = scratch();
-  if (s.groups.size() < group_count(local)) s.groups.resize(group_count(local));
-  logit_kernels().group_max(input.logits, local, s.groups.data());
+  if (draws_narrowed()) {
+    keep_set(x, begin_ + from, n, scale, search_, kept_.data() + from);
+    kernels.group_max(kept_.data() + from, n, current);
+    weigh(kept_.data() + from, scale, processed_);
+  } else if (narrows_) {
+    fill_bins(x, begin_ + from, n, scale, search_, part.bins);
+  } else {
+    const Draw kind = kind_of(p);
+    if (kind == Draw::all || (kind == Draw::nucleus && p.top_p < 1.0f)) weigh(x, scale, processed_);
+  }
+}
+
+int ShardDraw::first_of(const float* x, const Stats& stats, float Part::* most, float value) const {
+  for (const Part& part : parts_) {
+    if (part.*most != value) continue;
+    const float* groups = stats.groups.data() + group_count(part.begin);
+    return part.begin + first_of_value(x + part.begin, part.end - part.begin, groups, value);
+  }
+  return -1;
+}
+
+void ShardDraw::put_back() {
+  if (input_.mask) return;
+  for (const Part& part : parts_)
+    for (auto it = part.changes.rbegin(); it != part.changes.rend(); ++it)
+      input_.logits[part.begin + it->first] = it->second;
+}
+
+size_t ShardDraw::finish(std::vector<uint8_t>& blob) {
+  return narrows_ ? finish_narrow(blob) : finish_candidates(blob);
+}
+
+size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
+  const SamplingParams& p = *input_.params;
+  const size_t chunks = chunk_count(local_, chunk_);
+  const float* raw = input_.logits;  // after put_back()
+  Header head{};
+  head.magic = kCandidatesMagic;
+  head.vocab_begin = begin_;
+  head.vocab_local = local_;
+  head.best_id = head.allowed_id = head.eos_id = head.winner_id = -1;
+  head.best_raw = head.allowed_raw = head.max = kBanned;
+  head.raw_max = kBanned;
+  for (const Part& part : parts_) {
+    head.not_finite += part.not_finite;
+    head.raw_max = std::max(head.raw_max, part.raw_max);
+  }
+  const bool numbers = head.not_finite == 0 && head.raw_max != kBanned;
+  thread_local std::vector<Candidate> top, chosen;
+  top.clear(), chosen.clear();
+  if (numbers) {
+    const float* x = processed_logits();
+    const Draw kind = kind_of(p);
+    for (const Part& part : parts_) head.max = std::max(head.max, part.max);
+    if (head.max == kBanned) {
+      // Nothing to draw: what is taken then rank 0 knows.
+    } else if (kind == Draw::greedy) {
+      chosen.push_back({begin_ + first_of(x, processed_, &Part::max, head.max), head.max, 0.0f});
+    } else if (kind == Draw::all) {
+      const Winner winner = draw_chunk(p, input_.history_len, x, begin_, local_, chunk_, processed_);
+      head.winner_id = begin_ + winner.index;
+      head.winner_key = winner.key;
+    } else {
+      if (kind == Draw::nucleus && p.top_p < 1.0f)
+        head.sum = total_weight(processed_, chunks, head.max, 1.0f / p.temperature);
+      const int want = kind == Draw::top_k ? std::min(p.top_k, kCandidates) : kCandidates;
+      head.truncated = select_best(x, local_, begin_, processed_.groups.data(), std::min(want, local_), chosen);
+    }
+  }
+  put_back();
+  if (!p.eos.empty() && p.eos[0] >= begin_ && p.eos[0] - begin_ < local_) {
+    head.eos_id = p.eos[0];
+    head.eos_raw = raw[p.eos[0] - begin_];
+  }
+  if (numbers) {
+    if (p.logprobs()) head.raw_sum = total_weight(raw_, chunks, head.raw_max, 1.0f);
+    if (p.top_logprobs > 0) select_best(raw, local_, begin_, raw_.groups.data(), p.top_logprobs, top);
+    head.best_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
+    head.best_raw = head.raw_max;
+    if (input_.mask) {
+      for (const Part& part : parts_) {
+        if (part.allowed < 0 || !(raw[part.allowed] > head.allowed_raw)) continue;
+        head.allowed_id = begin_ + part.allowed;
+        head.allowed_raw = raw[part.allowed];
+      }
+    } else {
+      head.allowed_id = head.best_id;
+      head.allowed_raw = head.best_raw;
+    }
+    if (head.winner_id >= 0) head.winner_raw = raw[head.winner_id - begin_];
+    for (Candidate& c : chosen) c.raw = raw[c.id - begin_];
+  }
+  head.n_candidates = static_cast<int32_t>(chosen.size());
+  head.n_top = static_cast<int32_t>(top.size());
+  const size_t bytes = sizeof(Header) + (chosen.size() + top.size()) * sizeof(Candidate);
+  head.bytes = static_cast<uint32_t>(bytes);
+  blob.reserve(blob.size() + bytes);
+  put(blob, &head, 1);
+  put(blob, chosen.data(), chosen.size());
+  put(blob, top.data(), top.size());
+  return bytes;
+}
+
+size_t ShardDraw::finish_narrow(std::vector<uint8_t>& blob) {
   NarrowedHeader head{};
   head.magic = kNarrowedMagic;
   head.winner_id = -1;
   std::vector<Bin> bins;
-  with_processed(input, begin, local, s, [&](const float* x) {
-    if (local == 0 || max_of(s.groups.data(), group_count(local)) == kBanned) return;
-    if (search.level < kLevels) return fill_bins(x, begin, local, scale, search, bins);
-    const Places places(search.top, scale);
-    const auto [low, high] = places.range(search.place, search.place);
-    s.kept.resize(local);
-    for (int i = 0; i < local; ++i) s.kept[i] = x[i] >= low ? x[i] : kBanned;
-    visit_between(x, local, low, high, [&](int i) {
-      if (places.of(x[i], begin + i) > search.place) s.kept[i] = kBanned;
-    });
-    logit_kernels().group_max(s.kept.data(), local, s.groups.data());
-    const Winner winner = draw_chunk(p, input.history_len, s.kept.data(), begin, local, chunk_of(vocab_size), s);
-    if (winner.index >= 0) head.winner_id = begin + winner.index;
+  if (draws_narrowed()) {
+    const Winner winner =
+        draw_chunk(*input_.params, input_.history_len, kept_.data(), begin_, local_, chunk_, processed_);
+    if (winner.index >= 0) head.winner_id = begin_ + winner.index;
     head.winner_key = winner.key;
-  });
-  if (head.winner_id >= 0) head.winner_raw = input.logits[head.winner_id - begin];
+  } else {
+    for (int b = 0; b < kBins; ++b) {
+      Bin sum{static_cast<uint32_t>(b), 0, 0};
+      for (const Part& part : parts_) {
+        if (part.bins.empty()) continue;
+        sum.count += part.bins[b].count;
+        sum.mass += part.bins[b].mass;
+      }
+      if (sum.count) bins.push_back(sum);
+    }
+  }
+  put_back();
+  if (head.winner_id >= 0) head.winner_raw = input_.logits[head.winner_id - begin_];
   head.n_bins = static_cast<int32_t>(bins.size());
   head.bytes = static_cast<uint32_t>(sizeof head + bins.size() * sizeof(Bin));
   put(blob, &head, 1);
   put(blob, bins.data(), bins.size());
   return head.bytes;
+}
+
+namespace {
+
+size_t draw_alone(const SampleInput& input, int begin, int local, int vocab_size, const Search* search,
+                  std::vector<uint8_t>& blob) {
+  thread_local ShardDraw draw;
+  draw.begin(input, begin, local, vocab_size, 1, search);
+  draw.scan(0);
+  return draw.finish(blob);
+}
+
+}  // namespace
+
+size_t candidates(const SampleInput& input, int begin, int local, int vocab_size, std::vector<uint8_t>& blob) {
+  return draw_alone(input, begin, local, vocab_size, nullptr, blob);
+}
+
+size_t narrow(const SampleInput& input, int begin, int local, int vocab_size, const Search& search,
+              std::vector<uint8_t>& blob) {
+  return draw_alone(input, begin, local, vocab_size, &search, blob);
 }
 
 namespace sampling {

@@ -9,6 +9,7 @@ import numpy as np
 
 from allspark_server import _native
 from reference.batch import Batch, Item, Limits, Slots
+from reference.encodings import Stored
 from reference.ops import OPS
 from reference.plan import DRAW, HIDDEN, PROMPT, read_plan
 
@@ -22,7 +23,7 @@ Adapter = Mapping[int, tuple[np.ndarray, np.ndarray]]
 class StepResult:
     """What a step gives, as the native StepResult has it: flat over the tokens drawn, in order of the items.
 
-    logits: [tokens, vocabulary]. hidden: [rows, width], of the output rows of items with HIDDEN. prompt_logprobs: of the
+    logits: [output rows, vocabulary], of rejected drafts too. hidden: [rows, width], of the output rows of items with HIDDEN. prompt_logprobs: of the
     output rows of items with PROMPT that draw nothing.
     """
 
@@ -46,7 +47,7 @@ class Rank:
     def __init__(self, program, weights: Mapping[int, np.ndarray], limits: Limits, number: int):
         self.program, self.limits, self.number = program, limits, number
         self.ops, self.tensors, self.row_sets = program.ops, program.tensors, program.row_sets
-        self.weights = {i: np.asarray(w, float) for i, w in weights.items()}
+        self.weights = {i: self._decoded(i, w) for i, w in weights.items()}
         for i, (n, k, *_) in enumerate(program.weights):
             if self.weights[i].shape != ((n, k) if k else (n,)):
                 raise ValueError(f"weight {i} is of shape {self.weights[i].shape}, expected {n} x {k}")
@@ -58,6 +59,14 @@ class Rank:
         self.values: dict[int, np.ndarray] = {}
         self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.entries: dict[int, list[tuple[int, int]]] = {}  # of a routed row set: (expert, row), ascending
+
+    def _decoded(self, number: int, weight) -> np.ndarray:
+        if not isinstance(weight, Stored):
+            return np.asarray(weight, float)
+        _, _, form, group = self.program.weights[number]
+        if (form, group, self.program.scale_layout(number)) != (weight.format, weight.group, vars(weight.layout)):
+            raise ValueError(f"weight {number} is declared as {form}, groups of {group}, and is {weight.format}")
+        return weight.decode()
 
     def begin(self, slots: Slots, batch: Batch) -> None:
         self.slots, self.batch = slots.live, batch
@@ -138,12 +147,13 @@ class Runner:
             rank.values[rank.ops[number]["inputs"][0]] = total.copy()
 
     def _sample(self, logits: list[np.ndarray], batch: Batch, masks: np.ndarray | None, result: StepResult) -> None:
+        result.logits = list(np.concatenate(logits, axis=1))
         for item in batch.items:
             sampling, history = self.slots.live[item.slot].sampling, self.slots.live[item.slot].history
             inside = item.outputs - 1 if item.flags & DRAW else item.outputs
             if item.flags & PROMPT:
                 for i in range(inside):
-                    row = np.concatenate([part[item.output + i] for part in logits])
+                    row = result.logits[item.output + i]
                     follows = history[item.end - item.outputs + i + 1]
                     result.prompt_logprobs.append((row - np.logaddexp.reduce(row))[follows])
             if not item.flags & DRAW:
@@ -161,7 +171,6 @@ class Runner:
                 result.logprobs.append(each["logprob"])
                 result.top_ids.append(each["top_ids"])
                 result.top_logprobs.append(each["top_logprobs"])
-                result.logits.append(np.concatenate([part[item.output + item.outputs - 1 + i] for part in logits]))
 
 
 def draw(parts: list[np.ndarray], sampling, history: list[int], mask: np.ndarray | None) -> dict:

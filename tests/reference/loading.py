@@ -27,6 +27,7 @@ class Loaded:
         self.program, self.weights = _native.Program(), {}
         self.program.add_cache_group("full")
         self.add_tensor, self.add_op = self.program.add_tensor, self.program.add_op
+        self.add_cache_group, self.add_row_set = self.program.add_cache_group, self.program.add_row_set
 
     def add_matrix(self, out_features: int, in_features: int, dtype: str, group_size: int = 0) -> int:
         identity = self.program.add_matrix(out_features, in_features, dtype, group_size)
@@ -40,7 +41,7 @@ class Loaded:
         rows = slice(row_offset, row_offset + len(array))
         assert rows.stop <= len(matrix) and column + matrix.shape[1] <= array.shape[1]
         matrix[rows] = to_float32(np.ascontiguousarray(array[:, column:column + matrix.shape[1]]), source)
-        return array.size - int(np.isfinite(matrix[rows]).sum())
+        return int((~np.isfinite(matrix[rows])).sum())
 
     def source_hash(self, identity: int) -> int:
         return 0

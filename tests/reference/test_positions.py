@@ -25,7 +25,7 @@ def rotated(x, positions=None, prompt_len=0, frequencies=2, rotary_dim=DIM, tabl
     toy = Toy()
     hidden = toy.embedding(3, x.shape[1])
     weights = [toy.vector(f) for f in frequencies]
-    toy.op("rotary_table", (), None, weights, rotary_dim=rotary_dim, **(table or {}))
+    toy.op("rotary_table", (), None, weights, rotary_dim=rotary_dim, long_table=len(weights) == 2, **(table or {}))
     toy.emit(toy.op("rope", (hidden,), offset=0, heads=HEADS, head_dim=DIM, rotary_dim=rotary_dim, **attributes))
     return toy.emitted(embeddings=x, positions=positions, prompt_len=prompt_len)
 
@@ -200,7 +200,7 @@ def test_requests_in_one_batch_have_each_its_own_table():
     toy = Toy()
     hidden = toy.embedding(64, x.shape[1], np.random.default_rng(8).normal(size=(64, x.shape[1])))
     toy.op("rotary_table", (), None, [toy.vector(frequencies()), toy.vector(frequencies() / 4)], rotary_dim=DIM,
-           original_max=32)
+           original_max=32, long_table=True)
     toy.emit(toy.op("rope", (hidden,), offset=0, heads=HEADS, head_dim=DIM))
     short, long = list(range(20)), list(range(20, 60))
     alone = [toy.emitted(short, prompt_len=20), toy.emitted(long, prompt_len=40)]
@@ -212,7 +212,8 @@ def test_requests_in_one_batch_have_each_its_own_table():
 
 @pytest.mark.parametrize("attributes, weights, problem", [
     ({"temporal": 1}, 1, "sections of 1 pairs, expected 10"),
-    ({}, 2, "two tables need an original_max"),
+    ({"long_table": True}, 2, "a long_table needs an original_max"),
+    ({}, 2, "2 weights, expected 1"),
     ({"growth": "slow"}, 1, "growth is 'slow': expected one of linear, powers"),
     ({"table": 256}, 1, "table is 256: expected an integer of 0 to 255"),
 ])  # fmt: skip

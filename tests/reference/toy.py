@@ -137,6 +137,7 @@ def generate(runner: Runner, prompt, n: int, *, chunk: int = 1 << 20, drafts: in
         step = runner.step(plan([item(slot, rows, DRAW | flags if last else 0, known=known, drafts=wanted, spans=fresh,
                                       adapter=adapter, other_spans=[fresh] * (groups - 1))], entering))
         entering, spans = [], max(spans, needed)
+        step.logits = step.logits[:len(step.tokens)]  # without rejected drafts
         results.append(step)
         tokens += step.tokens.tolist()
         computed = len(prompt) + len(tokens) - 1 if last else computed + rows

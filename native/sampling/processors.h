@@ -1,0 +1,119 @@
+// The sparse logits processors, on a range of the vocabulary: what they change is remembered, to be put back.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "sampling/sampler.h"
+#include "sampling/sampler_blob.h"
+
+namespace as {
+namespace sampling {
+
+// Occurrences of tokens in a row's history. Kept between draws: rows of a vocabulary are too large to allocate for
+// each.
+struct Occurrences {
+  std::vector<int32_t> counts;  // by place in the range; all zero between draws
+  std::vector<int32_t> touched;
+};
+
+class Processors {
+ public:
+  using Changes = std::vector<std::pair<int32_t, float>>;  // place in the range, and what was there before
+
+  // logits: of the ids [begin, begin + size). Changes are appended to `changes`.
+  Processors(const SampleInput& input, int begin, int size, float* logits, Occurrences& seen, Changes& changes)
+      : in_(input), p_(*input.params), begin_(begin), size_(size), x_(logits), seen_(seen), changes_(changes) {}
+
+  void run() {
+    if (p_.repetition_penalty != 1.0f) {
+      count(p_.suppress_repetition_in_generation ? generated_from() : 0);
+      for (int32_t i : seen_.touched) {
+        const float v = x_[i];
+        set(i, v > 0.0f ? v / p_.repetition_penalty : v * p_.repetition_penalty);
+      }
+      forget();
+    }
+    if (p_.presence_penalty != 0.0f || p_.frequency_penalty != 0.0f) {
+      count(generated_from());
+      for (int32_t i : seen_.touched) {
+        set(i, x_[i] - (p_.presence_penalty + p_.frequency_penalty * static_cast<float>(seen_.counts[i])));
+      }
+      forget();
+    }
+    if (p_.no_repeat_ngram_size > 0) ban_ngrams();
+    for (const auto& word : p_.bad_words) ban_word(word);
+    if (in_.history_len < p_.min_length) {
+      for (int32_t id : p_.eos) ban(id);
+    }
+    for (const auto& [id, bias] : p_.logit_bias) {
+      const int64_t i = place_of(id);
+      if (i >= 0 && x_[i] != kBanned) set(static_cast<int32_t>(i), x_[i] + bias);
+    }
+  }
+
+ private:
+  int generated_from() const { return std::min(std::max(p_.prompt_len, 0), in_.history_len); }
+
+  // -1: not of this range.
+  int64_t place_of(int32_t id) const {
+    const int64_t i = static_cast<int64_t>(id) - begin_;
+    return i >= 0 && i < size_ ? i : -1;
+  }
+
+  void set(int32_t i, float value) {
+    changes_.emplace_back(i, x_[i]);
+    // A penalty may overflow; the passes need numbers no larger than the largest float.
+    x_[i] = value <= std::numeric_limits<float>::max() ? value : std::numeric_limits<float>::max();
+  }
+
+  void ban(int32_t id) {
+    const int64_t i = place_of(id);
+    if (i < 0 || x_[i] == kBanned) return;
+    changes_.emplace_back(static_cast<int32_t>(i), x_[i]);
+    x_[i] = kBanned;
+  }
+
+  void count(int from) {
+    if (seen_.counts.size() < static_cast<size_t>(size_)) seen_.counts.resize(size_, 0);
+    seen_.touched.clear();
+    for (int t = from; t < in_.history_len; ++t) {
+      const int64_t i = place_of(in_.history[t]);
+      if (i >= 0 && seen_.counts[i]++ == 0) seen_.touched.push_back(static_cast<int32_t>(i));
+    }
+  }
+
+  void forget() {
+    for (int32_t i : seen_.touched) seen_.counts[i] = 0;
+  }
+
+  // Bans every id that would complete an n-gram that the history already holds.
+  void ban_ngrams() {
+    const int n = p_.no_repeat_ngram_size;
+    const int32_t* h = in_.history;
+    const int last = in_.history_len - (n - 1);  // where the open n-gram starts
+    for (int t = 0; t < last && t + n <= in_.history_len; ++t) {
+      if (std::equal(h + t, h + t + n - 1, h + last)) ban(h[t + n - 1]);
+    }
+  }
+
+  void ban_word(const std::vector<int32_t>& word) {
+    const int prefix = static_cast<int>(word.size()) - 1;
+    if (prefix < 0 || prefix > in_.history_len) return;
+    // As Hugging Face has it: a bad word that is an end-of-sequence id alone is left out, or nothing would ever end.
+    if (prefix == 0 && std::find(p_.eos.begin(), p_.eos.end(), word[0]) != p_.eos.end()) return;
+    if (std::equal(word.begin(), word.end() - 1, in_.history + in_.history_len - prefix)) ban(word.back());
+  }
+
+  const SampleInput& in_;
+  const SamplingParams& p_;
+  int begin_, size_;
+  float* x_;
+  Occurrences& seen_;
+  Changes& changes_;
+};
+
+}  // namespace sampling
+}  // namespace as
