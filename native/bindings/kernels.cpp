@@ -8,7 +8,6 @@
 
 #include "bindings/bindings.h"
 #include "common/exact.h"
-#include "cpu/attention_shares.h"
 #include "cpu/executor.h"
 
 namespace py = pybind11;
@@ -34,33 +33,6 @@ void bind_kernels(py::module_& m) {
     const exact::Angle angle = exact::cos_sin(x);
     return std::make_pair(angle.cosine, angle.sine);
   });
-  m.def(
-      "share_attention",
-      [](const std::vector<std::tuple<int, int, bool>>& tiles, int threads) {
-        std::vector<SharedTile> shared;
-        for (const auto& [blocks, cost, whole] : tiles) shared.push_back({blocks, cost, whole});
-        const AttentionShares shares = share_attention(shared, threads);
-        py::list ranges, cuts;
-        for (int t = 0; t < threads; t++) {
-          py::list of_thread;
-          for (int i = shares.begin[t]; i < shares.begin[t + 1]; i++) {
-            const BlockRange& range = shares.ranges[i];
-            of_thread.append(py::make_tuple(range.tile, range.first, range.last));
-          }
-          ranges.append(of_thread);
-        }
-        for (size_t i = 0; i < shares.cuts.size(); i++) {
-          const size_t end = i + 1 < shares.cuts.size() ? shares.cuts[i + 1].first_run : shares.runs.size();
-          py::list runs;
-          for (size_t r = shares.cuts[i].first_run; r < end; r++)
-            runs.append(py::make_tuple(shares.runs[r].partial, shares.runs[r].cut));
-          cuts.append(py::make_tuple(shares.cuts[i].tile, runs));
-        }
-        return py::make_tuple(ranges, cuts, shares.partials);
-      },
-      py::arg("tiles"), py::arg("threads"),
-      "Who attends to what (attention_shares.h), for tests. tiles: (blocks, cost of a block, whole). Returns each "
-      "thread's (tile, first, last), the cut tiles' (tile, [(partial, cut) of each run]), and the number of partials.");
   py::module_ k = m.def_submodule("kernels", "Single kernels of the instruction set in use, for tests.");
   k.def("rms_norm", [](Floats x, Floats w, float eps) {
     expect(w.size() == x.size(), "rms_norm: x and w must be of one length");
