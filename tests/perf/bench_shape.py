@@ -39,8 +39,10 @@ SHAPES = {"0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960,
 class Model:
 
     def __init__(
-        self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int, context: int, cache: str
+        self, shape: Shape, threads: int, dtype: str, group: int, rows: int, batch: int, context: int, cache: str,
+        spans: int = 0, max_length: int = 0,
     ):
+        """spans, max_length: of the cache and of its longest sequence; 0: as prompts of `rows` and contexts need."""
         self.shape, self.names, self.context = shape, [], context
         e = self.executor = _native.Executor(cpus=list(range(threads)), num_threads=threads)
         rng = np.random.default_rng(0)
@@ -98,8 +100,8 @@ class Model:
         op("select_rows", "select_rows", [y], [last], [], {})
         op("head", "linear", [last], [logits], [head], {})
         op("sample", "sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": shape.vocab})
-        spans = -(-max(rows, self.context + 32) // SPAN) * batch
-        e.allocate(rows, batch, max(2048, rows + 32), SPAN, spans, cache)
+        spans = spans or -(-max(rows, self.context + 32) // SPAN) * batch
+        e.allocate(rows, batch, max_length or max(2048, rows + 32), SPAN, spans, cache)
 
     def start(self, slot: int, prompt: int, first_span: int) -> float:
         """Seconds for a prompt in one chunk."""
