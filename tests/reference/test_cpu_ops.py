@@ -261,8 +261,8 @@ class CpuSteps:
 
     def step(self, data: bytes):
         result = self.executor.step(data, True)
-        return StepResult(**{name: np.asarray(getattr(result, name)) for name in
-                             ("counts", "tokens", "status", "logprobs", "top_ids", "top_logprobs", "logits")}).finished()
+        names = ("counts", "tokens", "status", "logprobs", "top_ids", "top_logprobs", "logits")
+        return StepResult(**{name: np.asarray(getattr(result, name)) for name in names}).finished()
 
 
 @pytest.mark.parametrize("flags, chunk", [(0, 5), (0, 100), (LOOKUP, 100), (GIVEN, 7)])
@@ -299,14 +299,15 @@ def test_all_reduce():
     toys = []
     for rank in range(2):
         own, ids = toy(), slice(26 * rank, 26 if rank == 0 else VOCAB)
-        x = own.op("embedding", (), width, (own.matrix(ids.stop - ids.start, width, table[ids]),), ALL, vocab_begin=ids.start)
+        part = own.matrix(ids.stop - ids.start, width, table[ids])
+        x = own.op("embedding", (), width, (part,), ALL, vocab_begin=ids.start)
         own.op("all_reduce", (x,))
         half = slice(5 * rank, 5 * rank + 5)
         y = own.op("linear", (own.op("linear", (x,), 5, (own.matrix(5, width, up[half]),)),), 36,
                    (own.matrix(36, 5, down[:, half]),))
         selected = own.op("select_rows", (own.op("all_reduce", (y,)),), 36, rows=OUTPUTS)
-        own.op("sample", (own.op("linear", (selected,), 18, (own.matrix(18, 36, np.eye(36)[18 * rank:18 * rank + 18]),)),),
-               vocab_begin=18 * rank, vocab_size=36)
+        head = own.matrix(18, 36, np.eye(36)[18 * rank:18 * rank + 18])
+        own.op("sample", (own.op("linear", (selected,), 18, (head,)),), vocab_begin=18 * rank, vocab_size=36)
         toys.append(own)
     data, shared = step_of(prompts()), windows(2)
     executors = [compiled(own, 1, rank, 2, shared[rank]) for rank, own in enumerate(toys)]
