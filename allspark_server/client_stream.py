@@ -63,7 +63,7 @@ class _Pending:
 
 
 class _RequestSink:
-    """The engine's Sink of one request: files everything under the client's id for it. Runs on the output stage's thread."""
+    """The engine's Sink of one request: files everything under the client's id for it."""
 
     def __init__(self, stream: "ClientStream", request_id: int):
         self._stream, self._id = stream, request_id
@@ -107,8 +107,8 @@ class Backlog:
 class ClientStream:
     """Requests of one client, from its first message until its stream ends.
 
-    Filled by the output stage's thread, which never waits here; emptied by the service's event loop. `ready` is set by the
-    loop after a step that left something to send.
+    Filled by the output stage's thread, which never waits here; emptied by the service's event loop. `ready` is set by
+    the loop after a step that left something to send.
     """
 
     def __init__(self, engine: "Engine", news: Callable[["ClientStream", bool], None], max_pending: int = MAX_PENDING,

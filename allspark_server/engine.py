@@ -2,9 +2,9 @@
 
 A request passes three stages. The input stage (prepare.py) is the callers' threads: they check and tokenize. Their
 calls become commands in a queue; the engine's thread takes them between steps. It alone touches schedulers and the
-group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded by threads
-of the group, and files written by the callers' threads. The output stage (output.py) is a third thread: it tells the
-sinks of requests what came of them.
+group, so none of that needs locks; with nothing to do it sleeps in the queue. No command takes long: models are loaded
+by threads of the group, and files written by the callers' threads. The output stage (output.py) is a third thread: it
+tells the sinks of requests what came of them.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class OutputStage:
             sample = sequence.owner
             request = sample.request
             for at in range(first, first + kept):
-                if request.done.is_set():  # it could not be delivered
+                if request.sink is None:  # it could not be delivered
                     break
                 logprob, top = None, _NO_TOP
                 if sample.top_logprobs >= 0:

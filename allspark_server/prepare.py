@@ -32,7 +32,8 @@ class Obstacle:
 @dataclass
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
-    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is wanted."""
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
+    wanted."""
 
     sequences: list[Sequence]
     top_logprobs: int

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_STATUS_WITH_TOKEN = {1: GenerateRequestStatus.ContextFinished, 2: GenerateRequestStatus.Generating}
+
 
 @dataclass
 class Sample:
@@ -65,11 +67,10 @@ class Request:
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
-        if self.status is GenerateRequestStatus.Init:
+        if self.generated <= 2:
+            self._set_status(_STATUS_WITH_TOKEN[self.generated])
+        if self.generated == 1:
             self.first_token = now
-            self._set_status(GenerateRequestStatus.ContextFinished)
-        elif self.status is GenerateRequestStatus.ContextFinished:
-            self._set_status(GenerateRequestStatus.Generating)
         text = None
         if sample.detokenizer is not None:
             text = sample.detokenizer.push([token])

@@ -1,5 +1,5 @@
-"""The engine over a group without a model, for tests of service and client: what it says depends on ids alone, and tests
-can make it slow, deaf or unwilling."""
+"""The engine over a group without a model, for tests of service and client: what it says depends on ids alone, and
+tests can make it slow, deaf or unwilling."""
 
 from __future__ import annotations
 

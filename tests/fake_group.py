@@ -42,7 +42,7 @@ class _Slot:
 
 
 def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
-    """Up to `limit` tokens that followed the last earlier occurrence of the history's last `longest` tokens or fewer."""
+    """Up to `limit` tokens that followed the last earlier occurrence of the last `longest` tokens or fewer."""
     for n in range(min(longest, len(history) - 1), 0, -1):
         for at in range(len(history) - n - 1, -1, -1):
             if history[at:at + n] == history[-n:]:
@@ -142,7 +142,7 @@ class FakeExecutor:
 
 
 def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
-    """A StepResult, of the tokens of each item that draws and how many drafts it tried; a negative token has a status."""
+    """A StepResult, of the tokens of each item that draws and how many drafts it tried; a negative one has a status."""
     tokens = np.array([token for each in drawn for token in each], np.int32)
     return SimpleNamespace(
         counts=np.array([len(each) for each in drawn], np.int32),

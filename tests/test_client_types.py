@@ -300,7 +300,6 @@ INERT = (
             a.AsModelConfig("m", "p", **v)
             for v in (
                 {"compute_unit": "CUDA:0"},
-                {"speculation": "prompt_lookup"},
                 {"lora_names": ["x"]},
                 {"host_cache_memory": 1 << 20},
                 *INERT,

@@ -18,13 +18,10 @@ from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_server import engine as engine_module
-from allspark_server.cache import SpanPool
 from allspark_server.engine import Engine
 from allspark_server.runtime.worker import Heartbeat
-from allspark_server.scheduler import Limits, Scheduler, Sequence, StopRules
 from allspark_server.sinks import QueueSink
-from allspark_server.step_budget import StepBudget
-from fake_group import FakeGroup, expected_output, step_result
+from fake_group import FakeGroup, expected_output
 from waiting import wait_for
 
 Status = GenerateRequestStatus
@@ -122,7 +119,7 @@ def test_statuses_and_statistics_of_a_request(make_engine):
     assert sink.error is None and sink.reason == "length"
     stat = sink.stat
     assert (stat["context_token_length"], stat["generated_token_length"]) == (3, 3)
-    assert 5 <= stat["time_to_first_token"] <= stat["finish_time"] and stat["generate_tps"] < 200
+    assert 5 <= stat["time_to_first_token"] <= stat["finish_time"] and stat["generate_tps"] < 400
     engine.stop_model("m")
     assert flushes[-1] == len(seen)
 
@@ -286,7 +283,7 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0", "speculation": "prompt_lookup"}
+    later = {"compute_unit": "CUDA:0", "host_cache_memory": 1 << 30}
     for name, value in later.items():
         wanted = config("x", **{name: value})
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
@@ -310,7 +307,7 @@ def test_state_file_restores_models(make_engine, tmp_path):
     second.close()
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
-    entries[0]["config"]["speculation"] = "prompt_lookup"  # recorded by a newer version, say
+    entries[0]["config"]["host_cache_memory"] = 1 << 30  # recorded by a newer version, say
     with open(path, "w", encoding="utf-8") as file:
         json.dump(entries, file)
     third = make_engine(None, state_file=path)
@@ -362,39 +359,6 @@ def test_steps_run_while_ceilings_are_measured(make_engine):
     at = engine._group.measured_at
     assert len(at) == 5 and all(after > before for before, after in zip(at, at[1:]))
     assert results.GenerateStatus() not in (Status.GenerateFinished, Status.GenerateInterrupted)
-
-
-def test_step_budget_holds_a_latency():
-    budget = StepBudget(1024, 8, 20.0)
-    for _ in range(50):
-        budget.learn(budget.rows, 0, budget.rows * 1e-4)
-    assert 140 <= budget.rows <= 200
-    off = StepBudget(1024, 8, 0.0)
-    off.learn(1024, 0, 100.0)
-    assert off.rows == 1024
-
-
-def test_rows_far_into_a_context_cost_more():
-    """A prompt is computed in chunks; a position before a row costs a thousandth of the row."""
-    limits = Limits(4, 1024, 1024, 32)
-    times = []
-    budget = StepBudget(1024, 4, 20.0)
-    scheduler = Scheduler(limits, SpanPool(2048))
-    scheduler.add(Sequence(list(range(30_000)), 30_000, b"", StopRules(30_001)))
-    while scheduler.has_work:
-        step = scheduler.plan(budget.rows, budget.price)
-        times.append(1e-4 * (step.rows + step.context / 1000))
-        budget.learn(step.rows, step.context, times[-1])
-        scheduler.complete(step, step_result([[1]] * len(step.drawing), [0] * len(step.drawing)))
-    assert 0.0008 < budget.price < 0.0012
-    assert max(times[8:]) < 0.024 and sum(times[8:-1]) / len(times[8:-1]) > 0.014
-    for _ in range(20):  # short prompts only
-        budget.learn(budget.rows, budget.rows**2 // 2, 1e-4 * (budget.rows + budget.rows**2 / 2000))
-    scheduler.add(Sequence([2] * 30_000, 30_000, b"", StopRules(30_001)))
-    scheduler.plan(1)
-    scheduler._running[0].planned = 20_000  # found in a prefix cache, say
-    rows = scheduler.plan(budget.rows, budget.price).rows
-    assert 0.005 < 1e-4 * (rows + rows * 20) < 0.024
 
 
 def test_a_forked_child_cannot_use_the_engine_and_leaves_it_alone(make_engine):

@@ -12,7 +12,6 @@ from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequ
 from allspark_client.config import GenerateConfig
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_server import engine as engine_module
 from allspark_server import output as output_module
 from allspark_server.engine import Engine
 from allspark_server.prepare import Obstacle
@@ -195,8 +194,7 @@ def test_a_failed_flush_listener_harms_nobody(make_engine):
 
 
 @pytest.mark.parametrize("kind", ["prompt_lookup", "draft"])
-def test_speculation_changes_no_output(make_engine, monkeypatch, kind):
-    monkeypatch.setattr(engine_module, "check_available", lambda config: None)
+def test_speculation_changes_no_output(make_engine, kind):
     given = {"speculation": kind, "draft_model": "/draft"} if kind == "draft" else {"speculation": kind}
     prompts = [[i % 5, 2, 1, 4, 0, 3] * 4 for i in range(12)]
     outputs = []

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Group(Protocol):
-    """Rank 0's view of a group. Every call comes from the engine's thread. `collect` waits for a step; the others wait at
-    most for the steps that were submitted before."""
+    """Rank 0's view of a group. Every call comes from the engine's thread. `collect` waits for a step; the others wait
+    at most for the steps that were submitted before."""
     size: int
 
     def start_load(self, config: AsModelConfig) -> None:
@@ -49,8 +49,8 @@ class Group(Protocol):
         """Queue a step plan. At most `steps.DEPTH` steps, of all models, may be submitted and not collected."""
 
     def collect(self):
-        """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every rank
-        has refused the plan, and nothing was computed."""
+        """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
+        rank has refused the plan, and nothing was computed."""
 
     def unload(self, name: str) -> None:
         """Begin to free a model on every rank; its load, if that is under way, is given up."""

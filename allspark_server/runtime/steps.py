@@ -23,8 +23,8 @@ class Steps:
         self._count = 0
 
     def submit(self, runner: "ModelRunner", name: str, plan: bytes, kind: int = 0, prefix: bytes = b"") -> None:
-        """Queue a step of `runner`, whose model is called `name`. kind, prefix: of the command that is published, in front
-        of the plan. RuntimeError if `DEPTH` are queued already."""
+        """Queue a step of `runner`, whose model is called `name`. kind, prefix: of the command that is published, in
+        front of the plan. RuntimeError if `DEPTH` are queued already."""
         if self._count >= DEPTH:
             raise RuntimeError(f"a step of model {name!r}: {DEPTH} steps are submitted and not collected already")
         if self._stepper is None:
@@ -33,7 +33,7 @@ class Steps:
         self._count += 1
 
     def collect(self):
-        """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError if there is none."""
+        """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError without one."""
         if not self._count:
             raise RuntimeError("there is no step to collect: none was submitted")
         self._count -= 1

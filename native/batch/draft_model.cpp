@@ -25,7 +25,8 @@ void DraftModel::draft(Slots& slots) {
     Slot& slot = slots.slot(item.slot);
     const int room = max_rows_ - (int)batch_.rows.size(), end = std::min(item.end, slot.drafted + room);
     const bool draws = item.by_model && item.drafts > 0 && end == item.end;
-    if (item.draws && item.rows == 1 && !item.by_model) continue;  // no drafts just now: what it misses is made up for later
+    if (item.draws && item.rows == 1 && !item.by_model)
+      continue;  // no drafts just now: what it misses is made up for later
     if (end <= slot.drafted) continue;
     add(slot, item.slot, slot.drafted, end, draws);
     if (draws) drawing.push_back({&slot, item.slot, item.drafts});

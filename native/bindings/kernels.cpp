@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
+#include <tuple>
 
 #include "bindings/bindings.h"
 #include "common/exact.h"

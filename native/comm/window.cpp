@@ -368,7 +368,7 @@ bool Window::wait_command(double timeout, int& kind, std::string& payload) {
     if (left <= 0 && payload.empty()) return false;
     if (left <= -timeout_) throw std::runtime_error("rank 0 stopped in the middle of a command");
     // Commands wake the sleeper at once; the long slice only bounds how late an abort is seen (it also wakes).
-    root->command.sleep(seen, (long)(std::clamp(left, 0.001, 0.9) * 1e9));
+    root->command.sleep(seen, (int64_t)(std::clamp(left, 0.001, 0.9) * 1e9));
   }
 }
 

@@ -37,7 +37,7 @@ struct Signal {
     wake();
   }
   // Sleeps while value == seen, at most `nanoseconds` (< 1e9); may wake early.
-  void sleep(uint32_t seen, long nanoseconds) {
+  void sleep(uint32_t seen, int64_t nanoseconds) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     if (value.load(std::memory_order_seq_cst) == seen) {
       timespec limit{0, nanoseconds};

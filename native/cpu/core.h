@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "batch/batch.h"
-#include "comm/window.h"
+#include "comm/communicator.h"
 #include "cpu/kernels/kernels.h"
 #include "cpu/memory.h"
 #include "cpu/pool.h"
@@ -12,7 +12,7 @@ namespace as {
 
 struct Core {
   int rank, world;
-  Window* window;  // null: one rank
+  Communicator* peers;  // null: one rank
   Pool& pool;
   const Kernels& k;
 };

@@ -47,7 +47,7 @@ class Executor {
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
 
  private:
-  Core core() { return {rank_, world_, window_.get(), *pool_, kernels()}; }
+  Core core() { return {rank_, world_, world_ > 1 ? window_.get() : nullptr, *pool_, kernels()}; }
 
   int rank_, world_;
   std::shared_ptr<Window> window_;

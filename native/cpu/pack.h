@@ -1,40 +1,31 @@
 // Lays rows of a stored matrix out in panels (see Packed), converting to the matrix' type.
 //
-// A panel is [column][row], so packing transposes. Moving single values takes five cycles each; here tiles of 8 x 8 are
-// converted and transposed in registers. The compiler's vector extensions: baseline code, the same on every ISA.
+// A panel is [column][row], so packing transposes. Moving single values takes five cycles each; here squares of 8 x 8
+// are converted and transposed in registers. The compiler's vector extensions: baseline code, the same on every ISA.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "cpu/words.h"
+
 namespace as {
 namespace pack {
 
 typedef uint16_t Half8 __attribute__((vector_size(16)));
-typedef uint32_t Word4 __attribute__((vector_size(16)));
 typedef int32_t Int4 __attribute__((vector_size(16)));
 typedef float Float4 __attribute__((vector_size(16)));
 struct Word8 {
   Word4 low, high;
 };  // wider vectors than the baseline ISA has are slow
 
-constexpr int kTile = 8;
-
-// Lanes I... of a and b taken as one vector.
-template <int... I, typename V>
-V shuffle(V a, V b) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, I...);
-#else
-  return __builtin_shuffle(a, b, V{I...});
-#endif
-}
+constexpr int kSquare = 8;
 
 inline Half8 interleave_low(Half8 a, Half8 b) { return shuffle<0, 8, 1, 9, 2, 10, 3, 11>(a, b); }
 inline Half8 interleave_high(Half8 a, Half8 b) { return shuffle<4, 12, 5, 13, 6, 14, 7, 15>(a, b); }
-inline Word4 interleave_low(Word4 a, Word4 b) { return shuffle<0, 4, 1, 5>(a, b); }
-inline Word4 interleave_high(Word4 a, Word4 b) { return shuffle<2, 6, 3, 7>(a, b); }
+using as::interleave_high;
+using as::interleave_low;
 
 inline Word8 unsigned_words(Half8 x) { return {(Word4)interleave_low(x, Half8{}), (Word4)interleave_high(x, Half8{})}; }
 
@@ -56,11 +47,11 @@ struct F16 {
   using Lanes = pack::Half8;
   static constexpr uint16_t kExponent = 0x7c00;
   static pack::Half8 special(const Lanes& x) { return (pack::Half8)((x & kExponent) == kExponent); }
-  static pack::Word4 widen(pack::Word4 bits) {
-    const pack::Word4 exponent = (bits >> 10) & 31, fraction = bits & 1023;
-    const pack::Word4 subnormal = (pack::Word4)(__builtin_convertvector((pack::Int4)fraction, pack::Float4) * 0x1p-24f);
-    const pack::Word4 is_subnormal = (pack::Word4)(exponent == 0), is_special = (pack::Word4)(exponent == 31);
-    const pack::Word4 normal = ((exponent + 112 + (is_special & 112)) << 23) | (fraction << 13);
+  static Word4 widen(Word4 bits) {
+    const Word4 exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    const Word4 subnormal = (Word4)(__builtin_convertvector((pack::Int4)fraction, pack::Float4) * 0x1p-24f);
+    const Word4 is_subnormal = (Word4)(exponent == 0), is_special = (Word4)(exponent == 31);
+    const Word4 normal = ((exponent + 112 + (is_special & 112)) << 23) | (fraction << 13);
     return (is_subnormal & subnormal) | (~is_subnormal & normal) | ((bits & 0x8000) << 16);
   }
   static pack::Word8 widen(const Lanes& x) {
@@ -104,39 +95,34 @@ void convert(const typename Source::Lanes& x, Half8& y) {
 }
 
 // Eight rows of eight values become eight columns, `stride` elements apart.
-inline void transpose(Half8 (&a)[kTile], uint16_t* target, long stride) {
-  Half8 b[kTile];
-  auto interleave = [](const Half8* x, Half8* y) {  // three times: log2 of the tile
-    for (int i = 0; i < kTile / 2; i++) {
-      y[2 * i] = interleave_low(x[i], x[i + kTile / 2]);
-      y[2 * i + 1] = interleave_high(x[i], x[i + kTile / 2]);
+inline void transpose(Half8 (&a)[kSquare], uint16_t* target, int64_t stride) {
+  Half8 b[kSquare];
+  auto interleave = [](const Half8* x, Half8* y) {  // three times: log2 of the square
+    for (int i = 0; i < kSquare / 2; i++) {
+      y[2 * i] = interleave_low(x[i], x[i + kSquare / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + kSquare / 2]);
     }
   };
   interleave(a, b);
   interleave(b, a);
   interleave(a, b);
-  for (int i = 0; i < kTile; i++) std::memcpy(target + i * stride, &b[i], sizeof b[i]);
+  for (int i = 0; i < kSquare; i++) std::memcpy(target + i * stride, &b[i], sizeof b[i]);
 }
 
-inline void transpose4(Word4 r0, Word4 r1, Word4 r2, Word4 r3, float* target, long stride) {
-  const Word4 a = interleave_low(r0, r2), b = interleave_high(r0, r2);
-  const Word4 c = interleave_low(r1, r3), d = interleave_high(r1, r3);
-  const Word4 columns[4] = {interleave_low(a, c), interleave_high(a, c), interleave_low(b, d), interleave_high(b, d)};
-  for (int i = 0; i < 4; i++) std::memcpy(target + i * stride, &columns[i], sizeof columns[i]);
-}
-
-inline void transpose(const Word8 (&t)[kTile], float* target, long stride) {
-  for (int i = 0; i < kTile; i += 4) {
-    transpose4(t[i].low, t[i + 1].low, t[i + 2].low, t[i + 3].low, target + i, stride);
-    transpose4(t[i].high, t[i + 1].high, t[i + 2].high, t[i + 3].high, target + 4 * stride + i, stride);
+inline void transpose(const Word8 (&t)[kSquare], float* target, int64_t stride) {
+  const int64_t bytes = stride * (int64_t)sizeof(float);
+  for (int i = 0; i < kSquare; i += 4) {
+    transpose_words(t[i].low, t[i + 1].low, t[i + 2].low, t[i + 3].low, target + i, bytes);
+    transpose_words(t[i].high, t[i + 1].high, t[i + 2].high, t[i + 3].high, target + 4 * stride + i, bytes);
   }
 }
 
 // Packs 8 x 8 values; `special` becomes non-zero somewhere if any of them is NaN or infinite.
 template <typename Source, typename T>
-inline void tile(const typename Source::Storage* source, long stride, T* target, long target_stride, Half8& special) {
-  std::conditional_t<std::is_same_v<T, float>, Word8, Half8> rows[kTile];
-  for (int i = 0; i < kTile; i++) {
+inline void square(const typename Source::Storage* source, int64_t stride, T* target, int64_t target_stride,
+                   Half8& special) {
+  std::conditional_t<std::is_same_v<T, float>, Word8, Half8> rows[kSquare];
+  for (int i = 0; i < kSquare; i++) {
     typename Source::Lanes x;
     std::memcpy(&x, source + i * stride, sizeof x);
     special |= Source::special(x);
@@ -145,22 +131,22 @@ inline void tile(const typename Source::Storage* source, long stride, T* target,
   transpose(rows, target, target_stride);
 }
 
-// The same for a tile at an edge, of which only `rows` x `columns` values exist.
+// The same for a square at an edge, of which only `rows` x `columns` values exist.
 template <typename Source, typename T>
-void edge(const typename Source::Storage* source, long stride, T* target, long target_stride, long rows, long columns,
-          Half8& special) {
-  typename Source::Storage in[kTile * kTile] = {};
-  T out[kTile * kTile];
-  for (long i = 0; i < rows; i++) std::memcpy(in + i * kTile, source + i * stride, columns * sizeof *in);
-  tile<Source, T>(in, kTile, out, kTile, special);
-  for (long j = 0; j < columns; j++) std::memcpy(target + j * target_stride, out + j * kTile, rows * sizeof *out);
+void edge(const typename Source::Storage* source, int64_t stride, T* target, int64_t target_stride, int64_t rows,
+          int64_t columns, Half8& special) {
+  typename Source::Storage in[kSquare * kSquare] = {};
+  T out[kSquare * kSquare];
+  for (int64_t i = 0; i < rows; i++) std::memcpy(in + i * kSquare, source + i * stride, columns * sizeof *in);
+  square<Source, T>(in, kSquare, out, kSquare, special);
+  for (int64_t j = 0; j < columns; j++) std::memcpy(target + j * target_stride, out + j * kSquare, rows * sizeof *out);
 }
 
 template <typename Source>
-long count_special(const typename Source::Storage* source, long stride, long columns, long rows) {
-  long count = 0;
-  for (long r = 0; r < rows; r++)
-    for (long c = 0; c < columns; c++) {
+int64_t count_special(const typename Source::Storage* source, int64_t stride, int64_t columns, int64_t rows) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) {
       std::remove_const_t<decltype(Source::kExponent)> bits;
       std::memcpy(&bits, source + r * stride + c, sizeof bits);
       count += (bits & Source::kExponent) == Source::kExponent;
@@ -170,15 +156,15 @@ long count_special(const typename Source::Storage* source, long stride, long col
 
 // Packs a tile, or what there is of it, in pairs of columns: [column / 2][panel][2].
 template <typename Source>
-void pairs(const typename Source::Storage* source, long stride, uint16_t* target, int panel, long rows, long columns,
-           Half8& special) {
-  alignas(16) uint16_t out[kTile * kTile] = {};
-  if (rows == kTile && columns == kTile) tile<Source, uint16_t>(source, stride, out, kTile, special);
-  else edge<Source, uint16_t>(source, stride, out, kTile, rows, columns, special);
-  for (long j = 0; j < columns; j += 2) {
+void pairs(const typename Source::Storage* source, int64_t stride, uint16_t* target, int panel, int64_t rows,
+           int64_t columns, Half8& special) {
+  alignas(16) uint16_t out[kSquare * kSquare] = {};
+  if (rows == kSquare && columns == kSquare) square<Source, uint16_t>(source, stride, out, kSquare, special);
+  else edge<Source, uint16_t>(source, stride, out, kSquare, rows, columns, special);
+  for (int64_t j = 0; j < columns; j += 2) {
     Half8 even, odd;
-    std::memcpy(&even, out + j * kTile, sizeof even);
-    std::memcpy(&odd, out + (j + 1) * kTile, sizeof odd);
+    std::memcpy(&even, out + j * kSquare, sizeof even);
+    std::memcpy(&odd, out + (j + 1) * kSquare, sizeof odd);
     const Half8 both[2] = {interleave_low(even, odd), interleave_high(even, odd)};
     std::memcpy(target + j * panel, both, rows * 2 * sizeof(uint16_t));
   }
@@ -186,12 +172,12 @@ void pairs(const typename Source::Storage* source, long stride, uint16_t* target
 
 // `rows` rows of one panel; `lane` is where the first value of the first goes. Returns how many are NaN or infinite.
 template <typename Source, typename T>
-long rows_of_panel(const typename Source::Storage* source, long stride, long columns, long rows, int panel, T* lane,
-                   bool in_pairs) {
+int64_t rows_of_panel(const typename Source::Storage* source, int64_t stride, int64_t columns, int64_t rows, int panel,
+                      T* lane, bool in_pairs) {
   Half8 special{};
-  for (long c = 0; c < columns; c += kTile)  // down the panel first, so that what is written is written in order
-    for (long r = 0; r < rows; r += kTile) {
-      const long height = std::min<long>(kTile, rows - r), width = std::min<long>(kTile, columns - c);
+  for (int64_t c = 0; c < columns; c += kSquare)  // down the panel first, so that what is written is written in order
+    for (int64_t r = 0; r < rows; r += kSquare) {
+      const int64_t height = std::min<int64_t>(kSquare, rows - r), width = std::min<int64_t>(kSquare, columns - c);
       const auto* from = source + r * stride + c;
       if constexpr (std::is_same_v<T, uint16_t>)
         if (in_pairs) {
@@ -199,7 +185,7 @@ long rows_of_panel(const typename Source::Storage* source, long stride, long col
           continue;
         }
       T* to = lane + c * panel + r;
-      if (height == kTile && width == kTile) tile<Source, T>(from, stride, to, panel, special);
+      if (height == kSquare && width == kSquare) square<Source, T>(from, stride, to, panel, special);
       else edge<Source, T>(from, stride, to, panel, height, width, special);
     }
   uint64_t found[2];
@@ -212,12 +198,12 @@ long rows_of_panel(const typename Source::Storage* source, long stride, long col
 // Rows [r0, r1) of the packed matrix `target` from source, whose first row is row `row_offset` and whose rows are
 // `stride` elements apart. in_pairs: bfloat16 as Packed::pairs. Returns how many values are NaN or infinite.
 template <typename Source, typename T>
-long pack_rows(const typename Source::Storage* source, long stride, long columns, long row_offset, long r0, long r1,
-               int panel, T* target, bool in_pairs = false) {
-  const long padded = in_pairs ? (columns + 31) / 32 * 32 : columns;
-  long bad = 0;
-  for (long p0 = r0; p0 < r1;) {
-    const long p1 = std::min(r1, (p0 / panel + 1) * panel);
+int64_t pack_rows(const typename Source::Storage* source, int64_t stride, int64_t columns, int64_t row_offset,
+                  int64_t r0, int64_t r1, int panel, T* target, bool in_pairs = false) {
+  const int64_t padded = in_pairs ? (columns + 31) / 32 * 32 : columns;
+  int64_t bad = 0;
+  for (int64_t p0 = r0; p0 < r1;) {
+    const int64_t p1 = std::min(r1, (p0 / panel + 1) * panel);
     bad += pack::rows_of_panel<Source, T>(source + (p0 - row_offset) * stride, stride, columns, p1 - p0, panel,
                                           target + (p0 / panel) * panel * padded + p0 % panel * (in_pairs ? 2 : 1),
                                           in_pairs);

@@ -14,7 +14,7 @@ Packed plain_row(const QuantizedRows& rows) {
 }
 
 // Lanes of eight 4-bit values, k and k + 4 in a byte (format.h), into pairs of neighbours.
-void pair_neighbours(const char* lanes, long bytes, uint8_t* out) {
+void pair_neighbours(const char* lanes, int64_t bytes, uint8_t* out) {
   auto paired = [](uint32_t lane) {
     const uint32_t low = lane & 0x0f0f0f0f, high = lane >> 4 & 0x0f0f0f0f;
     const uint32_t first = (low | low >> 4) & 0x00ff00ff, second = (high | high >> 4) & 0x00ff00ff;
@@ -33,9 +33,9 @@ void pair_neighbours(const char* lanes, long bytes, uint8_t* out) {
 }
 
 // n values from k `first` of a stored row on, a byte each.
-AS_INLINE void unpack(const uint8_t* row, int bits, long first, int n, uint8_t* out) {
+AS_INLINE void unpack(const uint8_t* row, int bits, int64_t first, int n, uint8_t* out) {
   if (bits == 8) {
-    if (n == kChunk) std::memcpy(out, row + first, kChunk);  // of a length that is known: a move or four
+    if (n == kPlacedK) std::memcpy(out, row + first, kPlacedK);  // of a length that is known: a move or four
     else std::memcpy(out, row + first, n);
     return;
   }
@@ -54,21 +54,22 @@ AS_INLINE void unpack(const uint8_t* row, int bits, long first, int n, uint8_t* 
 
 }  // namespace
 
-long quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, long r0, long r1) {
+int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
+                      int64_t r1) {
   Packed row = plain_row(out);
   std::vector<char> memory(row.panel_bytes);
   row.data = memory.data();
   SourceRows one = source;
   one.row_offset = 0;
   const size_t item = source.type == SourceType::f32 ? 4 : 2;
-  long bad = 0;
-  for (long r = r0; r < r1; r++) {
+  int64_t bad = 0;
+  for (int64_t r = r0; r < r1; r++) {
     one.data = static_cast<const char*>(source.data) + (size_t)(r * source.stride) * item;
     bad += kernels.quantize(row, one, 0, 1);
     uint8_t* q = out.q + r * out.row_bytes();
     for (int g = 0; g < row.groups(); g++) {
       out.scales[r * out.groups() + g] = *row.scales(0, g), out.offsets[r * out.groups() + g] = *row.offsets(0, g);
-      const long first = g * out.group, length = row.group_k(g);
+      const int64_t first = g * out.group, length = row.group_k(g);
       if (out.bits == 8) std::memcpy(q + first, row.weights(0, g), length);
       else pair_neighbours(row.weights(0, g), (length + 1) / 2, q + first / 2);
     }
@@ -76,22 +77,22 @@ long quantize_rows(const Kernels& kernels, const SourceRows& source, const Quant
   return bad;
 }
 
-void place_rows(const Packed& w, const StoredRows& stored, long row_offset, long column, long r0, long r1) {
-  for (long row = r0; row < r1;) {
+void place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0, int64_t r1) {
+  for (int64_t row = r0; row < r1;) {
     const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
-    const int rows = (int)std::min<long>({r1 - row, (long)kRows, (long)(w.panel - lane)});
+    const int rows = (int)std::min<int64_t>({r1 - row, (int64_t)kPlacedRows, (int64_t)(w.panel - lane)});
     for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
-      const long group = (column + first) / stored.group;
+      const int64_t group = (column + first) / stored.group;
       for (int r = 0; r < rows; r++) {
-        const long at = (row + r - row_offset) * stored.groups() + group;
+        const int64_t at = (row + r - row_offset) * stored.groups() + group;
         w.scales(panel, g)[lane + r] = stored.scales[at], w.offsets(panel, g)[lane + r] = stored.offsets[at];
       }
-      for (int k0 = 0; k0 < w.group_k(g); k0 += kChunk) {
-        const int n = std::min(kChunk, w.group_k(g) - k0);
-        alignas(64) uint8_t q[kRows][kChunk];
+      for (int k0 = 0; k0 < w.group_k(g); k0 += kPlacedK) {
+        const int n = std::min(kPlacedK, w.group_k(g) - k0);
+        alignas(64) uint8_t q[kPlacedRows][kPlacedK];
         for (int r = 0; r < rows; r++) {
           unpack(stored.q + (row + r - row_offset) * stored.row_bytes(), stored.bits, column + first + k0, n, q[r]);
-          if (n < kChunk) std::memset(q[r] + n, 0, kChunk - n);
+          if (n < kPlacedK) std::memset(q[r] + n, 0, kPlacedK - n);
         }
         place(w, q, rows, n, k0, lane, w.weights(panel, g));
       }

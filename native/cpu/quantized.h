@@ -19,20 +19,21 @@ struct QuantizedRowsOf {
   Pointer<QuantizedScale> scales;   // [rows, groups()]
   Pointer<QuantizedScale> offsets;  // [rows, groups()]
   int bits;
-  long columns, group;  // k of a row, and of its groups (the last one may be shorter)
+  int64_t columns, group;  // k of a row, and of its groups (the last one may be shorter)
 
-  long row_bytes() const { return bits == 8 ? columns : (columns + 1) / 2; }
-  long groups() const { return (columns + group - 1) / group; }
+  int64_t row_bytes() const { return bits == 8 ? columns : (columns + 1) / 2; }
+  int64_t groups() const { return (columns + group - 1) / group; }
 };
 using QuantizedRows = QuantizedRowsOf<false>;
 using StoredRows = QuantizedRowsOf<true>;
 
 // Quantizes rows [r0, r1) of `source` into the same rows of `out`, which has its columns and groups. Returns how many
 // values are NaN or infinite.
-long quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, long r0, long r1);
+int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
+                      int64_t r1);
 
 // Lays rows [r0, r1) of w out from columns [column, column + w.k) of stored rows, the first of which is w's row
 // `row_offset`. Every group of w must be part of one stored group.
-void place_rows(const Packed& w, const StoredRows& rows, long row_offset, long column, long r0, long r1);
+void place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
 
 }  // namespace as

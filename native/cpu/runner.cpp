@@ -62,6 +62,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
       for (int t : op.outputs) part.outputs.push_back(bound(ops, i, p, t, true));
       binding.parts.push_back(std::move(part));
     }
+    if (const Part* add = binding.part("add")) binding.feeds_sum = feeds_sum(program, ops, i, add->op.inputs[0]);
     Step step{ops[i], bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
     if (is(last, "span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
@@ -225,7 +226,7 @@ Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
   try {
     core_.pool.run(task);
   } catch (const std::exception& e) {
-    if (core_.window) core_.window->abort(std::string("rank ") + std::to_string(core_.rank) + ": " + e.what());
+    if (core_.peers) core_.peers->abort(std::string("rank ") + std::to_string(core_.rank) + ": " + e.what());
     throw;
   }
   return std::move(drawn_);

@@ -125,6 +125,20 @@ std::vector<bool> never_written(const Program& program, const std::vector<FusedO
   return seen;
 }
 
+bool feeds_sum(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor) {
+  for (size_t i = op + 1; i < ops.size(); i++) {
+    const OpNode &first = program.ops()[ops[i].parts[0]], &last = program.ops()[ops[i].parts.back()];
+    for (int p : ops[i].parts) {
+      if (!has(program.ops()[p].inputs, tensor)) continue;
+      return is(first, "all_reduce") && ops[i].parts.size() > 1 && is(program.ops()[ops[i].parts[1]], "add") &&
+             program.ops()[ops[i].parts[1]].inputs[0] == tensor && (is(last, "add") || is(last, "rms_norm"));
+    }
+    for (int p : ops[i].parts)
+      if (has(program.ops()[p].outputs, tensor)) return false;
+  }
+  return false;
+}
+
 Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size) {
   Cost total;
   for (size_t p = 0; p < op.parts.size(); p++) {

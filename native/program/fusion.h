@@ -34,6 +34,10 @@ const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& op
 // Tensors that no op but those of one fused op sees: gate and up of a gated linear.
 std::vector<bool> never_written(const Program& program, const std::vector<FusedOp>& ops);
 
+// Whether what ops[op] leaves in a tensor is next read by a sum over ranks that adds to it: then each rank needs but
+// its own rows of it.
+bool feeds_sum(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor);
+
 Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size);
 
 }  // namespace as

@@ -23,6 +23,7 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
         cache_span_size=16,
         num_threads=threads,
         cache_memory=1 << 20,
+        speculation="prompt_lookup",
     )
     runner = ModelRunner(config)
     runner.load()

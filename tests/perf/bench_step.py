@@ -2,8 +2,8 @@
 
 For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
 the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
-engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request; then
-what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests waiting.
+engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request;
+then what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests waiting.
 `--drafts`: every sequence gets drafts, of which so many are accepted.
 """
 
@@ -46,7 +46,9 @@ def result_of(step, accepted: int) -> SimpleNamespace:
     """Token 1 for every row that draws, and for as many drafts."""
     counts = 1 + np.minimum(step.work.columns[WorkTable.DRAFTS, step.drawing], max(accepted, 0))
     tokens = np.ones(int(counts.sum()), np.int32)
-    return SimpleNamespace(counts=counts.astype(np.int32), tokens=tokens, status=np.zeros(len(tokens), np.int32))
+    drafted = step.work.columns[WorkTable.DRAFTS, step.drawing]
+    status = np.zeros(len(tokens), np.int32)
+    return SimpleNamespace(counts=counts.astype(np.int32), drafted=drafted, tokens=tokens, status=status)
 
 
 def measure(running: int, waiting: int, accepted: int) -> None:
@@ -104,8 +106,8 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     medians = {name: statistics.median(values) for name, values in times.items()}
     allowed, mean = 60 + running, statistics.mean(times["total"])
     print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode "
-          f"{medians['encode']:.0f} + complete {medians['complete']:.0f}; mean {mean:.0f}, {mean / allowed:.2f} of {allowed} us; output stage "
-          f"{medians['output']:.0f}, take {medians['take']:.0f}; {model.scheduler.waiting} waiting")
+          f"{medians['encode']:.0f} + complete {medians['complete']:.0f}; mean {mean:.0f}, "
+          f"{mean / allowed:.2f} of {allowed} us; output stage {medians['output']:.0f}, take {medians['take']:.0f}; {model.scheduler.waiting} waiting")
 
 
 if __name__ == "__main__":

@@ -37,16 +37,16 @@ void tile_zero() {
   std::memset(emulated_tiles.data[T], 0, sizeof emulated_tiles.data[T]);
 }
 template <int T>
-void tile_load(const void* p, long stride) {
+void tile_load(const void* p, int64_t stride) {
   for (int r = 0; r < emulated_tiles.config.rows[T]; r++)
     std::memcpy(emulated_tiles.data[T][r], (const char*)p + r * stride, 64);
 }
 template <int T>
-void tile_load_far(const void* p, long stride) {
+void tile_load_far(const void* p, int64_t stride) {
   tile_load<T>(p, stride);
 }
 template <int T>
-void tile_store(void* p, long stride) {
+void tile_store(void* p, int64_t stride) {
   for (int r = 0; r < emulated_tiles.config.rows[T]; r++)
     std::memcpy((char*)p + r * stride, emulated_tiles.data[T][r], 64);
 }
@@ -85,16 +85,16 @@ AS_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
 template <int T>
-AS_INLINE void tile_load(const void* p, long stride) {
+AS_INLINE void tile_load(const void* p, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
 // The same from the second-level cache past the first, which keeps what it has.
 template <int T>
-AS_INLINE void tile_load_far(const void* p, long stride) {
+AS_INLINE void tile_load_far(const void* p, int64_t stride) {
   asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
 template <int T>
-AS_INLINE void tile_store(void* p, long stride) {
+AS_INLINE void tile_store(void* p, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
 // Tile C += tile A [rows][32] tile B [16 pairs of k][16 columns][2], in bfloat16

@@ -100,7 +100,7 @@ inline vf exponential(vf x) { return vexp(x); }
 
 // The types of the cache: vector v of what is at `p`.
 template <typename T>
-struct Floats {
+struct FloatCache {
   static constexpr size_t bits = 8 * sizeof(T);
   template <int V>
   static vf value(const char* p) {
@@ -109,12 +109,12 @@ struct Floats {
   static vf keys(const char* p, int v) { return vload_as<T>(reinterpret_cast<const T*>(p) + v * W); }
   static constexpr size_t row = kKeyGroup * sizeof(T);  // bytes of one d (quantized: pair of d) of a group of keys
 };
-struct Int8 {
+struct Int8Cache {
   static vi pairs(const char* p, int v) { return pairs_i8(p + v * W * 2); }  // of keys, or of values
   static constexpr size_t vector_bytes = W * 2;
   static constexpr size_t row = kKeyGroup * 2;
 };
-struct UInt4 {
+struct UInt4Cache {
   static vi pairs(const char* p, int v) { return pairs_u4(p + v * W); }
   static constexpr size_t vector_bytes = W;
   static constexpr size_t row = kKeyGroup;
@@ -138,7 +138,7 @@ void round_queries(const AttentionTile& a, int levels, char* to) {
   int16_t* rounded = reinterpret_cast<int16_t*>(to);
   float *factor = reinterpret_cast<float*>(to + kTileRows * (size_t)padded * 2), *offset = factor + kTileRows;
   // The largest that cannot overflow 32 bits.
-  const int most = (int)std::min(32767L, 2147483647L / ((long)levels * dim));
+  const int most = (int)std::min<int64_t>(32767, 2147483647 / ((int64_t)levels * dim));
   alignas(64) float x[kQuantizedHeadDim];
   for (int r = 0; r < a.rows; r++, rounded += padded) {
     std::copy_n(a.q[r], dim, x);
@@ -434,18 +434,18 @@ void attend_all(const AttentionTile* tiles, int count) {
   };
   switch (tiles[0].layout->dtype) {
     case DType::f32:
-      return one_by_one(attend_floats<Floats<float>>);
+      return one_by_one(attend_floats<FloatCache<float>>);
 #if defined(AS_ISA_AVX512_BF16)
     case DType::bf16:
       return attend_bf16(tiles, count);
 #else
     case DType::bf16:
-      return one_by_one(attend_floats<Floats<uint16_t>>);
+      return one_by_one(attend_floats<FloatCache<uint16_t>>);
 #endif
     case DType::i8:
-      return one_by_one(attend_integers<Int8>);
+      return one_by_one(attend_integers<Int8Cache>);
     case DType::u4:
-      return one_by_one(attend_integers<UInt4>);
+      return one_by_one(attend_integers<UInt4Cache>);
   }
 }
 

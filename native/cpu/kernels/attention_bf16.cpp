@@ -111,7 +111,7 @@ void configure_tiles(int rows) {
 }
 constexpr int kColumnTiles = 4;
 
-AS_INLINE void prefetch_tile(const char* p, long stride) {
+AS_INLINE void prefetch_tile(const char* p, int64_t stride) {
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i++) prefetch_far(p + i * stride);
 }
@@ -122,13 +122,13 @@ AS_INLINE void zero_tiles() {
   if constexpr (I + 1 < N) zero_tiles<N, I + 1>();
 }
 template <int N, int I = 0>
-AS_INLINE void store_tiles(float* out, long stride) {
+AS_INLINE void store_tiles(float* out, int64_t stride) {
   tile_store<I>(out + 16 * I, stride);
   if constexpr (I + 1 < N) store_tiles<N, I + 1>(out, stride);
 }
 // One step of N accumulators against the tiles that b(i) loads from.
 template <int N, int I = 0, typename B>
-AS_INLINE void step_tiles(const B& b, long stride) {
+AS_INLINE void step_tiles(const B& b, int64_t stride) {
   constexpr int kB = 5 + I % 3;
   tile_load<kB>(b(I), stride);
   tile_dot_bf16<I, 4, kB>();
@@ -262,7 +262,7 @@ void attend_tiles(const AttentionTile* tiles, int count) {
 #else
 
 // R rows: up to 8 x 2 accumulators, each operand for several products, and chains enough for their latency of 6.
-constexpr int kRows = 8;
+constexpr int kProductRows = 8;
 
 // out [R][16 G]: scores of rows [r0, r0 + R) with G groups of keys.
 template <int R, int G, bool kCold>
@@ -356,8 +356,8 @@ void weigh_columns(const AttentionTile& a, const Weights& weights, int r0) {
 // Calls f(row, number of rows, whether to prefetch) for each part of the tile.
 template <typename F>
 void in_parts(const AttentionTile& a, F&& f) {
-  for (int r = 0; r < a.rows; r += kRows)
-    with_constant<kRows>(std::min(kRows, a.rows - r), [&](auto rows) {
+  for (int r = 0; r < a.rows; r += kProductRows)
+    with_constant<kProductRows>(std::min(kProductRows, a.rows - r), [&](auto rows) {
       if (a.cold && r == 0) f(r, rows, std::true_type{});
       else f(r, rows, std::false_type{});
     });

@@ -25,11 +25,11 @@ float read_memory(const float* p, size_t n) {
 }
 
 // `rounds` x 12 independent fused multiply-adds in registers; returns how many floating-point operations that were.
-double multiply_add(long rounds, float* keep) {
+double multiply_add(int64_t rounds, float* keep) {
   vf a[12];
   const vf b = vset(0.9999f), c = vset(0.0001f);
   for (int i = 0; i < 12; i++) a[i] = vset((float)i);
-  for (long r = 0; r < rounds; r++)
+  for (int64_t r = 0; r < rounds; r++)
     for (int i = 0; i < 12; i++) a[i] = vfma(a[i], b, c);
   vf s = a[0];
   for (int i = 1; i < 12; i++) s = vadd(s, a[i]);

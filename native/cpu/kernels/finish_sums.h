@@ -1,5 +1,5 @@
 // What is made of the sums of a tile product, row by row: results with scales and bias, plain or gated. A row of sums
-// has the panel's NR columns; with two planes the low plane's are kTile rows further.
+// has the panel's NR columns; with two planes the low plane's are kAmxRows rows further.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace as {
 namespace AS_ISA {
 namespace {
 
-constexpr int kTile = 16;  // rows of a tile
+constexpr int kAmxRows = 16;  // rows of a tile
 
 // A panel's part of the bias, padded, or zeros.
 struct Bias {
@@ -74,7 +74,7 @@ struct Scales {
 template <int Planes, bool kSmall>
 AS_INLINE void add_group(const char* sums, int middle, const char* activations, size_t apart, const Scales& scales,
                          vf (&total)[NV]) {
-  auto sum_of = [&](int plane, int v) { return _mm512_loadu_si512(sums + plane * kTile * NR * 4 + v * W * 4); };
+  auto sum_of = [&](int plane, int v) { return _mm512_loadu_si512(sums + plane * kAmxRows * NR * 4 + v * W * 4); };
   auto value_of = [&](__m512i sum, __m512i of_activations) {
     return _mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_slli_epi32(of_activations, middle)));
   };

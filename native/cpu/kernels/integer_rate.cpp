@@ -47,12 +47,12 @@ inline vi dot(vi sum, vb x) {
 }  // namespace
 
 // `rounds` x 12 independent chains in registers; returns how many multiplications and additions that were.
-double integer_multiply_add(long rounds, float* keep) {
+double integer_multiply_add(int64_t rounds, float* keep) {
   vb x = bytes(3);
   vi a[12];
 #pragma GCC unroll 12
   for (int i = 0; i < 12; i++) a[i] = iset(i);
-  for (long r = 0; r < rounds; r++) {
+  for (int64_t r = 0; r < rounds; r++) {
 #pragma GCC unroll 12
     for (int i = 0; i < 12; i++) {
       __asm__("" : AS_REGISTER(x));  // products are to be computed anew each time

@@ -42,7 +42,7 @@ enum class SourceType { f32, f16, bf16 };  // of a checkpoint's values
 struct SourceRows {
   const void* data;  // of row `row_offset` of the matrix that is filled
   SourceType type;
-  long stride, row_offset, column, columns, group;
+  int64_t stride, row_offset, column, columns, group;
 };
 
 struct LogitKernels;
@@ -61,8 +61,8 @@ struct Kernels {
   void (*prepare)(const Packed& w, const float* x, char* out);
   // Quantizes rows [r0, r1) of w; threads must not share a panel. Returns how many values of the groups that w has a
   // part of are NaN or infinite (the groups become NaN).
-  long (*quantize)(const Packed& w, const SourceRows& source, long r0, long r1);
-  void (*read_row)(const Packed& w, long row, float* y);  // y [k]: one row, recovered
+  int64_t (*quantize)(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
+  void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*add)(float* x, const float* y, size_t n);
@@ -81,9 +81,9 @@ struct Kernels {
   const LogitKernels& (*logits)();  // passes over logits, for the sampler
   // Ceilings (ceilings.cpp).
   float (*read_memory)(const float* p, size_t n);
-  double (*multiply_add)(long rounds, float* keep);
-  double (*integer_multiply_add)(long rounds, float* keep);
-  double (*multiply_tiles)(long rounds, bool integers);  // null without tiles
+  double (*multiply_add)(int64_t rounds, float* keep);
+  double (*integer_multiply_add)(int64_t rounds, float* keep);
+  double (*multiply_tiles)(int64_t rounds, bool integers);  // null without tiles
 };
 
 // The kernels in use.

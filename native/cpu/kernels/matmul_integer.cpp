@@ -90,8 +90,8 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
 
 // R rows of P planes from `row` on against one panel. (Inlined, its registers would be shared with its caller's.)
 template <typename F, int R, int P>
-__attribute__((noinline)) void tile(const Packed& w, const PreparedLayout& at, const Activations& a, int row, int panel,
-                                    const float* bias, float* y, int ldy) {
+__attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row,
+                                             int panel, const float* bias, float* y, int ldy) {
   constexpr int L = kWords ? 1 : P;  // rows of the product to a row of activations
   const int groups = w.groups();
   const Rows<P> rows(at, a, groups, row);
@@ -216,12 +216,12 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
 template <typename F, int P>
 void matmul_format(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   const PreparedLayout at = prepared(w);
-  constexpr int kRows = rows_of_tile(P);
+  constexpr int kHeight = rows_of_tile(P);
 #if defined(AS_WIDENED_BLOCKS)
   if constexpr (F::kWidens)
     if (m > F::kFewRows) {
       const int blocks = (m + kBlockRows - 1) / kBlockRows,
-                most = ((m + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
+                most = ((m + blocks - 1) / blocks + kHeight - 1) / kHeight * kHeight;
       for (int m0 = 0; m0 < m; m0 += most)
         for (int p = p0; p < p1; p++) many_rows<F, P>(w, at, a, m0, std::min(most, m - m0), p, bias, y, ldy);
       return;
@@ -229,9 +229,10 @@ void matmul_format(const Packed& w, const Activations& a, const float* bias, flo
 #endif
   for (int m0 = 0, most = block_rows(m); m0 < m; m0 += most)
     for (int p = p0, end = std::min(m, m0 + most); p < p1; p++)
-      for (int r0 = m0; r0 < end; r0 += kRows)
-        with_constant<kRows>(std::min(kRows, end - r0),
-                             [&](auto count) { tile<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy); });
+      for (int r0 = m0; r0 < end; r0 += kHeight)
+        with_constant<kHeight>(std::min(kHeight, end - r0), [&](auto count) {
+          multiply_rows<F, decltype(count)::value, P>(w, at, a, r0, p, bias, y, ldy);
+        });
 }
 
 // A row's scale and its inverse for values up to `most`: a = x / scale to nearest. A NaN or infinite x makes the scale

@@ -38,16 +38,16 @@ namespace {
 
 constexpr int kStepBytes = 64;                // of a row of activations
 constexpr int kPanelStepBytes = 16 * NR * 4;  // of a panel
-constexpr int kPair = 2 * kTile;              // rows of a block of accumulators
+constexpr int kPair = 2 * kAmxRows;           // rows of a block of accumulators
 constexpr int kNear = 12;                     // steps: 24 KB of one operand, half of the first level
 constexpr int kStay = 384;  // rows, or planes of rows, that stay in the second level (two threads of a core share it),
 constexpr size_t kStayBytes = 1 << 20;     // at most
 constexpr int kWhole = 48, kCut = 32;      // steps up to which K stays in one piece, and of the pieces otherwise
-constexpr int kRows = 256;                 // rows of a block, where K is in pieces
+constexpr int kCutRows = 256;              // rows of a block, where K is in pieces
 constexpr size_t kGroupBytes = 640 << 10;  // of panels, for which the rows pass: a third of the second level
-constexpr int kChunk = 8;                  // steps of a widened piece of a panel: 16 KB
+constexpr int kWidenedSteps = 8;           // steps of a widened piece of a panel: 16 KB
 constexpr int kPrefetch = 4096;            // bytes ahead, where weights come from memory
-static_assert(NR == 2 * kTile);
+static_assert(NR == 2 * kAmxRows);
 
 // Pieces of K, the longest of them, and how many panels' such pieces make a group.
 constexpr int cuts_of(int steps) { return steps <= kWhole ? 1 : (steps + kCut - 1) / kCut; }
@@ -61,7 +61,7 @@ constexpr int most_panels() {
 }
 constexpr int kGroup = most_panels();
 
-struct BFloat {
+struct TileBFloat {
   static constexpr int kStep = 32;  // k of a step
   static constexpr int kPlanes = 1;
   template <int C, int A, int B>
@@ -70,7 +70,7 @@ struct BFloat {
   }
 };
 template <int Planes>
-struct Bytes {
+struct TileBytes {
   static constexpr int kStep = 64;
   static constexpr int kPlanes = Planes;
   template <int C, int A, int B>
@@ -86,8 +86,8 @@ class Tiles {
   void configure(int rows, int planes = 1) {
     if (rows == rows_) return;
     TileConfig config;
-    const int first = std::min(rows, kTile), second = planes == 2 ? rows : rows - first;
-    const int counts[8] = {first, first, second, second, first, second, kTile, kTile};
+    const int first = std::min(rows, kAmxRows), second = planes == 2 ? rows : rows - first;
+    const int counts[8] = {first, first, second, second, first, second, kAmxRows, kAmxRows};
     for (int t = 0; t < 8; t++) config.rows[t] = (uint8_t)counts[t], config.row_bytes[t] = counts[t] ? 64 : 0;
     tile_configure(config);
     rows_ = rows;
@@ -110,19 +110,19 @@ struct Ahead {
 // activations to the second. kPanelStays: the weights are those of the next block too, else the activations. between():
 // called once a step.
 template <typename F, int R, bool kPanelStays, typename Between>
-AS_INLINE void block(const char* a, long lda, long second, const char* b, int steps, char* c, bool load,
+AS_INLINE void block(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c, bool load,
                      const Ahead& ahead, Between&& between) {
-  constexpr long ldc = NR * 4;
+  constexpr int64_t ldc = NR * 4;
   if (load) {
     tile_load<0>(c, ldc), tile_load<1>(c + 64, ldc);
-    if (R == 2) tile_load<2>(c + kTile * ldc, ldc), tile_load<3>(c + kTile * ldc + 64, ldc);
+    if (R == 2) tile_load<2>(c + kAmxRows * ldc, ldc), tile_load<3>(c + kAmxRows * ldc + 64, ldc);
   } else {
     tile_zero<0>(), tile_zero<1>();
     if (R == 2) tile_zero<2>(), tile_zero<3>();
   }
   auto range = [&](auto far, int begin, int end) __attribute__((always_inline)) {
     for (int s = begin; s < end; s++) {
-      const char *as = a + (long)s * kStepBytes, *bs = b + (long)s * kPanelStepBytes;
+      const char *as = a + (int64_t)s * kStepBytes, *bs = b + (int64_t)s * kPanelStepBytes;
       if (far || !kPanelStays) tile_load_far<6>(bs, NR * 4);
       else tile_load<6>(bs, NR * 4);
       if (far || kPanelStays) tile_load_far<4>(as, lda);
@@ -138,21 +138,22 @@ AS_INLINE void block(const char* a, long lda, long second, const char* b, int st
         F::template dot<3, 5, 7>();
       }
       for (int i = 0; i < ahead.lines; i++)
-        __builtin_prefetch(ahead.panel + (long)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
-      for (int i = 0; i < ahead.rows; i++) __builtin_prefetch(ahead.activations + i * lda + (long)s * kStepBytes, 0, 2);
+        __builtin_prefetch(ahead.panel + (int64_t)s * kPanelStepBytes + (ahead.first + i) * 64, 0, 2);
+      for (int i = 0; i < ahead.rows; i++)
+        __builtin_prefetch(ahead.activations + i * lda + (int64_t)s * kStepBytes, 0, 2);
       between();
     }
   };
   range(std::false_type{}, 0, std::min(kNear, steps));
   range(std::true_type{}, std::min(kNear, steps), steps);
   tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
-  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+  if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
 
 // Few rows: weights pass once, from memory.
 template <typename F, int R>
-void stream(const char* a, long lda, long second, const char* b, int steps, char* c) {
-  constexpr long ldc = NR * 4;
+void stream(const char* a, int64_t lda, int64_t second, const char* b, int steps, char* c) {
+  constexpr int64_t ldc = NR * 4;
   tile_zero<0>(), tile_zero<1>();
   if (R == 2) tile_zero<2>(), tile_zero<3>();
   for (int s = 0; s < steps; s++, a += kStepBytes, b += kPanelStepBytes) {
@@ -169,11 +170,11 @@ void stream(const char* a, long lda, long second, const char* b, int steps, char
     }
   }
   tile_store<0>(c, ldc), tile_store<1>(c + 64, ldc);
-  if (R == 2) tile_store<2>(c + kTile * ldc, ldc), tile_store<3>(c + kTile * ldc + 64, ldc);
+  if (R == 2) tile_store<2>(c + kAmxRows * ldc, ldc), tile_store<3>(c + kAmxRows * ldc + 64, ldc);
 }
 
 // Rows of accumulators: a group, or two pairs of panels, of kStay tile rows or one block's.
-constexpr int kKept = std::max(kGroup * kRows, 4 * std::max(kStay, kPair));
+constexpr int kKept = std::max(kGroup * kCutRows, 4 * std::max(kStay, kPair));
 alignas(64) thread_local float kept_sums[(size_t)kKept * NR];
 
 // Rows of the output that are fetched before they are written to. Every line of it is another one, and a write that has
@@ -228,7 +229,7 @@ class Product {
           Finish& finish)
       : a_(a),
         values_at_(at.values_at),
-        second_(F::kPlanes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride),
+        second_(F::kPlanes == 2 ? (int64_t)at.plane_bytes : kAmxRows * (int64_t)a.stride),
         m_(m),
         u0_(u0),
         u1_(u1),
@@ -252,9 +253,9 @@ class Product {
     tiles_.configure(rows, F::kPlanes);
     const char* x = a_.prepared + r * a_.stride + values_at_ + (size_t)begin * kStepBytes;
     auto between = [&]() __attribute__((always_inline)) { waiting_.step(); };
-    if (F::kPlanes == 2 || rows > kTile)
-      block<F, 2, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
-    else block<F, 1, kPanelStays>(x, (long)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+    if (F::kPlanes == 2 || rows > kAmxRows)
+      block<F, 2, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
+    else block<F, 1, kPanelStays>(x, (int64_t)a_.stride, second_, b, end - begin, (char*)c, begin > 0, ahead, between);
   }
 
   // Pass `pass` of `passes` fetches its part of the piece of a panel that comes next.
@@ -302,16 +303,16 @@ class Product {
 
   // K in pieces: the accumulators of some rows and a group of panels are kept meanwhile.
   void pieces() {
-    static_assert(Parts <= kGroup && kRows % kPair == 0);
+    static_assert(Parts <= kGroup && kCutRows % kPair == 0);
     const int most = std::max(1, panels_of_group(steps_) / Parts);
-    const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kRows / F::kPlanes);
+    const int groups = (u1_ - u0_ + most - 1) / most, height = std::min(m_, kCutRows / F::kPlanes);
     for (int m0 = 0; m0 < m_; m0 += height) {
       const int m1 = std::min(m_, m0 + height), passes = (m1 - m0 + kHeight - 1) / kHeight;
       for (int g = 0; g < groups; g++) {
-        const int g0 = u0_ + (int)((long)(u1_ - u0_) * g / groups),
-                  g1 = u0_ + (int)((long)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
+        const int g0 = u0_ + (int)((int64_t)(u1_ - u0_) * g / groups),
+                  g1 = u0_ + (int)((int64_t)(u1_ - u0_) * (g + 1) / groups), units = g1 - g0;
         for (int i = 0; i < cuts_; i++) {
-          const int begin = (int)((long)steps_ * i / cuts_), end = (int)((long)steps_ * (i + 1) / cuts_);
+          const int begin = (int)((int64_t)steps_ * i / cuts_), end = (int)((int64_t)steps_ * (i + 1) / cuts_);
           const bool over = i + 1 == cuts_, more = !over || g + 1 < groups || m1 < m_;
           const int next_begin = over ? 0 : end, next_u = over ? (g + 1 < groups ? g1 : u0_) : g0;
           for (int r = m0, pass = 0; r < m1; r += kHeight, pass++) {
@@ -344,7 +345,7 @@ class Product {
 
   const Activations& a_;
   const size_t values_at_;
-  const long second_;
+  const int64_t second_;
   const int m_, u0_, u1_, half_, steps_, cuts_;
   Weights& weights_;
   Waiting<Parts, Finish> waiting_;
@@ -369,9 +370,10 @@ void multiply_few(const Packed& w, const Activations& a, const PreparedLayout& a
   const int steps = (w.k + F::kStep - 1) / F::kStep;
   const char* x = a.prepared + at.values_at;
   for (int p = p0; p < p1; p++) {
-    if (F::kPlanes == 2) stream<F, 2>(x, (long)a.stride, (long)at.plane_bytes, weights(p), steps, (char*)sums);
-    else if (m > kTile) stream<F, 2>(x, (long)a.stride, kTile * (long)a.stride, weights(p), steps, (char*)sums);
-    else stream<F, 1>(x, (long)a.stride, 0, weights(p), steps, (char*)sums);
+    if (F::kPlanes == 2) stream<F, 2>(x, (int64_t)a.stride, (int64_t)at.plane_bytes, weights(p), steps, (char*)sums);
+    else if (m > kAmxRows)
+      stream<F, 2>(x, (int64_t)a.stride, kAmxRows * (int64_t)a.stride, weights(p), steps, (char*)sums);
+    else stream<F, 1>(x, (int64_t)a.stride, 0, weights(p), steps, (char*)sums);
     finish.begin(p);
     for (int r = 0; r < m; r++) finish.row(r, sums + r * NR);
   }
@@ -400,21 +402,21 @@ void widen(const char* w, int steps, char* out) {
 template <int Planes>
 void multiply_groups(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0,
                      int p1) {
-  using F = Bytes<Planes>;
+  using F = TileBytes<Planes>;
   constexpr int kHeight = kPair / Planes;
   const PreparedLayout at = prepared(w);
   const bool nibbles = bits_of(w.format) == 4;
-  const long second = Planes == 2 ? (long)at.plane_bytes : kTile * (long)a.stride;
+  const int64_t second = Planes == 2 ? (int64_t)at.plane_bytes : kAmxRows * (int64_t)a.stride;
   const Results results{w, y, ldy};
   auto nothing = []() {};
   Tiles tiles;
   alignas(64) char sums[2][kPair * NR * 4];
-  alignas(64) char wide[kChunk * kPanelStepBytes];
-  alignas(64) float totals[kRows * NR];
+  alignas(64) char wide[kWidenedSteps * kPanelStepBytes];
+  alignas(64) float totals[kCutRows * NR];
   alignas(64) Scales scales;
-  for (int m0 = 0; m0 < m; m0 += kRows)
+  for (int m0 = 0; m0 < m; m0 += kCutRows)
     for (int p = p0; p < p1; p++) {
-      const int end = std::min(m, m0 + kRows);
+      const int end = std::min(m, m0 + kCutRows);
       Bias add;
       add.set(bias, p, w.n);
       for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
@@ -445,9 +447,9 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
           tiles.configure(rows, Planes);
           const char* x = a.prepared + r0 * a.stride + at.values_at + k0;
           char* to = sums[(r0 - m0) / kHeight % 2];
-          if (Planes == 2 || rows > kTile)
-            block<F, 2, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
-          else block<F, 1, false>(x, (long)a.stride, second, weights, steps, to, false, {}, nothing);
+          if (Planes == 2 || rows > kAmxRows)
+            block<F, 2, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
+          else block<F, 1, false>(x, (int64_t)a.stride, second, weights, steps, to, false, {}, nothing);
           if (r0 > m0) fold(r0 - kHeight);  // beside these products
         }
         fold(m0 + (end - m0 - 1) / kHeight * kHeight);
@@ -466,8 +468,8 @@ AS_INLINE void with_planes(const Packed& w, Work&& work) {
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1) {
   constexpr int kFew = 8;  // fewer rows: vector products keep up with memory
   if (w.pairs) {
-    multiply_plain<BFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1,
-                           [&](int p) { return w.data + p * w.panel_bytes; });
+    multiply_plain<TileBFloat>(w, a, {}, BFloatRow{w, bias, {}}, y, ldy, m, p0, p1,
+                               [&](int p) { return w.data + p * w.panel_bytes; });
     return true;
   }
   if (!w.planes || m < kFew) return false;
@@ -475,16 +477,16 @@ bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, floa
   if (bytes && w.groups() == 1) {
     const PreparedLayout at = prepared(w);
     with_planes(w, [&](auto planes) {
-      multiply_plain<Bytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1,
-                                    [&](int p) { return w.weights(p, 0); });
+      multiply_plain<TileBytes<planes>>(w, a, at, ChannelRow<planes>{w, bias, a, at}, y, ldy, m, p0, p1,
+                                        [&](int p) { return w.weights(p, 0); });
     });
     return true;
   }
   // One group that is no whole number of steps may be a last one only.
   // In groups a tile's sums are folded every few steps: tiles pay from about 16 rows on (seen: at 8 rows 0.9 of VNNI's
   // speed, at 16 1.1, at 32 1.2 to 1.3).
-  if (w.groups() > 1 && (m < 2 * kFew || w.group % Bytes<1>::kStep)) return false;
-  if (w.group > kChunk * Bytes<1>::kStep) return false;  // as `wide` and add_group() have it
+  if (w.groups() > 1 && (m < 2 * kFew || w.group % TileBytes<1>::kStep)) return false;
+  if (w.group > kWidenedSteps * TileBytes<1>::kStep) return false;  // as `wide` and add_group() have it
   with_planes(w, [&](auto planes) { multiply_groups<planes>(w, a, bias, y, ldy, m, p0, p1); });
   return true;
 }
@@ -494,7 +496,7 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
   const int half = w.panels() / 2;
   if (w.pairs) {
     const BFloatRow row{w, bias, {}};
-    multiply<BFloat, 2>(
+    multiply<TileBFloat, 2>(
         w, a, {}, m, p0, p1, [&](int p) { return w.data + p * w.panel_bytes; }, Gated<BFloatRow>{row, row, out, half});
     return true;
   }
@@ -502,25 +504,26 @@ bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias
   const PreparedLayout at = prepared(w);
   with_planes(w, [&](auto planes) {
     const ChannelRow<planes> row{w, bias, a, at};
-    multiply<Bytes<planes>, 2>(
+    multiply<TileBytes<planes>, 2>(
         w, a, at, m, p0, p1, [&](int p) { return w.weights(p, 0); }, Gated<ChannelRow<planes>>{row, row, out, half});
   });
   return true;
 }
 
 // Products of tiles in registers, four accumulators: returns how many operations that were.
-double multiply_tile_registers(long rounds, bool integers) {
+double multiply_tile_registers(int64_t rounds, bool integers) {
   Tiles tiles;
   tiles.configure(kPair);
-  alignas(64) char ones[kTile * kStepBytes] = {};
+  alignas(64) char ones[kAmxRows * kStepBytes] = {};
   tile_load<4>(ones, 64), tile_load<5>(ones, 64), tile_load<6>(ones, 64), tile_load<7>(ones, 64);
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-  for (long i = 0; i < rounds; i++) {
+  for (int64_t i = 0; i < rounds; i++) {
     if (integers)
-      Bytes<1>::dot<0, 4, 6>(), Bytes<1>::dot<1, 4, 7>(), Bytes<1>::dot<2, 5, 6>(), Bytes<1>::dot<3, 5, 7>();
-    else BFloat::dot<0, 4, 6>(), BFloat::dot<1, 4, 7>(), BFloat::dot<2, 5, 6>(), BFloat::dot<3, 5, 7>();
+      TileBytes<1>::dot<0, 4, 6>(), TileBytes<1>::dot<1, 4, 7>(), TileBytes<1>::dot<2, 5, 6>(),
+          TileBytes<1>::dot<3, 5, 7>();
+    else TileBFloat::dot<0, 4, 6>(), TileBFloat::dot<1, 4, 7>(), TileBFloat::dot<2, 5, 6>(), TileBFloat::dot<3, 5, 7>();
   }
-  return 2.0 * 4 * kTile * kTile * (integers ? Bytes<1>::kStep : BFloat::kStep) * rounds;
+  return 2.0 * 4 * kAmxRows * kAmxRows * (integers ? TileBytes<1>::kStep : TileBFloat::kStep) * rounds;
 }
 
 }  // namespace AS_ISA

@@ -87,7 +87,7 @@ AS_INLINE bool any_nan(vf v) {
 }
 
 template <typename S>
-Range range_of(const typename S::Storage* x, int n, int bits, long& bad) {
+Range range_of(const typename S::Storage* x, int n, int bits, int64_t& bad) {
   const float infinity = std::numeric_limits<float>::infinity();
   vf low = vset(infinity), high = vset(-infinity), poison = vzero();
   for_vectors<S>(x, n, [&](vf v, int) __attribute__((always_inline)) {
@@ -134,7 +134,7 @@ AS_INLINE void store_bytes(uint8_t* out, vf v) {
 #endif
 }
 
-// q of x [n] into out [kChunk], zeros behind.
+// q of x [n] into out [kPlacedK], zeros behind.
 template <typename S>
 AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& range, float levels, uint8_t* out) {
   const vf half = vset(0.5f), offset = vset(range.half_offset), factor = vset(range.factor), most = vset(levels),
@@ -143,35 +143,35 @@ AS_INLINE void quantize_chunk(const typename S::Storage* x, int n, const Range& 
     const vf scaled = vadd(vround(vmul(vsub(vmul(v, half), offset), factor)), middle);
     store_bytes(out + i, vmax(vzero(), vmin(most, scaled)));
   });
-  if (n < kChunk) std::memset(out + n, 0, kChunk - n);
+  if (n < kPlacedK) std::memset(out + n, 0, kPlacedK - n);
 }
 
 template <typename S>
-long quantize_from(const Packed& w, const SourceRows& source, long r0, long r1) {
+int64_t quantize_from(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1) {
   const int bits = bits_of(w.format);
   const float levels = (float)((1 << bits) - 1);
-  long bad = 0;
-  for (long row = r0; row < r1;) {
+  int64_t bad = 0;
+  for (int64_t row = r0; row < r1;) {
     const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
-    const int rows = (int)std::min<long>({r1 - row, (long)kRows, (long)(w.panel - lane)});
-    const long stride = source.stride;
+    const int rows = (int)std::min<int64_t>({r1 - row, (int64_t)kPlacedRows, (int64_t)(w.panel - lane)});
+    const int64_t stride = source.stride;
     const auto* whole = static_cast<const typename S::Storage*>(source.data) + (row - source.row_offset) * stride;
     const auto* x = whole + source.column;
-    Range ranges[kRows];
-    long known = -1;  // the group of the whole row that these ranges are of
+    Range ranges[kPlacedRows];
+    int64_t known = -1;  // the group of the whole row that these ranges are of
     for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
       const int length = w.group_k(g);
-      const long group = (source.column + first) / source.group, begin = group * source.group,
-                 end = std::min(source.columns, begin + source.group);
+      const int64_t group = (source.column + first) / source.group, begin = group * source.group,
+                    end = std::min(source.columns, begin + source.group);
       for (int r = 0; r < rows; r++) {
         if (group != known) ranges[r] = range_of<S>(whole + r * stride + begin, (int)(end - begin), bits, bad);
         w.scales(panel, g)[lane + r] = ranges[r].scale;
         w.offsets(panel, g)[lane + r] = ranges[r].offset;
       }
       known = group;
-      for (int k0 = 0; k0 < length; k0 += kChunk) {
-        const int n = std::min(kChunk, length - k0);
-        alignas(64) uint8_t q[kRows][kChunk];
+      for (int k0 = 0; k0 < length; k0 += kPlacedK) {
+        const int n = std::min(kPlacedK, length - k0);
+        alignas(64) uint8_t q[kPlacedRows][kPlacedK];
         for (int r = 0; r < rows; r++) quantize_chunk<S>(x + r * stride + first + k0, n, ranges[r], levels, q[r]);
         place(w, q, rows, n, k0, lane, w.weights(panel, g));
       }
@@ -183,13 +183,13 @@ long quantize_from(const Packed& w, const SourceRows& source, long r0, long r1) 
 
 }  // namespace
 
-long quantize(const Packed& w, const SourceRows& source, long r0, long r1) {
+int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1) {
   if (source.type == SourceType::f32) return quantize_from<SourceF32>(w, source, r0, r1);
   if (source.type == SourceType::f16) return quantize_from<SourceF16>(w, source, r0, r1);
   return quantize_from<SourceBF16>(w, source, r0, r1);
 }
 
-void read_row(const Packed& w, long row, float* y) {
+void read_row(const Packed& w, int64_t row, float* y) {
   const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
   if (!is_quantized(w.format)) {
     const char* data = w.data + panel * w.panel_bytes;

@@ -14,7 +14,7 @@ constexpr bool kPairs = false;
 #if defined(AS_ISA_AMX)
 constexpr auto kMultiplyTiles = multiply_tile_registers;
 #else
-constexpr double (*kMultiplyTiles)(long, bool) = nullptr;
+constexpr double (*kMultiplyTiles)(int64_t, bool) = nullptr;
 #endif
 
 const Kernels& kernels() {

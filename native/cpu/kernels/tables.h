@@ -16,11 +16,11 @@ PreparedLayout prepared(const Packed& w);
 bool matmul_tiles(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 bool matmul_gated_tiles(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                         int p1);
-double multiply_tile_registers(long rounds, bool integers);
+double multiply_tile_registers(int64_t rounds, bool integers);
 #endif
 void prepare(const Packed& w, const float* x, char* out);
-long quantize(const Packed& w, const SourceRows& source, long r0, long r1);
-void read_row(const Packed& w, long row, float* y);
+int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
+void read_row(const Packed& w, int64_t row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void add(float* x, const float* y, size_t n);
@@ -38,8 +38,8 @@ void merge(int rows, float* maximum, float* sum, float* out, const float* block_
            const float* block_out, int padded_dim);
 const LogitKernels& logit_kernels();
 float read_memory(const float* p, size_t n);
-double multiply_add(long rounds, float* keep);
-double integer_multiply_add(long rounds, float* keep);
+double multiply_add(int64_t rounds, float* keep);
+double integer_multiply_add(int64_t rounds, float* keep);
 
 }  // namespace AS_ISA
 }  // namespace as

@@ -51,6 +51,7 @@ struct Binding {
   std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
   std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
   Drawn& drawn;                                            // the step's
+  bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
 
   // The first part of that name, or null.
   const Part* part(const char* name) const {

@@ -8,8 +8,6 @@
 namespace as {
 namespace {
 
-constexpr int kVerdict = -1;  // command kind within a step: which rows need another round, or else what was drawn
-
 class Sample : public BoundOp {
  public:
   explicit Sample(const Binding& b)
@@ -18,132 +16,145 @@ class Sample : public BoundOp {
         vocab_size_(b.parts[0].op.integer("vocab_size")),
         logits_(b.parts[0].in()),
         drawn_(b.drawn),
-        blobs_(b.limits.max_outputs) {}
+        own_(b.limits.max_outputs),
+        draws_(std::min(b.limits.max_outputs, b.core.pool.size())) {}
+
+  void begin(const Batch& batch) override {
+    const size_t rows = batch.outputs.size();
+    drawn_.samples.resize(rows);
+    round_.clear();
+    for (size_t r = 0; r < rows; r++) round_.push_back({(int)r, {}});
+    first_ = true;
+    // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
+    may_narrow_ = std::any_of(batch.outputs.begin(), batch.outputs.end(),
+                              [&](const Output& out) { return as::may_narrow(batch.slot(out.slot).sampling); });
+  }
 
   void run(const Batch& batch, int thread) override {
-    const int rows = (int)batch.outputs.size();
-    if (thread == 0) {
-      core_.pool.guard([&] { drawn_.samples.resize(rows), wide_.clear(); });
-    }
-    const auto every = [&](int count, auto&& work) {
-      core_.pool.guard([&] {
-        for (int i = thread; i < count; i += core_.pool.size()) work(i);
-      });
-      return core_.pool.barrier();
-    };
-    const bool ready = every(rows, [&](int r) {
-      blobs_[r].clear();
-      candidates(input(batch, r), vocab_begin_, logits_.width, vocab_size_, blobs_[r]);
-    });
-    if (!ready) return;
-    // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
-    const bool possible = std::any_of(batch.outputs.begin(), batch.outputs.end(),
-                                      [&](const Output& out) { return may_narrow(batch.slot(out.slot).sampling); });
-    if (!possible) {
-      if (thread == 0) exchange(batch);
-      return;
-    }
-    for (;;) {
-      core_.pool.guard([&] {
-        if (thread == 0) exchange(batch);
-      });
-      if (!core_.pool.barrier() || wide_.empty()) return;  // between these two barriers nobody changes wide_
-      const bool narrowed = every((int)wide_.size(), [&](int i) {
-        const int r = wide_[i].row;
-        blobs_[r].clear();
-        narrow(input(batch, r), vocab_begin_, logits_.width, vocab_size_, wide_[i].search, blobs_[r]);
-      });
-      if (!narrowed) return;
-    }
+    do {
+      if (!scan(batch, thread)) return;
+      if (thread == 0) core_.pool.guard([&] { receive(); });
+      if (!core_.pool.barrier()) return;
+      if (core_.rank == 0 && !every(thread, round_.size(), [&](int i) { merge_row(batch, i); })) return;
+      if (thread == 0) core_.pool.guard([&] { tell(); });
+      if (!may_narrow_) return;
+    } while (core_.pool.barrier() && !round_.empty());  // between barriers nobody changes round_
   }
 
  private:
-  struct WideRow {
+  // A row of a round: in the first all, then those whose set is wider than the candidates.
+  struct RoundRow {
     int row;
     Search search;
   };
+
+  template <typename Work>
+  bool every(int thread, size_t count, Work&& work) {
+    core_.pool.guard([&] {
+      for (size_t i = thread; i < count; i += core_.pool.size()) work((int)i);
+    });
+    return core_.pool.barrier();
+  }
 
   SampleInput input(const Batch& batch, int r) const {
     const Output& out = batch.outputs[r];
     const Slot& slot = batch.slot(out.slot);
     return {&slot.sampling, slot.history.data(), out.history, logits_.row(r), nullptr};
   }
-  void exchange(const Batch& batch);
-  void tell(std::vector<WideRow>& again);
+
+  bool scan(const Batch& batch, int thread);
+  void receive();
+  void merge_row(const Batch& batch, int index);
+  void tell();
 
   const Core& core_;
   const int vocab_begin_, vocab_size_;
   const Tensor logits_;
   Drawn& drawn_;
-  std::vector<std::vector<uint8_t>> blobs_;
-  std::vector<WideRow> wide_;  // rows whose set is wider than the candidates
+  std::vector<RoundRow> round_;
+  bool first_ = true, may_narrow_ = false;
+  std::vector<std::vector<uint8_t>> own_;  // this rank's blob of each row
+  std::vector<ShardDraw> draws_;           // of rows that threads share
+  std::vector<std::string> messages_;      // of each rank
+  std::vector<Blobs> blobs_;               // in them: of each row of the round
+  std::vector<char> done_;
 };
 
-// Brings a round's blobs to rank 0, which draws and tells the others.
-void Sample::exchange(const Batch& batch) {
-  std::vector<int> which;  // rows of this round
-  if (wide_.empty())
-    for (int r = 0; r < (int)batch.outputs.size(); r++) which.push_back(r);
-  else
-    for (const WideRow& row : wide_) which.push_back(row.row);
-  // One message a rank: the blobs of these rows, one after the other.
+// This rank's blobs of the round's rows. Many rows: each is one thread's; few: threads share each.
+bool Sample::scan(const Batch& batch, int thread) {
+  const int rows = (int)round_.size(), parts = core_.pool.size() / std::max(rows, 1);
+  const auto search_of = [&](int i) { return first_ ? nullptr : &round_[i].search; };
+  if (parts < 2)
+    return every(thread, rows, [&](int i) {
+      auto& blob = own_[round_[i].row];
+      blob.clear();
+      if (first_) candidates(input(batch, round_[i].row), vocab_begin_, logits_.width, vocab_size_, blob);
+      else narrow(input(batch, round_[i].row), vocab_begin_, logits_.width, vocab_size_, round_[i].search, blob);
+    });
+  return every(thread, rows,
+               [&](int i) {
+                 draws_[i].begin(input(batch, round_[i].row), vocab_begin_, logits_.width, vocab_size_, parts,
+                                 search_of(i));
+               }) &&
+         every(thread, (size_t)rows * parts, [&](int i) { draws_[i / parts].scan(i % parts); }) &&
+         every(thread, rows, [&](int i) {
+           auto& blob = own_[round_[i].row];
+           blob.clear();
+           draws_[i].finish(blob);
+         });
+}
+
+// One message a rank: the blobs of the round's rows, one after the other.
+void Sample::receive() {
   std::string message;
-  for (int r : which) message.append(reinterpret_cast<const char*>(blobs_[r].data()), blobs_[r].size());
-  std::vector<std::string> all;
-  if (core_.window) all = core_.window->gather(message);
-  else all.push_back(std::move(message));
-  std::vector<WideRow> again;
-  if (core_.rank == 0) {
-    std::vector<size_t> at(all.size(), 0);
-    for (size_t w = 0; w < which.size(); w++) {
-      const int r = which[w];
-      Blobs blobs;  // in rank order
-      for (size_t i = 0; i < all.size(); i++) {
-        const auto* blob = reinterpret_cast<const uint8_t*>(all[i].data()) + at[i];
-        const size_t bytes = blob_bytes(blob);
-        if (at[i] + bytes > all[i].size())
-          throw std::runtime_error("candidates of rank " + std::to_string(i) + " end early");
-        blobs.emplace_back(blob, bytes);
-        at[i] += bytes;
-      }
-      const Output& out = batch.outputs[r];
-      const SamplingParams& params = batch.slot(out.slot).sampling;
-      WideRow row = wide_.empty() ? WideRow{r, {}} : wide_[w];
-      const bool done = wide_.empty() ? merge(params, out.history, blobs, row.search, drawn_.samples[r])
-                                      : merge_narrowed(params, blobs, row.search, drawn_.samples[r]);
-      if (!done) again.push_back(row);
-    }
-  }
-  if (core_.world > 1) tell(again);
-  wide_ = std::move(again);
+  for (const RoundRow& r : round_)
+    message.append(reinterpret_cast<const char*>(own_[r.row].data()), own_[r.row].size());
+  if (core_.peers) messages_ = core_.peers->gather(message);
+  else messages_.assign(1, std::move(message));
+  done_.assign(round_.size(), 0);
+  if (core_.rank == 0) blobs_ = blobs_of(messages_, round_.size());
+}
+
+void Sample::merge_row(const Batch& batch, int index) {
+  RoundRow& r = round_[index];
+  const Output& out = batch.outputs[r.row];
+  const SamplingParams& params = batch.slot(out.slot).sampling;
+  SampleOutput& sample = drawn_.samples[r.row];
+  done_[index] = first_ ? merge(params, out.history, blobs_[index], r.search, sample)
+                        : merge_narrowed(params, blobs_[index], r.search, sample);
 }
 
 // Rank 0's verdict on a round: the rows that need another one, or if none does, all tokens.
-void Sample::tell(std::vector<WideRow>& again) {
-  std::string payload;
-  const auto put = [&](const void* data, size_t bytes) { payload.append(static_cast<const char*>(data), bytes); };
-  if (core_.rank == 0) {
-    const uint32_t count = (uint32_t)again.size();
-    put(&count, sizeof count);
-    if (count) put(again.data(), count * sizeof(WideRow));
-    else
-      for (const SampleOutput& sample : drawn_.samples) put(&sample.token, sizeof sample.token);
-    core_.window->publish(kVerdict, payload);
-    return;
+void Sample::tell() {
+  std::vector<RoundRow> again;
+  for (size_t i = 0; i < round_.size(); i++)
+    if (core_.rank == 0 && !done_[i]) again.push_back(round_[i]);
+  if (core_.peers) {
+    std::string message;
+    const auto put = [&](const void* data, size_t bytes) { message.append(static_cast<const char*>(data), bytes); };
+    uint32_t count = (uint32_t)again.size();
+    if (core_.rank == 0) {
+      put(&count, sizeof count);
+      if (count) put(again.data(), count * sizeof(RoundRow));
+      else
+        for (const SampleOutput& sample : drawn_.samples) put(&sample.token, sizeof sample.token);
+    }
+    core_.peers->broadcast(message);
+    if (core_.rank != 0) {
+      if (message.size() < sizeof count) throw std::runtime_error("rank 0 did not say what it drew");
+      std::memcpy(&count, message.data(), sizeof count);
+      const char* rest = message.data() + sizeof count;
+      const size_t bytes = count ? count * sizeof(RoundRow) : drawn_.samples.size() * sizeof(int32_t);
+      if (message.size() != sizeof count + bytes)
+        throw std::runtime_error("rank 0 says what it drew for another batch");
+      again.resize(count);
+      if (count) std::memcpy(static_cast<void*>(again.data()), rest, bytes);
+      else
+        for (SampleOutput& sample : drawn_.samples) std::memcpy(&sample.token, rest, 4), rest += 4;
+    }
   }
-  int kind = 0;
-  uint32_t count = 0;
-  if (!core_.window->wait_command(core_.window->timeout(), kind, payload) || kind != kVerdict ||
-      payload.size() < sizeof count)
-    throw std::runtime_error("rank 0 did not say what it drew");
-  std::memcpy(&count, payload.data(), sizeof count);
-  const char* rest = payload.data() + sizeof count;
-  const size_t bytes = count ? count * sizeof(WideRow) : drawn_.samples.size() * sizeof(int32_t);
-  if (payload.size() != sizeof count + bytes) throw std::runtime_error("rank 0 says what it drew for another batch");
-  again.resize(count);
-  if (count) std::memcpy(static_cast<void*>(again.data()), rest, bytes);
-  else
-    for (SampleOutput& sample : drawn_.samples) std::memcpy(&sample.token, rest, 4), rest += 4;
+  round_ = std::move(again);
+  first_ = false;
 }
 
 }  // namespace

@@ -1,5 +1,9 @@
 // all_reduce: adds up the ranks' rows, in rank order. add: x += y. rms_norm: each row at once as the linear wants it
 // that reads it. And these in sequence: one thread goes on with a row.
+//
+// Ranks share the rows of a sum: each adds up its own, adds them to its part of x, norms them and hands the others what
+// these need. So a rank's x holds no more than its rows, as long as only such sums read it. With fewer rows than ranks
+// every rank does all of it: that is one exchange instead of two.
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -7,7 +11,7 @@ namespace {
 
 class Sum : public BoundOp {
  public:
-  explicit Sum(const Binding& b) : core_(b.core), scratch_(b.scratch) {
+  explicit Sum(const Binding& b) : core_(b.core), scratch_(b.scratch), feeds_sum_(b.feeds_sum) {
     if (const Part* reduce = b.part("all_reduce")) partial_ = x_ = reduce->in();
     if (const Part* add = b.part("add")) x_ = add->in(), addend_ = add->in(1);
     if (const Part* norm = b.part("rms_norm"))
@@ -15,13 +19,33 @@ class Sum : public BoundOp {
   }
 
   void run(const Batch& batch, int thread) override {
-    const int rows = x_.rows(batch), n = x_.width;
-    if (partial_.data && core_.window) {
-      core_.window->all_reduce(partial_.data, (size_t)rows * n, thread, core_.pool.size());
-      if (!addend_.data || !core_.pool.barrier()) return;
+    const int rows = x_.rows(batch), threads = core_.pool.size();
+    Communicator* peers = partial_.data ? core_.peers : nullptr;
+    if (peers && !addend_.data) return peers->all_reduce(x_.data, (size_t)rows * x_.width, thread, threads);
+    if (!peers || rows < peers->size()) {
+      if (peers) {
+        peers->all_reduce(partial_.data, (size_t)rows * x_.width, thread, threads);
+        if (!core_.pool.barrier()) return;
+      }
+      return go_on(0, rows, thread);
     }
-    const auto [r0, r1] = part(rows, thread, core_.pool.size());
-    for (int r = r0; r < r1; r++) {
+    peers->reduce_scatter_rows(partial_.data, rows, x_.width, thread, threads);
+    if (!core_.pool.barrier()) return;
+    const auto [r0, r1] = peers->rows_of(rows, core_.rank);
+    core_.pool.guard([&, r0 = (int)r0, r1 = (int)r1] { go_on(r0, r1, thread); });
+    if (!core_.pool.barrier()) return;
+    if (weight_ && normed_.prepared_for)
+      peers->all_gather_rows(normed_.bytes(0), rows, normed_.prepared, thread, threads);
+    else if (weight_) peers->all_gather_rows(normed_.data, rows, x_.width * sizeof(float), thread, threads);
+    if (!weight_ || !feeds_sum_) peers->all_gather_rows(x_.data, rows, x_.width * sizeof(float), thread, threads);
+  }
+
+ private:
+  // Adds and norms rows [begin, end): this thread's part of them.
+  void go_on(int begin, int end, int thread) {
+    const int n = x_.width;
+    const auto [r0, r1] = part(end - begin, thread, core_.pool.size());
+    for (int r = begin + r0; r < begin + r1; r++) {
       if (addend_.data) core_.k.add(x_.row(r), addend_.row(r), n);
       if (!weight_) continue;
       const Packed* next = normed_.prepared_for;
@@ -31,9 +55,9 @@ class Sum : public BoundOp {
     }
   }
 
- private:
   const Core& core_;
   const Scratch& scratch_;
+  const bool feeds_sum_;
   Tensor partial_, x_, addend_, normed_;
   const float* weight_ = nullptr;
   float eps_ = 0;

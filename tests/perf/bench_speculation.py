@@ -1,0 +1,159 @@
+"""What speculative decoding brings at batch 1: tokens/s with it over tokens/s without, in turns.
+
+    bench_speculation.py FOLDER [--threads 2] [--formats bfloat16 w8a8] [--tokens 256] [--rounds 3]
+
+Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER, unless they are there:
+
+    successor   random but for `o` and `down`, which are zero, and an untied head that maps each token to a successor: so
+                the answer is known, and prompts can be made that hold any part of its transitions
+    large       random in layers 1 to 4, the others add zero; their time is that of a model of 24 layers
+    draft       layers 1 to 4 of it, which says what `large` says
+
+Prompt lookup is measured where 80 % of the answer's transitions stand in the prompt and where none does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from allspark_client.config import AsModelConfig
+from allspark_server import Engine
+from allspark_server.weights.asgraph import from_float32
+from allspark_server.weights.safetensors import write_safetensors
+
+VOCAB, HIDDEN, INNER, LAYERS, KEPT = 151936, 896, 4864, 24, 4
+RUN, GAP = 20, 5  # transitions of the answer that stand in the prompt, and that do not, in turn
+
+
+def successor(token: int) -> int:
+    """A permutation of the vocabulary without short cycles."""
+    return (token * 5 + 12347) % VOCAB
+
+
+def write(folder: Path, layers: int, head: bool, zero_from: int) -> None:
+    """A checkpoint whose layers from `zero_from` on add zero. head: untied, and of successors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=HIDDEN, intermediate_size=INNER,
+                  num_hidden_layers=layers, num_attention_heads=14, num_key_value_heads=2, vocab_size=VOCAB,
+                  max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6, eos_token_id=VOCAB - 1,
+                  tie_word_embeddings=not head, torch_dtype="bfloat16", hidden_act="silu")
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    names, data = [], []
+
+    def add(name: str, values: np.ndarray) -> None:
+        names.append((name, "BF16", values.shape))
+        data.append([from_float32(np.ascontiguousarray(values, np.float32), "BF16")])
+
+    embedding = rng.standard_normal((VOCAB, HIDDEN), np.float32)
+    add("model.embed_tokens.weight", embedding * 0.02)
+    if head:
+        rows = np.empty_like(embedding)
+        rows[[successor(t) for t in range(VOCAB)]] = embedding
+        add("lm_head.weight", rows * 0.02)
+    add("model.norm.weight", np.ones(HIDDEN))
+    shapes = {"self_attn.q_proj": (896, HIDDEN), "self_attn.k_proj": (128, HIDDEN), "self_attn.v_proj": (128, HIDDEN),
+              "self_attn.o_proj": (HIDDEN, 896), "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+              "mlp.down_proj": (HIDDEN, INNER)}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        add(prefix + "input_layernorm.weight", np.ones(HIDDEN))
+        add(prefix + "post_attention_layernorm.weight", np.ones(HIDDEN))
+        for name, shape in shapes.items():
+            values = rng.standard_normal(shape, np.float32) * 0.02
+            adds = name in ("self_attn.o_proj", "mlp.down_proj") and layer >= zero_from
+            add(prefix + name + ".weight", np.zeros(shape) if adds else values)
+            if name[-6] in "qkv" and name.startswith("self_attn"):
+                add(prefix + name + ".bias", np.zeros(shape[0]))
+    write_safetensors(folder / "model.safetensors", names, {"format": "pt"}, data)
+
+
+def prompts(tokens: int) -> dict[str, list[int]]:
+    """Of the successor model, each with its last token where the answer begins."""
+    rng = np.random.default_rng(1)
+    start, orbit = 4711, [4711]
+    for _ in range(tokens):
+        orbit.append(successor(orbit[-1]))
+    known: list[int] = []
+    for begin in range(0, tokens, RUN + GAP):
+        known += orbit[begin : begin + RUN + 1] + [int(rng.integers(VOCAB))]
+    random = rng.choice(VOCAB, len(known), replace=False).tolist()
+    return {"80 % of the transitions in the prompt": [*known, start], "none": [*random, start]}
+
+
+class Served:
+    """A model in an engine, and how fast it answers."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int, speculation: str, draft: str = ""):
+        self.engine = Engine()
+        self.engine.install_model(AsModelConfig(
+            "m", str(folder), weight_dtype=dtype, num_threads=threads, engine_max_batch=1, engine_max_length=2048,
+            speculation=speculation, draft_model=draft, enable_prefix_cache=False, cache_memory=256 << 20))
+        self.engine.start_model("m")
+
+    def answer(self, prompt: list[int], tokens: int) -> tuple[list[int], float]:
+        """The answer, and its tokens/s after the first."""
+        config = {"do_sample": False, "max_new_tokens": tokens, "early_stopping": False}
+        _, handle, queue = self.engine.start_request("m", {"input_ids": prompt}, config)
+        ids = list(queue.Get().ids_from_generate)
+        began, first = time.perf_counter(), len(ids)
+        while (more := queue.Get()) is not None:
+            ids += more.ids_from_generate
+        rate = (len(ids) - first) / (time.perf_counter() - began)
+        self.engine.release_request("m", handle)
+        return ids, rate
+
+
+def compare(name: str, plain: Served, other: Served, prompt: list[int], tokens: int, rounds: int) -> dict:
+    """Both in turns; the answers must be the same."""
+    rates: list[tuple[float, float]] = []
+    for _ in range(rounds + 1):  # the first round warms up
+        (ids, without), (same, speculating) = plain.answer(prompt, tokens), other.answer(prompt, tokens)
+        assert ids == same, "speculation changed the answer"
+        rates.append((without, speculating))
+    without, speculating = (statistics.median(column) for column in zip(*rates[1:]))
+    ratio = statistics.median(b / a for a, b in rates[1:])
+    print(f"{name:<60} {without:8.1f} {speculating:8.1f} {ratio:7.3f}", flush=True)
+    return {"name": name, "without": without, "speculating": speculating, "ratio": ratio}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "w8a8"])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=("lookup", "draft"))
+    options = parser.parse_args()
+    for name, layers, head, zero_from in (("successor", LAYERS, True, 0), ("large", LAYERS, False, KEPT),
+                                          ("draft", KEPT, False, KEPT)):
+        if not (options.folder / name / "model.safetensors").exists():
+            write(options.folder / name, layers, head, zero_from)
+    print(f"{'tokens/s at batch 1':<60} {'without':>8} {'with':>8} {'ratio':>7}")
+    for dtype in options.formats:
+        if options.only != "draft":
+            plain = Served(options.folder / "successor", dtype, options.threads, "off")
+            other = Served(options.folder / "successor", dtype, options.threads, "prompt_lookup")
+            for name, prompt in prompts(options.tokens).items():
+                compare(f"{dtype}, prompt lookup, {name}", plain, other, prompt, options.tokens, options.rounds)
+            plain.engine.close()
+            other.engine.close()
+        if options.only != "lookup":
+            large, draft = options.folder / "large", str(options.folder / "draft")
+            plain = Served(large, dtype, options.threads, "off")
+            other = Served(large, dtype, options.threads, "draft", draft)
+            compare(f"{dtype}, draft of {KEPT} of {LAYERS} layers", plain, other, prompts(64)["none"], options.tokens,
+                    options.rounds)
+            plain.engine.close()
+            other.engine.close()
+
+
+if __name__ == "__main__":
+    main()
