@@ -1,7 +1,8 @@
 """The op list: a model as data, independent of the number of ranks.
 
 A model file describes its network once with the builder methods of `Graph`, one for each op of the native library's
-table (models/ops.py). The graph is what `.asgraph` stores, what the profiler names and what `runtime/lowering.py` turns into one rank's ops.
+table (models/ops.py). The graph is what `.asgraph` stores, what the profiler names and what `runtime/lowering.py` turns
+into one rank's ops.
 
 Activations are buffers of shape [rows, width], fp32. A buffer's columns are a list of blocks, each replicated on every
 rank or divided by a `Split`; buffers are reused by name from layer to layer, so a graph needs about ten.
@@ -118,8 +119,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up). values_split:
-    how constants are divided. stored: the format of a matrix that is serialized quantized.
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up).
+    values_split: how constants are divided. stored: the format of a matrix that is serialized quantized.
     """
 
     name: str
@@ -331,8 +332,8 @@ class Graph:
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        out: str = "attended", **more: Attribute) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans. layer: counted in the
-        op's cache group. sinks, slopes: a value of each query head."""
+        """Stores keys and values in the span cache and attends causally over the sequence's spans. layer: counted in
+        the op's cache group. sinks, slopes: a value of each query head."""
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)
         y = self.tensor(out, (queries,))
@@ -394,7 +395,8 @@ class Graph:
         self._op("router", (logits,), (y,), (correction,), top_k=self.row_sets[rows].times, **attrs)
         return y
 
-    def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, experts: int, out: str) -> Tensor:
+    def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, experts: int,
+                      out: str) -> Tensor:
         """y = x W^T + b of each entry's expert. The weight's parts are those of every expert, one expert's after the
         other's: as many for each, which make the blocks of the output."""
         each = weight.parts[:len(weight.parts) // experts]

@@ -31,8 +31,8 @@ class ScaleLayout:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size, and of matrices that others
-    have quantized the layout of their scales."""
+    """A matrix' format: AsModelConfig's weight_dtype (but for "auto") and weight_group_size, and of matrices that
+    others have quantized the layout of their scales."""
 
     dtype: str
     group_size: int = 0

@@ -52,7 +52,8 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
     if weight.stored.layout != ScaleLayout() or part.expert is not None:
-        raise not_available(f"Tensor {part.tensor!r}: {weight.stored} with {weight.stored.layout}, or of experts in one tensor,")
+        what = "of all experts" if part.expert is not None else f"with {weight.stored.layout}"
+        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} {what},")
     if not isinstance(source, ParamSource):
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"

@@ -21,8 +21,8 @@ Adapter = Mapping[int, tuple[np.ndarray, np.ndarray]]
 class StepResult:
     """What a step gives, as the native StepResult has it: flat over the tokens drawn, in order of the items.
 
-    logits: [output rows, vocabulary], of rejected drafts too. hidden: [rows, width], of the output rows of items with HIDDEN. prompt_logprobs: of the
-    output rows of items with PROMPT that draw nothing.
+    logits: [output rows, vocabulary], of rejected drafts too. hidden: [rows, width], of the output rows of items with
+    HIDDEN. prompt_logprobs: of the output rows of items with PROMPT that draw nothing.
     """
 
     counts: list[int] = field(default_factory=list)
@@ -110,8 +110,8 @@ class Runner:
             rank.adapters = list(own)
 
     def step(self, plan: bytes, masks: Callable[[], np.ndarray] | np.ndarray | None = None) -> StepResult:
-        """masks: uint32 [masks, words], or what gives them when they are needed; an item's mask is number 1 + index, and
-        its further outputs have the ones that follow."""
+        """masks: uint32 [masks, words], or what gives them when they are needed; an item's mask is 1 + index, and its
+        further outputs have the ones that follow."""
         batch = self.slots.begin(read_plan(plan))
         result = StepResult()
         for rank in self.ranks:

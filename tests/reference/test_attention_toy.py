@@ -89,7 +89,8 @@ def test_chunks_do_not_matter_and_spans_are_found_by_their_table(name):
             found[each.slot].append(hidden[:each.rows])
             hidden = hidden[each.rows:]
     for slot, x in ((0, a), (1, b)):
-        np.testing.assert_allclose(np.concatenate(found[slot]), dense(x, *heads, **VARIANTS[name]), rtol=1e-12, atol=1e-13)
+        expected = dense(x, *heads, **VARIANTS[name])
+        np.testing.assert_allclose(np.concatenate(found[slot]), expected, rtol=1e-12, atol=1e-13)
 
 
 def test_layers_differ_in_geometry_window_and_cache_group():
@@ -107,9 +108,11 @@ def test_spans_that_a_window_has_left_behind_are_used_again():
     heads, x = (2, 1, 4), rows(16, 48)
     toy = Toy(groups=(("sliding", 8),))
     toy.emit(toy.attention(toy.embedding(3, 16), *heads, window=8))
-    runner, found, new, sections = toy.runner(span_size=4, num_spans=(3,)), [], [start(0, range(48))], [embedded(0, 0, x)]
+    runner, found = toy.runner(span_size=4, num_spans=(3,)), []
+    new, sections = [start(0, range(48))], [embedded(0, 0, x)]
     for step in range(12):
-        found.append(runner.step(plan([item(0, 4, HIDDEN, outputs=4, spans=[step % 3])], new, sections=sections)).hidden)
+        work = item(0, 4, HIDDEN, outputs=4, spans=[step % 3])
+        found.append(runner.step(plan([work], new, sections=sections)).hidden)
         new, sections = [], []
     np.testing.assert_allclose(np.concatenate(found), dense(x, *heads, window=8), rtol=1e-12, atol=1e-13)
 

@@ -24,8 +24,8 @@ def expert_mlp(toy, x, gate, up_gate, down, bias=None, first=0, count=EXPERTS, *
     weights = () if bias is None else (toy.vector(bias),)
     scores = toy.op("router", (logits,), 1, weights, routed, top_k=TOP, **router)
     own = slice(first, first + count)
-    both = toy.op("expert_linear", (x,), 2 * INNER, (toy.matrix(count * 2 * INNER, WIDTH, up_gate[own].reshape(-1, WIDTH)),),
-                  routed, experts=count, expert_begin=first)
+    stack = toy.matrix(count * 2 * INNER, WIDTH, up_gate[own].reshape(-1, WIDTH))
+    both = toy.op("expert_linear", (x,), 2 * INNER, (stack,), routed, experts=count, expert_begin=first)
     y = toy.op("expert_linear", (toy.op("silu_mul", (both,), INNER),), WIDTH,
                (toy.matrix(count * WIDTH, INNER, down[own].reshape(-1, INNER)),), experts=count, expert_begin=first)
     return toy.op("combine_experts", (y, scores), WIDTH, rows=ALL)
@@ -58,8 +58,8 @@ def test_qwen3_moe(normalized):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
     gate, up_gate, down = weights()
-    config = Qwen3MoeConfig(hidden_size=WIDTH, moe_intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP,
-                            norm_topk_prob=normalized)
+    config = Qwen3MoeConfig(hidden_size=WIDTH, moe_intermediate_size=INNER, num_experts=EXPERTS,
+                            num_experts_per_tok=TOP, norm_topk_prob=normalized)
     block = Qwen3MoeSparseMoeBlock(config).double()
     block.gate.weight.data = torch.tensor(gate)
     block.experts.gate_up_proj.data, block.experts.down_proj.data = torch.tensor(up_gate), torch.tensor(down)
@@ -76,8 +76,8 @@ def test_mixtral_and_the_softmax_over_the_chosen_are_the_normalized_softmax():
     chosen = np.argsort(-logits, 1)[:, :TOP]
     best = np.take_along_axis(logits, chosen, 1)
     shares = np.exp(best) / np.exp(best).sum(1, keepdims=True)
-    np.testing.assert_allclose(through(x, gate, up_gate, down, normalized=True), by_hand(x, chosen, shares, up_gate, down),
-                               rtol=1e-12, atol=1e-13)
+    found = through(x, gate, up_gate, down, normalized=True)
+    np.testing.assert_allclose(found, by_hand(x, chosen, shares, up_gate, down), rtol=1e-12, atol=1e-13)
 
 
 def test_deepseek_v3_chooses_groups_by_corrected_scores_and_weighs_by_the_scores():
@@ -100,7 +100,8 @@ def test_deepseek_v3_chooses_groups_by_corrected_scores_and_weighs_by_the_scores
 
 def test_biases_of_experts_and_rows_that_are_routed_already():
     toy, x = Toy(), rows()
-    gate, w, bias = np.random.default_rng(2).normal(size=(EXPERTS, WIDTH)), np.zeros((EXPERTS * 2, WIDTH)), np.arange(20.0)
+    gate = np.random.default_rng(2).normal(size=(EXPERTS, WIDTH))
+    w, bias = np.zeros((EXPERTS * 2, WIDTH)), np.arange(20.0)
     hidden, routed = toy.embedding(3, WIDTH), toy.program.add_row_set(ALL, 1)
     logits = toy.op("linear", (hidden,), EXPERTS, (toy.matrix(EXPERTS, WIDTH, gate),))
     scores = toy.op("router", (logits,), 1, (), routed, top_k=1, normalized=True)
@@ -115,7 +116,8 @@ def test_whole_experts_per_rank_add_up(cuts):
     """Each rank computes its own experts' entries; the rest of a row's sum comes with all_reduce."""
     gate, up_gate, down = weights()
     x = rows()
-    parts = [through(x, gate, up_gate, down, None, first, last - first, normalized=True) for first, last in zip(cuts, cuts[1:])]
+    parts = [through(x, gate, up_gate, down, None, first, last - first, normalized=True)
+             for first, last in zip(cuts, cuts[1:])]
     np.testing.assert_allclose(sum(parts), through(x, gate, up_gate, down, normalized=True), rtol=1e-12, atol=1e-13)
 
 
@@ -133,8 +135,8 @@ def test_a_row_s_sum_is_in_ascending_order_of_experts():
     hidden, routed = toy.embedding(3, WIDTH), toy.program.add_row_set(ALL, 3)
     logits = toy.op("linear", (hidden,), 3, (toy.matrix(3, WIDTH, np.zeros((3, WIDTH))),))
     scores = toy.op("router", (logits,), 1, (toy.vector([0.0, 1.0, 2.0]),), routed, top_k=3, scores="sigmoid")
-    y = toy.op("expert_linear", (hidden,), 1, (toy.matrix(3, WIDTH, np.zeros((3, WIDTH))), toy.vector([1e16, -1e16, 1.0])),
-               routed, experts=3)
+    stack, biases = toy.matrix(3, WIDTH, np.zeros((3, WIDTH))), toy.vector([1e16, -1e16, 1.0])
+    y = toy.op("expert_linear", (hidden,), 1, (stack, biases), routed, experts=3)
     toy.emit(toy.op("combine_experts", (y, scores), 1, rows=ALL))
     assert (toy.emitted(embeddings=rows()) == 0.5).all()
 

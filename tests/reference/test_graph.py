@@ -57,7 +57,8 @@ def attention(graph, x, number, heads, kv, dim, window):
     queries, keys = Split(heads, dim), Split(heads, dim, heads // kv)
     of = (heads + 2 * kv) * dim
     firsts = (0, heads * dim, (heads + kv) * dim)
-    parts = tuple(Part(f"{number}.qkv", split.width, split, first, of) for split, first in zip((queries, keys, keys), firsts))
+    parts = tuple(Part(f"{number}.qkv", split.width, split, first, of)
+                  for split, first in zip((queries, keys, keys), firsts))
     qkv = graph.linear(x, graph.weight(Weight(f"{number}.qkv", parts, HIDDEN)), None, out=f"qkv{number}")
     graph.rope(qkv, table=number, head_dim=dim, pairs=("halves", "interleaved")[number])
     group = graph.cache_group("sliding", window) if window else 0
@@ -72,8 +73,8 @@ def attention(graph, x, number, heads, kv, dim, window):
 
 
 def experts(graph, h, scores, number, routed):
-    """Experts in two tensors of three dimensions, each divided by features; or each a tensor of its own, whole experts to a
-    rank."""
+    """Experts in two tensors of three dimensions, each divided by features; or each a tensor of its own, whole experts
+    to a rank."""
     inner, whole = Split(INNER), Split(EXPERTS)
     if number == 0:
         both = tuple(Part("experts.gate_up", INNER, inner, first, 2 * INNER, expert=e)
@@ -83,7 +84,8 @@ def experts(graph, h, scores, number, routed):
         both = tuple(Part(f"{e}.{kind}", INNER, whole, unit=e) for e in range(EXPERTS) for kind in ("gate", "up"))
         down = Weight("1.down", tuple(Part(f"{e}.down", HIDDEN, whole, unit=e) for e in range(EXPERTS)), INNER)
     gate_up = graph.weight(Weight(f"{number}.gate_up", both, HIDDEN))
-    y = graph.gelu_tanh_mul(graph.expert_linear(h, gate_up, None, routed, EXPERTS, out=f"both{number}"), out=f"inner{number}")
+    y = graph.expert_linear(h, gate_up, None, routed, EXPERTS, out=f"both{number}")
+    y = graph.gelu_tanh_mul(y, out=f"inner{number}")
     y = graph.expert_linear(y, graph.weight(down), None, routed, EXPERTS, out="expert_out")
     return graph.combine_experts(y, scores, out="branch")
 
@@ -113,7 +115,8 @@ def arrays():
         found[f"{number}.norm"], found[f"{number}.router"] = normal(HIDDEN), normal(EXPERTS, HIDDEN) * 3
     found["experts.gate_up"], found["experts.down"] = normal(EXPERTS, 2 * INNER, HIDDEN), normal(EXPERTS, HIDDEN, INNER)
     for e in range(EXPERTS):
-        found |= {f"{e}.gate": normal(INNER, HIDDEN), f"{e}.up": normal(INNER, HIDDEN), f"{e}.down": normal(HIDDEN, INNER)}
+        found |= {f"{e}.gate": normal(INNER, HIDDEN), f"{e}.up": normal(INNER, HIDDEN)}
+        found[f"{e}.down"] = normal(HIDDEN, INNER)
     return found | {"shared.both": normal(2 * SHARED, HIDDEN), "shared.down": normal(HIDDEN, SHARED),
                     "shared.gate": normal(1, HIDDEN)}
 
@@ -143,7 +146,9 @@ def expected_logits(arrays, prompt, lora=None):
         heads, kv, dim = layer["heads"], layer["kv"], layer["dim"]
         q, k, v = np.split(x @ w[f"{number}.qkv"].T, [heads * dim, (heads + kv) * dim], 1)
         q, k = (turned(a, number, n, dim, ("halves", "interleaved")[number]) for a, n in ((q, heads), (k, kv)))
-        more = {"sinks": w["sinks"]} if number == 0 else {"slopes": [0.5, 0.25, 0.125, 0.0625], "window": layer["window"]}
+        more = {"sinks": w["sinks"]}
+        if number == 1:
+            more = {"slopes": [0.5, 0.25, 0.125, 0.0625], "window": layer["window"]}
         x = x + dense(np.concatenate([q, k, v], 1), heads, kv, dim, **more) @ w[f"{number}.o"].T
         h = rms(x, 1 + w[f"{number}.norm"], 1e-6)
         shares = softmax(h @ w[f"{number}.router"].T)
@@ -210,7 +215,8 @@ def test_layouts_of_scales_are_written_and_read():
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "heds" value { integer: 1 } } }',
      r"op 0 \(rope\) of the model's graph cannot be: op rope has no attribute heds: known are head_dim.*did you mean"),
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "head_dim" value { integer: 4 } }'
-     ' attrs { key: "pairs" value { choice: "all" } } }', "attribute pairs is 'all': expected one of halves, interleaved"),
+     ' attrs { key: "pairs" value { choice: "all" } } }',
+     "attribute pairs is 'all': expected one of halves, interleaved"),
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "head_dim" value { number: 4.5 } } }',
      "attribute head_dim is 4.5: expected an integer of"),
     ('ops { type: "rope" inputs: "x" outputs: "x" attrs { key: "head_dim" value { integer: 4 } }'

@@ -31,7 +31,7 @@ def test_specs_are_complete_and_readable():
     "op, inputs, outputs, weights, attributes, problem",
     [
         ("conv", [], [], [], {}, "unknown op conv"),
-        ("linear", ["x"], ["y"], [], {}, "wrong number of inputs, outputs or weights: 1, 1 and 0, expected 1, 1 and 1 to"),
+        ("linear", ["x"], ["y"], [], {}, "number of inputs, outputs or weights: 1, 1 and 0, expected 1, 1 and 1 to 2"),
         ("linear", ["x"], [99], ["m"], {}, "no tensor 99"),
         ("linear", ["x"], ["y"], [99], {}, "no weight 99"),
         ("linear", ["x"], ["x"], ["m"], {}, "output is 64 wide, expected 32"),

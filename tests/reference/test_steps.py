@@ -81,7 +81,7 @@ def test_drafts_change_no_token_and_what_is_rejected_leaves_no_trace(toy, sampli
 
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
 def test_lookup_accepts_repetitions(sampling):
-    """A model that maps each token to its successor: after one round all drafts are right, until the history's match ends."""
+    """A model that maps each token to its successor: all drafts are right."""
     toy, period = Toy(), 9
     x = toy.embedding(VOCAB, 32, np.eye(VOCAB, 32))
     head = np.zeros((VOCAB, 32))
@@ -123,7 +123,8 @@ def test_a_forced_continuation_enters_the_history(toy):
     runner = toy.runner()
     first = runner.step(plan([item(0, 10, DRAW, spans=[0])], [start(0, prompt)])).tokens[0]
     found = runner.step(plan([item(0, 4, DRAW, known=[3, 1, 4])])).tokens[0]
-    again = toy.runner().step(plan([item(0, 14, DRAW, spans=[0])], [start(0, [*prompt, int(first), 3, 1, 4])])).tokens[0]
+    whole = start(0, [*prompt, int(first), 3, 1, 4])
+    again = toy.runner().step(plan([item(0, 14, DRAW, spans=[0])], [whole])).tokens[0]
     assert found == again
 
 
@@ -135,7 +136,8 @@ def test_log_probabilities_of_a_prompt_and_hidden_states(toy, cuts):
     new, begin = [start(0, prompt)], 0
     for count in cuts:
         last = begin + count == 21
-        work = item(0, count, PROMPT | HIDDEN | (DRAW if last else 0), outputs=count, spans=spans_for(21) if new else [])
+        flags = PROMPT | HIDDEN | (DRAW if last else 0)
+        work = item(0, count, flags, outputs=count, spans=spans_for(21) if new else [])
         step = runner.step(plan([work], new))
         found += step.prompt_logprobs.tolist()
         hidden.append(step.hidden)
@@ -256,7 +258,7 @@ def divided(world):
     """The model's last product, divided along K: ranks' parts are added up in rank order. The head by vocabulary."""
     cuts, ids = np.linspace(0, WIDTH, world + 1).astype(int), np.linspace(0, VOCAB, world + 1).astype(int)
     rng = np.random.default_rng(4)
-    table, weight, head = rng.normal(size=(VOCAB, WIDTH)), rng.normal(size=(WIDTH, WIDTH)), rng.normal(size=(VOCAB, WIDTH))
+    table, weight, head = (rng.normal(size=(n, WIDTH)) for n in (VOCAB, WIDTH, VOCAB))
     toys = []
     for rank in range(world):
         toy, own, local = Toy(), slice(cuts[rank], cuts[rank + 1]), slice(ids[rank], ids[rank + 1])

@@ -69,7 +69,7 @@ class Toy:
         limits = Limits(**{"num_spans": (64,) * self.groups, **limits})
         return compile([self.program], [self.weights], limits)
 
-    def emitted(self, tokens=None, embeddings=None, prompt_len: int = 0, adapter: int = -1, positions=None) -> np.ndarray:
+    def emitted(self, tokens=None, embeddings=None, prompt_len: int = 0, positions=None) -> np.ndarray:
         """What a fresh runner emits for each position of one prompt, of tokens or of embeddings [positions, width]."""
         sections, tokens = [], list(range(len(embeddings))) if tokens is None else list(tokens)
         if embeddings is not None:
@@ -77,7 +77,7 @@ class Toy:
         if positions is not None:
             sections.append((POSITIONS, [0, len(positions), 0, *np.ravel(positions).tolist()]))
         step = self.runner().step(plan(
-            [item(0, len(tokens), HIDDEN, outputs=len(tokens), spans=spans_for(len(tokens)), adapter=adapter,
+            [item(0, len(tokens), HIDDEN, outputs=len(tokens), spans=spans_for(len(tokens)),
                   other_spans=[spans_for(len(tokens))] * (self.groups - 1))],
             [start(0, tokens, prompt_len=prompt_len)], sections=sections))
         return step.hidden
@@ -118,7 +118,8 @@ def spans_for(positions: int, first: int = 0, size: int = 16) -> list[int]:
 def generate(runner: Runner, prompt, n: int, *, chunk: int = 1 << 20, drafts: int = 0, flags: int = 0, guess=None,
              slot: int = 0, first_span: int = 0, new: NewSlot | None = None, adapter: int = -1,
              **sampling) -> tuple[list[int], StepResult, int]:
-    """n tokens of one sequence, all results joined, and how many steps there were. guess: gives drafts, of the tokens so far."""
+    """n tokens of one sequence, all results joined, and how many steps there were. guess: gives drafts, of the tokens
+    so far."""
     groups, size = len(runner.slots.limits.num_spans), runner.slots.limits.span_size
     entering, tokens, results, computed, spans = [new or start(slot, prompt, **sampling)], [], [], 0, 0
     while len(tokens) < n:
