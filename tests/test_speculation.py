@@ -76,8 +76,7 @@ def run(engine: AbstractEngine, order: list[int], together: bool) -> dict[int, t
             logprobs += bits(elements.token_logprobs_list)
             top += [[(t, *bits([value])) for t, value in pairs] for pairs in elements.log_probs_list]
         assert len(ids) == len(logprobs) == len(top) <= NEW_TOKENS
-        stat = queue.RequestStatInfo()
-        assert stat["generated_token_length"] == len(ids)      # usage is cut at the stop, too
+        assert queue.RequestStatInfo().generated_token_length == len(ids)      # usage is cut at the stop, too
         outputs[i] = ids, logprobs, top, queue.FinishReason()
         engine.release_request("m", handle)
 

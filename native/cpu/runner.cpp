@@ -15,6 +15,19 @@ bool is(const OpNode& op, const char* name) { return !std::strcmp(op.spec->name,
 
 bool has(const std::vector<int>& list, int tensor) { return std::find(list.begin(), list.end(), tensor) != list.end(); }
 
+// Refuses what the table of ops has and this backend does not.
+void check_attributes(const OpNode& op) {
+  const char* backend = "the CPU backend";
+  if (is(op, "span_attention"))
+    op.allow_only(
+        {"layer", "head_dim", "group", "scale", "cache_group", "q_heads", "kv_heads", "q_head_begin", "kv_begin"},
+        backend);
+  else
+    op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table",
+                   "vocab_begin", "vocab_size", "eps", "head_dim", "offset", "heads"},
+                  backend);
+}
+
 // The first op that a tensor is seen by, and the last.
 struct Life {
   int first = -1, last = -1;
@@ -44,6 +57,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
   if (program.ops().empty() || !is(program.ops().back(), "sample"))
     throw std::invalid_argument("the op list must end with sample");
   if (program.row_sets().size() > 2) throw std::invalid_argument("the CPU backend has no rows of experts");
+  for (const OpNode& op : program.ops()) check_attributes(op);
   allocate_cache(cache);
   const auto gates = [&](const OpNode& linear) {
     const Packed& m = weights.matrix(linear.weights[0]);

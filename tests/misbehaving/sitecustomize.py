@@ -10,7 +10,9 @@ SLOW_SECONDS = 4.0  # that a model named "slow" takes to load
 def misbehave() -> None:
     from allspark_server.runtime.runner import ModelRunner
 
-    load, step = ModelRunner.load, ModelRunner.step
+    from allspark_server.runtime.steps import Steps
+
+    load, step, collect = ModelRunner.load, ModelRunner.step, Steps.collect
 
     def slow_load(self) -> int:
         if self.config.model_name == "slow":
@@ -19,17 +21,27 @@ def misbehave() -> None:
                 self.progress(part, 100)
         return load(self)
 
-    def failing_step(self, plan: bytes, want_logits: bool = False):
-        """Fails with the error that the file $FAIL_STEP names, once."""
+    def fail_once() -> None:
+        """With the error that the file $FAIL_STEP names."""
         path = os.environ.get("FAIL_STEP", "")
         if os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 name = file.read()
             os.unlink(path)
             raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[name]("a defect")
+
+    def failing_step(self, plan: bytes, want_logits: bool = False):
+        """A step of a rank other than 0."""
+        fail_once()
         return step(self, plan, want_logits)
 
-    ModelRunner.load, ModelRunner.step = slow_load, failing_step
+    def failing_collect(self):
+        """A step of rank 0."""
+        result = collect(self)
+        fail_once()
+        return result
+
+    ModelRunner.load, ModelRunner.step, Steps.collect = slow_load, failing_step, failing_collect
 
 
 if "allspark_server" in sys.orig_argv:

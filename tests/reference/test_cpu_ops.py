@@ -211,7 +211,6 @@ def program_with(op: str, attribute: str) -> Toy:
     return own
 
 
-@pytest.mark.xfail(reason="native/cpu does not ask OpNode::allow_only yet", strict=True)
 @pytest.mark.parametrize("op, attribute", ABSENT)
 def test_attributes_that_the_backend_does_not_have_are_refused_by_name(op, attribute):
     own = program_with(op, attribute)
