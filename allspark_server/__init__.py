@@ -1,7 +1,8 @@
 """The server side: engine, gRPC service, scheduler, span cache, graph and models, weights, ranks.
 
-A request goes service → engine → scheduler → cache → runtime; models and weights stand beside that way. The two public
-names are loaded on first use, so that importing this package needs neither the native library nor MPI.
+A request goes service → input stage → engine → scheduler → cache → runtime, and what it draws → output stage → service;
+models and weights stand beside that way. The two public names are loaded on first use, so that importing this package
+needs neither the native library nor MPI.
 """
 
 from __future__ import annotations

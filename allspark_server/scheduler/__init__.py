@@ -1,6 +1,7 @@
 """Decides what each step computes. Knows token ids, spans and slots; no tensors, no threads, no text.
 
-`Scheduler.plan()` gives the next step, `Scheduler.complete()` takes its sampled tokens.
+`Scheduler.plan()` gives the next step, before the results of those that run; `Scheduler.complete()` takes what the
+oldest one has drawn.
 """
 
 from .scheduler import Scheduler

@@ -130,12 +130,6 @@ class Scheduler:
         elif sequence.state is not State.ENDED:
             self._queue.remove(sequence, State.ENDED)
 
-    def settle(self, sequence: Sequence) -> list[int]:
-        """The sequence's tokens, up to the last one that a completed step drew."""
-        if sequence.state is State.RUNNING:
-            self._slots.settle(sequence)
-        return sequence.tokens
-
     def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
         after it.

@@ -66,8 +66,8 @@ class StopRules:
 
 @dataclass(eq=False)
 class Sequence:
-    """`tokens` is prompt and output, the last of which the scheduler may still keep elsewhere while it runs (see
-    `Scheduler.settle`); positions 0 … `computed`-1 are in the cache, in `spans`.
+    """`tokens` is prompt and output; while the sequence runs, the last of its output may still be in the scheduler's
+    `SlotTable`. Positions 0 … `computed`-1 are in the cache, in `spans`.
 
     A sequence that is preempted loses its spans and its slot, nothing else: it waits again and its tokens are computed
     anew.

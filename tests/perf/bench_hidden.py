@@ -1,9 +1,9 @@
 """How much of a step's cost in Python is not hidden behind the step before it: bench_hidden.py [RUNNING …] [--ms 5].
 
 A whole engine on a group that computes nothing: a step takes `--ms` milliseconds from when it is submitted and the one
-before it has ended, on nobody's processor, and draws token 1 for every row. What is given is the time a step takes beyond
-that, which is when a real group would have stood idle, over a few seconds, and the processor's time of the whole process.
-It needs a core to spare.
+before it has ended, on nobody's processor, and draws token 1 for every row. What is given is the time a step takes
+beyond that, which is when a real group would have stood idle, over a few seconds, and the processor's time of the whole
+process. It needs a core to spare.
 """
 
 from __future__ import annotations
