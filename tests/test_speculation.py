@@ -28,7 +28,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
     ways: list[dict[str, Any]] = [
         {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
         {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},
-        {"do_sample": False, "bad_words_ids": [[5], [7, 9]]}, {"temperature": 0.4, "stop_words_ids": [[3], [1, 2]]},
+        {"do_sample": False, "bad_words_ids": [[5], [7, 9]]}, {"temperature": 0.4, "stop_words_ids": [[token] for token in range(0, 300, 9)]},
     ]
     made = []
     for i in range(40):

@@ -33,7 +33,8 @@ struct Output {
 // drafts.
 struct Item {
   int slot, row, start, count, drafts;
-  int output, outputs;  // adjacent, too: one for the last row that is no draft, and one for each draft
+  int output, outputs;  // adjacent, too: of the last row that is no draft, and of each draft
+  bool draws;           // else nobody wants the tokens, but logits perhaps
 };
 
 struct Batch {

@@ -15,7 +15,7 @@ void DraftModel::draft(Slots& slots) {
     const int row = (int)batch_.rows.size(), output = (int)batch_.outputs.size();
     for (int p = first; p < end; p++) batch_.rows.push_back({index, p, slot.history[p]});
     if (draws) batch_.outputs.push_back({(int)batch_.rows.size() - 1, index, end});
-    batch_.items.push_back({index, row, first, end - first, 0, output, draws});
+    batch_.items.push_back({index, row, first, end - first, 0, output, draws, draws});
     slot.drafted = end;
   };
   const auto clear = [&] { batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear(); };

@@ -56,7 +56,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
       refuse(name + ": " + std::to_string(w.drafts) + " drafts among " + std::to_string(w.known.size()) + " known ids");
-    if (w.outputs != (w.draws() ? 1 : 0)) refuse(name + " has " + std::to_string(w.outputs) + " outputs");
+    if (w.outputs < 0 || (w.draws() && !w.outputs)) refuse(name + " has " + std::to_string(w.outputs) + " outputs");
     for (int g = 0; g < groups(); g++) {
       slot.spans[g] += (long)w.spans[g].size();
       for (int32_t s : w.spans[g])
@@ -74,7 +74,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
                std::to_string(spans) + " spans");
     if (w.draws() && end != slot.history) refuse("only a sequence's last row can draw");
-    rows += w.rows + w.drafts, outputs += w.draws() ? 1 + w.drafts : 0;
+    rows += w.rows + w.drafts, outputs += w.outputs + w.drafts;
   }
   if (rows > limits_.max_rows || outputs > limits_.max_outputs)
     refuse(std::to_string(rows) + " rows, " + std::to_string(outputs) + " with outputs; at most " +
@@ -106,7 +106,7 @@ void Slots::begin(const Plan& plan) {
       if (w.flags & kGiven) slot.history.resize(slot.history.size() - (w.drafts - most));
       if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
     }
-    pending_.push_back({w.slot, w.rows, end, most, w.draws(), (w.flags & kDraftModel) != 0});
+    pending_.push_back({w.slot, w.rows, end, w.outputs, most, w.draws(), (w.flags & kDraftModel) != 0});
   }
 }
 
@@ -115,13 +115,9 @@ const Batch& Slots::batch() {
   for (const Pending& p : pending_) {
     Slot& slot = slots_[p.slot];
     const int drafts = p.draws ? (int)slot.history.size() - p.end : 0, start = slot.cached;
-    const Item item{p.slot,
-                    (int)batch_.rows.size(),
-                    start,
-                    p.rows + drafts,
-                    drafts,
-                    (int)batch_.outputs.size(),
-                    p.draws ? 1 + drafts : 0};
+    const Item item{
+        p.slot, (int)batch_.rows.size(), start, p.rows + drafts, drafts, (int)batch_.outputs.size(), p.outputs + drafts,
+        p.draws};
     for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
     for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + p.rows - 1 + i, p.slot, p.end + i});
     slot.cached = p.end;
@@ -133,7 +129,7 @@ const Batch& Slots::batch() {
 std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samples) {
   std::vector<Accepted> accepted;
   for (const Item& item : batch_.items) {
-    if (!item.outputs) continue;
+    if (!item.draws) continue;
     Slot& slot = slots_[item.slot];
     const int end = slot.cached;  // the first draft's position
     int kept = 0;

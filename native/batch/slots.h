@@ -25,9 +25,10 @@ class Slots {
   // be appended.
   void begin(const Plan& plan);
 
-  // An item of the plan: `rows` rows of known ids up to position `end`, and at most `drafts` more.
+  // An item of the plan: `rows` rows of known ids up to position `end`, the last of them with an output or not, and at
+  // most `drafts` more.
   struct Pending {
-    int slot, rows, end, drafts;
+    int slot, rows, end, outputs, drafts;
     bool draws, by_model;
   };
   const std::vector<Pending>& pending() const { return pending_; }
