@@ -544,6 +544,7 @@ class Engine(AbstractEngine):
         self._check_loading(config)
         self._loading = None
         self._models[model.name] = model
+        self._output.inline = self._group.depth == 1
         self._forget_unrestored(model.name)
 
     def _give_up_load(self, config: AsModelConfig) -> None:

@@ -53,7 +53,10 @@ class OutputStage:
 
     def __init__(self, on_undeliverable: Callable[[Request], None]):
         self._on_undeliverable = on_undeliverable
+        #: whether steps' outputs are delivered by who puts them, between steps: where there is no processor for the thread
+        self.inline = False
         self._listeners: list[Callable[[], None]] = []
+        self._telling = threading.Lock()
         self._queue: queue.Queue[StepOutput | End | threading.Event | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="allspark-output", daemon=True)
         self._thread.start()
@@ -63,8 +66,13 @@ class OutputStage:
         self._listeners.append(listener)
 
     def put(self, event: StepOutput | End) -> None:
-        """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone."""
-        self._put(event)
+        """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone. Always by
+        one and the same thread."""
+        if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
+            self._deliver(event)
+            self._tell()
+        else:
+            self._put(event)
 
     def flush(self) -> None:
         """Returns when everything that was put before has been told. Not on the output stage's thread."""
@@ -102,6 +110,7 @@ class OutputStage:
 
     def _run(self) -> None:
         told = True  # of all that was delivered
+        event: StepOutput | End | threading.Event | None
         while True:
             if not told and self._queue.empty():
                 told = self._tell()
@@ -117,16 +126,18 @@ class OutputStage:
             else:
                 told = told or self._tell()
                 event.set()
-            del event  # keeps nothing alive while it waits
+            event = None  # keeps nothing alive while it waits
+            self._queue.task_done()
         if not told:
             self._tell()
 
     def _tell(self) -> bool:
-        for listener in self._listeners:
-            try:
-                listener()
-            except Exception:  # a client's trouble is not the engine's
-                logger.exception("a flush listener failed")
+        with self._telling:
+            for listener in self._listeners:
+                try:
+                    listener()
+                except Exception:  # a client's trouble is not the engine's
+                    logger.exception("a flush listener failed")
         return True
 
     def _deliver(self, output: StepOutput) -> None:

@@ -12,7 +12,6 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
 from .runtime.group import Group
-from .runtime.steps import DEPTH
 from .scheduler import Step
 from .served_model import ServedModel
 
@@ -51,10 +50,10 @@ class Pipeline:
             models = models[at:] + models[:at]
         submitted = False
         for model in models:
-            if len(self._running) == DEPTH:
+            if len(self._running) >= self._group.depth:
                 break
             submitted |= self._submit(model)
-        if self._running and (len(self._running) == DEPTH or not submitted):
+        if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
 
     def _submit(self, model: ServedModel) -> bool:

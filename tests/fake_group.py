@@ -162,6 +162,7 @@ class FakeGroup:
     load waits for; `token`: what follows a history."""
 
     size = 1
+    depth = DEPTH
 
     def __init__(
         self,

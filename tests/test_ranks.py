@@ -487,6 +487,8 @@ class FakeRunner:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):
             raise MemoryError(f"no memory for {self.name}")
 
+    threads = 0
+
     def load(self) -> int:
         self._maybe_fail("load")
         return 100 - self.rank

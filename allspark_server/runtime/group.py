@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Callable, Protocol
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .steps import Steps
+from .steps import DEPTH, Steps
 
 if TYPE_CHECKING:
     from .profile import Profile
@@ -38,6 +38,11 @@ class Group(Protocol):
     at most for the steps that were submitted before."""
     size: int
 
+    @property
+    def depth(self) -> int:
+        """Steps that are worth having submitted and not collected: 1 where the engine's thread and the output stage would
+        take turns with the computing threads, as no processor is left for them."""
+
     def start_load(self, config: AsModelConfig) -> None:
         """Begin to load a model on every rank, beside the steps of others; one at a time."""
 
@@ -46,7 +51,7 @@ class Group(Protocol):
         unloads the model, and the group goes on without it."""
 
     def submit(self, name: str, plan: bytes) -> None:
-        """Queue a step plan. At most `steps.DEPTH` steps, of all models, may be submitted and not collected."""
+        """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
 
     def collect(self):
         """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
@@ -275,6 +280,12 @@ class LocalGroup:
         self._allocating = False
         self._steps = Steps()
         self._submitted: deque[str] = deque()   # models of the steps that were not collected
+        self._processors = len(os.sched_getaffinity(0))
+
+    @property
+    def depth(self) -> int:
+        threads = max((runner.threads for runner in list(self.models.runners.values())), default=1)
+        return DEPTH if threads < self._processors else 1
 
     def start_load(self, config: AsModelConfig) -> None:
         self._config, self._allocating = config, False
@@ -297,7 +308,7 @@ class LocalGroup:
         return None
 
     def submit(self, name: str, plan: bytes) -> None:
-        self._steps.submit(self.models.runners[name], name, plan)
+        self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)
         self._submitted.append(name)
 
     def collect(self):
@@ -357,7 +368,8 @@ class WindowGroup(LocalGroup):
         self._closed = False
 
     def submit(self, name: str, plan: bytes) -> None:
-        self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""))
+        self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""),
+                           self.depth > 1)
         self._submitted.append(name)
 
     def fail(self, message: str) -> None:

@@ -82,13 +82,13 @@ class ModelRunner:
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world)
             check_draft(self._draft, model)
             models.append(self._draft)
-        step = self._rows_of_step(), self._outputs_of_step(), self._threads()
+        step = self._rows_of_step(), self._outputs_of_step(), self.threads
         fixed = sum(each.weight_bytes() + each.activation_bytes(*step) for each in models)
         self._span_bytes = sum(each.span_bytes() for each in models)
         with planning():
             spans = self._spans(available_memory(self.world), fixed)
             self._reservation = Reservation(config.model_name, fixed + spans * self._span_bytes, bound_nodes())
-        self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self._threads())
+        self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self.threads)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
@@ -112,7 +112,7 @@ class ModelRunner:
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
             self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor)
         if self.rank == 0:
-            self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self._threads())
+            self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -182,7 +182,9 @@ class ModelRunner:
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
-    def _threads(self) -> int:
+    @property
+    def threads(self) -> int:
+        """That compute."""
         return self.config.num_threads or physical_cores(self.cpus)
 
     def _spans(self, available: int, fixed: int) -> int:
