@@ -9,7 +9,7 @@ import pytest
 
 NATIVE = Path(__file__).resolve().parent.parent / "native"
 PROGRAM = r"""
-#include "pool.h"
+#include "cpu/pool.h"
 #include <pthread.h>
 #include <sched.h>
 #include <cstdio>
@@ -28,7 +28,7 @@ int main() {
 def test_cpus_beyond_1023_are_pinned_to(tmp_path):
     compiler = shlex.split(sysconfig.get_config_var("CXX") or "g++")
     (tmp_path / "pin.cpp").write_text(PROGRAM)
-    command = [*compiler, "-std=c++17", f"-I{NATIVE}", str(tmp_path / "pin.cpp"), str(NATIVE / "pool.cpp"), "-pthread",
+    command = [*compiler, "-std=c++17", f"-I{NATIVE}", str(tmp_path / "pin.cpp"), str(NATIVE / "cpu/pool.cpp"), "-pthread",
                "-o", str(tmp_path / "pin")]
     try:
         subprocess.run(command, check=True, timeout=120)
