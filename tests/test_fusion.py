@@ -32,8 +32,8 @@ class Net:
             return e.add_vector(rng.normal(size=n).astype(np.float32))
 
         x, y, normed, qkv, context, both, hidden, last, logits = (e.add_tensor(w, r) for w, r in (
-            (HIDDEN, False), (HIDDEN, False), (HIDDEN, False), (width, False), (heads * HEAD_DIM, False), (2 * inner, False), (inner, False),
-            (HIDDEN, True), (VOCAB, True)))
+            (HIDDEN, False), (HIDDEN, False), (HIDDEN, False), (width, False), (heads * HEAD_DIM, False),
+            (2 * inner, False), (inner, False), (HIDDEN, True), (VOCAB, True)))
 
         def op(kind, inputs, outputs, weights=(), **attributes):
             e.add_op(kind, inputs, outputs, list(weights), attributes)
@@ -119,7 +119,7 @@ def test_they_are_computed_together(dtype, group):
 def test_threads_seldom_wait_for_each_other(dtype, group):
     """Barriers a layer, on one rank: what embedding, head and sampling take does not count."""
     def barriers(rows: int) -> float:
-        counts = [Net(dtype, group, 384, 2, fused=True, layers=layers).barriers(rows) for layers in (LAYERS, 2 * LAYERS)]
+        counts = [Net(dtype, group, 384, 2, fused=True, layers=n).barriers(rows) for n in (LAYERS, 2 * LAYERS)]
         return (counts[1] - counts[0]) / LAYERS
 
     assert barriers(1) <= 6

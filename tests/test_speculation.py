@@ -1,6 +1,6 @@
 """Speculation changes no bit: 40 requests alone, together, in random order and in a cache that is too small, without
-drafts, with looked-up ones and with a draft model's, on one rank and on two. Counters prove that drafts were accepted and
-rejected, rows discarded and sequences preempted."""
+drafts, with looked-up ones and with a draft model's, on one rank and on two. Counters prove that drafts were accepted
+and rejected, rows discarded and sequences preempted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ KINDS = ("off", "prompt_lookup", "draft")
 
 
 def requests() -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts that repeat themselves, so that something can be looked up; greedy and drawn, with all that changes a draw."""
+    """Prompts that repeat themselves, so that something can be looked up; greedy and drawn, with all that changes a
+    draw."""
     rng = random.Random(3)
+    stops = [[token] for token in range(0, 300, 9)]
     ways: list[dict[str, Any]] = [
-        {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8}, {"top_p": 0.6, "temperature": 0.5},
+        {"do_sample": False}, {"temperature": 0.3}, {"temperature": 0.9, "top_k": 8},
+        {"top_p": 0.6, "temperature": 0.5},
         {"temperature": 0.2, **PENALTIES}, {"do_sample": False, "repetition_penalty": 1.3, "min_length": 90},
-        {"do_sample": False, "bad_words_ids": [[5], [7, 9]]}, {"temperature": 0.4, "stop_words_ids": [[token] for token in range(0, 300, 9)]},
+        {"do_sample": False, "bad_words_ids": [[5], [7, 9]]}, {"temperature": 0.4, "stop_words_ids": stops},
     ]
     made = []
     for i in range(40):

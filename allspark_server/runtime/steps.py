@@ -30,8 +30,8 @@ class Steps:
 
     def submit(self, runner: "ModelRunner", name: str, plan: bytes, kind: int = 0, prefix: bytes = b"",
                beside: bool = True) -> None:
-        """Queue a step of `runner`, whose model is called `name`. kind, prefix: of the command that is published, in front
-        of the plan. beside: compute it beside the caller. RuntimeError if `DEPTH` are queued already."""
+        """Queue a step of `runner`, whose model is called `name`. kind, prefix: of the command that is published, in
+        front of the plan. beside: compute it beside the caller. RuntimeError if `DEPTH` are queued already."""
         if len(self._collectors) >= DEPTH:
             raise RuntimeError(f"a step of model {name!r}: {DEPTH} steps are submitted and not collected already")
         if not beside and not self._collectors:
@@ -43,7 +43,8 @@ class Steps:
         self._collectors.append(self._stepper.collect)
 
     def collect(self):
-        """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError if there is none."""
+        """The oldest step's StepResult, once it is there. Raises what the step raised; RuntimeError if there is
+        none."""
         if not self._collectors:
             raise RuntimeError("there is no step to collect: none was submitted")
         return self._collectors.popleft()()

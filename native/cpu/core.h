@@ -27,16 +27,17 @@ struct Tensor {
   const Packed* prepared_for = nullptr;
   size_t prepared = 0;
   char* prepared_rows = nullptr;
-  bool one_as_floats = false;  // a step's only row is left to the linear, where each thread prepares it for itself
+  int prepared_from = 1;  // of fewer rows floats are left, which the linear prepares
 
   int rows(const Batch& batch) const { return (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
   float* row(int r) const { return data + (size_t)r * width; }
   char* bytes(int r) const { return prepared_rows + (size_t)r * prepared; }
-  bool is_prepared(int rows) const { return prepared_for && !(one_as_floats && rows == 1); }
+  bool is_prepared(int rows) const { return prepared_for && rows >= prepared_from; }
 };
 
 // Memory that ops need within their run, each in turn.
 struct Scratch {
+  Buffer gated;     // gate and up of few rows
   Buffer rows;      // floats: one row of each thread
   Buffer prepared;  // prepared rows of a product's input, or one of each thread
   size_t row_bytes = 0;

@@ -139,8 +139,10 @@ Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t op, size_t part,
     t.prepared_for = prepared_for(ops, i, tensor);
     if (!t.prepared_for) break;
     t.prepared = core_.k.prepared(*t.prepared_for).bytes;
-    t.one_as_floats = is(program_.ops()[ops[i].parts.back()], "span_attention");
-    t.prepared_rows = t.one_as_floats ? attended_.as() : reinterpret_cast<char*>(t.data);
+    const OpNode& last = program_.ops()[ops[i].parts.back()];
+    const bool attention = is(last, "span_attention");
+    t.prepared_from = attention ? 2 : is(last, "silu_mul") ? kManyRows : 1;
+    t.prepared_rows = attention ? attended_.as() : reinterpret_cast<char*>(t.data);
     break;
   }
   return t;
@@ -155,7 +157,7 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
   const auto& specs = program_.tensors();
   const std::vector<Life> lives = lives_of(program_, ops);
   std::vector<size_t> needs(specs.size());
-  size_t prepared = 0, attended = 0, widest = 0;
+  size_t prepared = 0, attended = 0, gated = 0, widest = 0;
   for (size_t t = 0; t < specs.size(); t++) {
     if (specs[t].type != TensorType::float32)
       throw std::invalid_argument(std::string("the CPU backend has no tensors of ") + name_of(specs[t].type));
@@ -171,10 +173,13 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
           need = std::max(need, bytes);
         }
       if (is(op, "rms_norm")) widest = std::max(widest, (size_t)program_.in(op).width);
+      if (is(op, "linear") && ops[i].name.find("silu_mul") != std::string::npos)
+        gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
       if (is(op, "linear"))
         prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
     }
   attended_ = Buffer(attended, "prepared activations");
+  scratch_.gated = Buffer(gated, "gate and up");
   scratch_.prepared = Buffer(prepared, "prepared activations");
   scratch_.row_bytes = (widest * sizeof(float) + 63) / 64 * 64;
   scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");

@@ -25,7 +25,7 @@ from allspark_server.runtime.plan import DRAW, StepPlan
 class Group:
     """`idle`: seconds between the end of a step and the beginning of the next one, in all."""
 
-    size = 1
+    size, depth = 1, 2
 
     def __init__(self, running: int, seconds: float):
         self._running, self._seconds = running, seconds

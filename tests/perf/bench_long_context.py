@@ -2,8 +2,8 @@
 
     bench_long_context.py [--threads 16] [--long 131072] [--short 32] [--context 128] [--formats bfloat16:0]
 
-Of Qwen2.5-0.5B's shape. The long sequence's cache is not computed but taken as a prefix that is there (of zeros): what is
-measured is how its blocks are shared out among threads. Bandwidth is measured before and after, the better counts.
+Of Qwen2.5-0.5B's shape. The long sequence's cache is not computed but taken as a prefix that is there (of zeros): what
+is measured is how its blocks are shared out among threads. Bandwidth is measured before and after, the better counts.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main() -> None:
         bandwidth = max(before, _native.measure_ceilings(cpus, options.threads, 5, 1024)[0])
         position = _native.span_bytes(SPAN, shape.head_dim, options.cache) / SPAN * shape.kv_heads * shape.layers
         cached = (options.long + options.short * (options.context + STEPS)) * position
-        print(f"{text}, cache {options.cache}, {options.threads} threads: {options.short} sequences {1e3 * alone:.2f} ms; with one "
-              f"of {options.long} tokens {1e3 * seconds:.2f} ms; {1e-9 * (model.bytes + cached):.2f} GB at "
+        print(f"{text}, cache {options.cache}, {options.threads} threads: {options.short} sequences "
+              f"{1e3 * alone:.2f} ms; with one of {options.long} tokens {1e3 * seconds:.2f} ms; {1e-9 * (model.bytes + cached):.2f} GB at "
               f"{1e-9 * bandwidth:.1f} GB/s take {1e3 * (model.bytes + cached) / bandwidth:.2f} ms: "
               f"{seconds * bandwidth / (model.bytes + cached):.2f} x", flush=True)
 

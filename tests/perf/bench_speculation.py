@@ -4,8 +4,8 @@
 
 Writes checkpoints of Qwen2.5-0.5B's shape into FOLDER, unless they are there:
 
-    successor   random but for `o` and `down`, which are zero, and an untied head that maps each token to a successor: so
-                the answer is known, and prompts can be made that hold any part of its transitions
+    successor   random but for `o` and `down`, which are zero, and an untied head that maps each token to a successor:
+                so the answer is known, and prompts can be made that hold any part of its transitions
     large       random in layers 1 to 4, the others add zero; their time is that of a model of 24 layers
     draft       layers 1 to 4 of it, which says what `large` says
 

@@ -3,7 +3,8 @@
 For each number of running requests, all of one client's session (as the service files them), with two steps in flight:
 the medians over 300 steps of the processor's time for planning, encoding, and completing and handing over on the
 engine's thread, in us, and the mean of their sum as a part of the allowance, 60 us + 1 us for each running request;
-then what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests waiting.
+then what the output stage's thread and the event loop (ClientStream.take) have to do for a step, with more requests
+waiting.
 `--drafts`: every sequence gets drafts, of which so many are accepted.
 """
 

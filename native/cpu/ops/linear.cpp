@@ -2,8 +2,8 @@
 //
 // With an rms_norm before it each row is normed as the product wants it. Of one row each thread makes a copy of its
 // own: that takes less than waiting for each other. With a silu_mul after it a panel of gate and one of up give n
-// columns instead of 2n, at once as the next linear wants its rows where that is bfloat16. With an add after it each
-// thread adds what it has made.
+// columns instead of 2n, at once as the next linear wants its rows where that is bfloat16; of few rows a thread
+// computes all its panels first. With an add after it each thread adds what it has made.
 #include "cpu/ops/ops.h"
 #include "cpu/ops/product.h"
 
@@ -30,6 +30,7 @@ class Linear : public BoundOp {
     if (share.empty()) return;
     const auto [p0, p1, r0, r1] = share;
     a.x += (size_t)r0 * m_.k, a.prepared += r0 * a.stride;
+    if (gated_ && rows < kManyRows) return gate_few(a, share);
     if (gated_) {
       GatedOutput to{};
       if (out_.prepared_for) to.rounded = out_.bytes(r0), to.rounded_stride = out_.prepared;
@@ -44,6 +45,19 @@ class Linear : public BoundOp {
   }
 
  private:
+  // A thread's panels of gate, then those of up, whose columns it then multiplies.
+  void gate_few(const Activations& a, const Share& share) {
+    const int half = m_.panels() / 2, c0 = share.p0 * m_.panel, n = m_.n / 2;
+    float* both = scratch_.gated.as<float>();
+    const auto [p0, p1, r0, r1] = share;
+    for (int first : {0, half})
+      core_.k.matmul(m_, a, bias_, both + (size_t)r0 * m_.n, m_.n, r1 - r0, first + p0, first + p1);
+    for (int r = r0; r < r1; r++) {
+      const float* gate = both + (size_t)r * m_.n + c0;
+      core_.k.silu_mul(gate, gate + n, out_.row(r) + c0, (p1 - p0) * m_.panel);
+    }
+  }
+
   // The rows of x_ normed, as the product takes them. False: another thread has failed.
   bool normed(int thread, int rows, Activations& a) {
     const size_t stride = core_.k.prepared(m_).bytes;

@@ -4,6 +4,9 @@
 
 namespace as {
 
+// Fewer rows are bound by reading weights: their panels are read as one stream.
+constexpr int kManyRows = 33;
+
 // Part of a product that one thread computes: panels and rows.
 struct Share {
   int p0, p1, r0, r1;
