@@ -109,16 +109,16 @@ def test_partial_results_fit_whatever_the_contexts(threads):
     """Random sets of contexts up to the longest that was announced. share_pairs() itself checks that they fit."""
     rng = np.random.default_rng(threads)
     longest = int(rng.integers(9, 40)) * BLOCK + 1
-    attention = Attention(threads, max_length=longest, spans=1)
+    attention = Attention(threads, max_length=longest, spans=16)
     for _ in range(150):
         sequences = int(rng.integers(1, 2 * threads))  # fewer than 4 tiles a thread: their blocks are split
         lengths = [longest if rng.random() < 0.4 else int(rng.integers(1, longest + 1)) for _ in range(sequences)]
         lengths = lengths[:15]
         new, work = [], []
-        for i, n in enumerate(lengths):  # as after a hit in the prefix cache; all spans are the one there is
+        for i, n in enumerate(lengths):  # as after a hit in the prefix cache, whose spans are all one; the last is its own
             start = (n - 1) // SPAN * SPAN
             new.append(NewSlot(i, [1] * n, GREEDY, start))
-            work.append(WorkItem(i, n - start, DRAW, spans=[0] * -(-n // SPAN)))
+            work.append(WorkItem(i, n - start, DRAW, spans=[0] * (-(-n // SPAN) - 1) + [i + 1]))
         found = attention.step(StepPlan(new=new, work=work))
         assert found.shape[0] == len(lengths) and np.isfinite(found).all()
         attention.step(StepPlan(free=list(range(len(lengths)))))
