@@ -116,13 +116,13 @@ void AttentionWork::make_pieces() {
     pieces.back().end = tile.blocks;
     total += tile.blocks;
   }
-  const int longest = threads == 1 ? INT32_MAX : kRunBlocks * std::max(1, (int)(total / (4 * threads) / kRunBlocks));
+  const int share = (int)(total / (4 * threads)), longest = kRunBlocks * std::max(1, share / kRunBlocks);
   const int room = (int)(partials.size() / (partial_floats() * sizeof(float)));
   std::vector<Piece> cut;
   int kept = 0;
   for (const Piece& whole : pieces) {
     const int results = runs_of(whole.end) * whole.count;
-    if (whole.end <= 2 * longest || kept + results > room) {
+    if (threads == 1 || whole.end <= 2 * longest || kept + results > room) {
       cut.push_back(whole);
       continue;
     }
