@@ -18,7 +18,8 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
   auto recall = [&](int index) {
     Outlook& o = at(index);
     const Slot& s = slots_[index];
-    o = {s.live, (long)s.history.size(), s.cached, std::vector<long>(groups())};
+    o.live = s.live, o.history = (long)s.history.size(), o.cached = s.cached;
+    o.spans.assign(groups(), 0);  // keeps its memory from step to step
     for (int g = 0; g < groups() && s.live; g++) o.spans[g] = (long)s.spans[g].size();
   };
   for (int i : plan.free) recall(i);

@@ -11,14 +11,10 @@
 namespace as {
 namespace {
 
-bool is(const OpNode& op, const char* name) { return !std::strcmp(op.spec->name, name); }
-
-bool has(const std::vector<int>& list, int tensor) { return std::find(list.begin(), list.end(), tensor) != list.end(); }
-
 // Refuses what the table of ops has and this backend does not.
 void check_attributes(const OpNode& op) {
   const char* backend = "the CPU backend";
-  if (is(op, "span_attention"))
+  if (op.is("span_attention"))
     op.allow_only(
         {"layer", "head_dim", "group", "scale", "cache_group", "q_heads", "kv_heads", "q_head_begin", "kv_begin"},
         backend);
@@ -54,7 +50,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
-  if (program.ops().empty() || !is(program.ops().back(), "sample"))
+  if (program.ops().empty() || !program.ops().back().is("sample"))
     throw std::invalid_argument("the op list must end with sample");
   if (program.row_sets().size() > 2) throw std::invalid_argument("the CPU backend has no rows of experts");
   for (const OpNode& op : program.ops()) check_attributes(op);
@@ -79,7 +75,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     if (const Part* add = binding.part("add")) binding.feeds_sum = feeds_sum(program, ops, i, add->op.inputs[0]);
     Step step{ops[i], bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
-    if (is(last, "span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
+    if (last.is("span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
   }
 }
@@ -97,7 +93,7 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
     if (n < 1) throw std::invalid_argument("allocate: sizes must be positive");
   std::map<int, LayerCache> layers;
   for (const OpNode& op : program_.ops()) {
-    if (!is(op, "span_attention")) continue;
+    if (!op.is("span_attention")) continue;
     LayerCache layer;
     layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), core_.k.rules.bf16_pairs);
     layer.group = op.integer("cache_group"), layer.kv_heads = op.integer("kv_heads");
@@ -117,8 +113,8 @@ void CpuRunner::allocate_cache(const CacheLimits& limits) {
 // The matrix for which an op prepares the rows that it leaves in a tensor, or null.
 const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const {
   const OpNode& last = program_.ops()[ops[op].parts.back()];
-  const bool gated = is(last, "silu_mul") && ops[op].parts.size() > 1;
-  if (!has(last.outputs, tensor) || !(gated || is(last, "rms_norm") || is(last, "span_attention"))) return nullptr;
+  const bool gated = last.is("silu_mul") && ops[op].parts.size() > 1;
+  if (!has(last.outputs, tensor) || !(gated || last.is("rms_norm") || last.is("span_attention"))) return nullptr;
   const OpNode* reader = only_linear(program_, ops, op, tensor);
   if (!reader) return nullptr;
   const Packed& m = weights_.matrix(reader->weights[0]);
@@ -140,8 +136,8 @@ Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t op, size_t part,
     if (!t.prepared_for) break;
     t.prepared = core_.k.prepared(*t.prepared_for).bytes;
     const OpNode& last = program_.ops()[ops[i].parts.back()];
-    const bool attention = is(last, "span_attention");
-    t.prepared_from = attention ? 2 : is(last, "silu_mul") ? kManyRows : 1;
+    const bool attention = last.is("span_attention");
+    t.prepared_from = attention ? 2 : last.is("silu_mul") ? kManyRows : 1;
     t.prepared_rows = attention ? attended_.as() : reinterpret_cast<char*>(t.data);
     break;
   }
@@ -169,13 +165,13 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
       for (int t : op.outputs)
         if (const Packed* m = prepared_for(ops, i, t)) {
           const size_t bytes = core_.k.prepared(*m).bytes * max_rows(t);
-          size_t& need = is(op, "span_attention") ? attended : needs[t];
+          size_t& need = op.is("span_attention") ? attended : needs[t];
           need = std::max(need, bytes);
         }
-      if (is(op, "rms_norm")) widest = std::max(widest, (size_t)program_.in(op).width);
-      if (is(op, "linear") && ops[i].name.find("silu_mul") != std::string::npos)
+      if (op.is("rms_norm")) widest = std::max(widest, (size_t)program_.in(op).width);
+      if (op.is("linear") && ops[i].name.find("silu_mul") != std::string::npos)
         gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
-      if (is(op, "linear"))
+      if (op.is("linear"))
         prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
     }
   attended_ = Buffer(attended, "prepared activations");

@@ -6,16 +6,12 @@
 namespace as {
 namespace {
 
-bool is(const OpNode& op, const char* name) { return !std::strcmp(op.spec->name, name); }
-
-bool has(const std::vector<int>& list, int tensor) { return std::find(list.begin(), list.end(), tensor) != list.end(); }
-
 class Fusion {
  public:
   Fusion(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates)
       : ops_(program.ops()), gates_(gates) {
     for (int i = 0; i < (int)ops_.size(); i++)
-      if (!alone || !is(ops_[i], "all_reduce")) order_.push_back(i);
+      if (!alone || !ops_[i].is("all_reduce")) order_.push_back(i);
   }
 
   std::vector<FusedOp> run() {
@@ -35,7 +31,7 @@ class Fusion {
   }
 
  private:
-  bool is_at(size_t i, const char* name) const { return i < order_.size() && is(ops_[order_[i]], name); }
+  bool is_at(size_t i, const char* name) const { return i < order_.size() && ops_[order_[i]].is(name); }
   const OpNode& at(size_t i) const { return ops_[order_[i]]; }
 
   // Whether op `reader` alone reads what op `writer` leaves in a tensor.
@@ -103,7 +99,7 @@ const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& op
     for (size_t p = 0; p < ops[i].parts.size(); p++) {
       const OpNode& part = program.ops()[ops[i].parts[p]];
       if (has(part.inputs, tensor)) {
-        if (reader || p || !is(part, "linear")) return nullptr;
+        if (reader || p || !part.is("linear")) return nullptr;
         reader = &part;
       }
       if (has(part.outputs, tensor)) return reader;
@@ -116,8 +112,8 @@ std::vector<bool> never_written(const Program& program, const std::vector<FusedO
   for (const FusedOp& op : ops)
     for (size_t p = 0; p < op.parts.size(); p++) {
       const OpNode& part = program.ops()[op.parts[p]];
-      const bool gate = p && is(part, "silu_mul"),
-                 gated = p + 1 < op.parts.size() && is(program.ops()[op.parts[p + 1]], "silu_mul");
+      const bool gate = p && part.is("silu_mul"),
+                 gated = p + 1 < op.parts.size() && program.ops()[op.parts[p + 1]].is("silu_mul");
       for (int t : part.inputs) seen[t] = seen[t] || !gate;
       for (int t : part.outputs) seen[t] = seen[t] || !gated;
     }
@@ -130,8 +126,8 @@ bool feeds_sum(const Program& program, const std::vector<FusedOp>& ops, size_t o
     const OpNode &first = program.ops()[ops[i].parts[0]], &last = program.ops()[ops[i].parts.back()];
     for (int p : ops[i].parts) {
       if (!has(program.ops()[p].inputs, tensor)) continue;
-      return is(first, "all_reduce") && ops[i].parts.size() > 1 && is(program.ops()[ops[i].parts[1]], "add") &&
-             program.ops()[ops[i].parts[1]].inputs[0] == tensor && (is(last, "add") || is(last, "rms_norm"));
+      return first.is("all_reduce") && ops[i].parts.size() > 1 && program.ops()[ops[i].parts[1]].is("add") &&
+             program.ops()[ops[i].parts[1]].inputs[0] == tensor && (last.is("add") || last.is("rms_norm"));
     }
     for (int p : ops[i].parts)
       if (has(program.ops()[p].outputs, tensor)) return false;
@@ -144,14 +140,14 @@ Cost cost_of(const Program& program, const FusedOp& op, const StepSize& size) {
   for (size_t p = 0; p < op.parts.size(); p++) {
     const OpNode& part = program.ops()[op.parts[p]];
     const Cost own = program.cost(part, size);
-    const bool of_heads = is(part, "head_norm") || is(part, "rope");  // on copies of them, if attention follows
+    const bool of_heads = part.is("head_norm") || part.is("rope");  // on copies of them, if attention follows
     total.bytes += of_heads && op.parts.size() > 1 ? 0 : own.bytes, total.operations += own.operations;
-    if (!p || of_heads || is(part, "span_attention")) continue;
+    if (!p || of_heads || part.is("span_attention")) continue;
     // What the part before leaves is not read again; if it was for this part alone, nor is it written.
     const OpNode& before = program.ops()[op.parts[p - 1]];
     for (int t : part.inputs) {
       if (!has(before.outputs, t)) continue;
-      const bool kept = is(before, "add") || is(before, "all_reduce");
+      const bool kept = before.is("add") || before.is("all_reduce");
       total.bytes -= (kept ? 1 : 2) * 4 * program.rows_of(program.tensors()[t].rows, size) * program.tensors()[t].width;
     }
   }

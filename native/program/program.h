@@ -1,6 +1,8 @@
 // A model's ops for one rank, as checked data: what a backend compiles. It knows no rows, memory or devices.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
 #include <map>
 #include <string>
@@ -42,6 +44,7 @@ struct OpNode {
   std::vector<int> inputs, outputs, weights;
   std::vector<double> values;  // of spec's attributes; choices as indices
 
+  bool is(const char* name) const { return !std::strcmp(spec->name, name); }
   // By name and type; std::logic_error if the spec has no such attribute.
   int integer(const char* name) const { return (int)value(name, AttributeType::integer); }
   double number(const char* name) const { return value(name, AttributeType::number); }
@@ -54,6 +57,11 @@ struct OpNode {
  private:
   double value(const char* name, AttributeType type) const;
 };
+
+// Whether a list of tensors has this one.
+inline bool has(const std::vector<int>& tensors, int tensor) {
+  return std::find(tensors.begin(), tensors.end(), tensor) != tensors.end();
+}
 
 // Every add function returns the new thing's id, and throws std::invalid_argument naming what was wrong; the program is
 // then as before.

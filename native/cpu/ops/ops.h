@@ -31,7 +31,7 @@ struct Part {
   const Weights& weights;
   std::vector<Tensor> inputs, outputs;
 
-  bool is(const char* name) const { return !std::strcmp(op.spec->name, name); }
+  bool is(const char* name) const { return op.is(name); }
   const Tensor& in(int i = 0) const { return inputs[i]; }
   const Tensor& out(int i = 0) const { return outputs[i]; }
   const Packed& matrix(int i = 0) const { return weights.matrix(op.weights[i]); }
