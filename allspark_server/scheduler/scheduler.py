@@ -163,14 +163,14 @@ class Scheduler:
         budget = limits.max_step_tokens - draft.rows
         if self._drafts is not None:
             budget -= int(draft.drafts.sum())
-        prompts = sorted(self._prompts, key=_turn_of)
+        prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
             rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
             budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
-        if prompts or self._queue.waiting:
+        if prompts or self._free_slots and self._queue.waiting:
             self._plan_prompts(draft, prompts, budget, may_admit)
         if not draft.rows:
             return None
@@ -331,7 +331,8 @@ class Scheduler:
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
         table.longest[slots] = longest + 1 + drafts
         table.pending[slots] += 1
-        self._tenants.charge_slots(slots)
+        if len(self._tenants) > 1:  # nobody is compared with the only one
+            self._tenants.charge_slots(slots)
         draft.sequences, draft.slots, draft.drafts = sequences, slots, drafts
         draft.rows += len(slots)
         draft.context += int(longest.sum()) - len(slots)
