@@ -4,10 +4,12 @@
 oldest one has drawn.
 """
 
+from .probe import Probe, Probed
 from .scheduler import Scheduler
 from .sequence import FinishReason, Sequence, State, StopRules
 from .step import Counters, Limits, Outcome, Step
 
 __all__ = [
-    "Counters", "FinishReason", "Limits", "Outcome", "Scheduler", "Sequence", "State", "Step", "StopRules",
+    "Counters", "FinishReason", "Limits", "Outcome", "Probe", "Probed", "Scheduler", "Sequence", "State", "Step",
+    "StopRules",
 ]

@@ -9,7 +9,8 @@ from typing import Callable, Optional
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import MAX_STEP_DRAFTS, DRAW, NewSlot, WorkTable
+from ..runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES, DRAW, NewSlot, WorkTable
+from .probe import ProbeResults
 from .queue import WaitingQueue
 from .sequence import FinishReason, Sequence, State
 from .slots import SlotTable
@@ -157,8 +158,7 @@ class Scheduler:
             if budget <= 0:
                 break
             count = min(len(sequence.tokens) - sequence.planned, limits.max_chunk, budget)
-            self._plan_chunk(draft, sequence, count)
-            budget -= count
+            budget -= self._plan_chunk(draft, sequence, count)
         if self._queue.waiting and may_admit:
             self._admit(draft, budget)
         if not draft.rows:
@@ -169,11 +169,18 @@ class Scheduler:
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
         table, counters = self._slots, self.counters
+        probes, probed, computed = ProbeResults(step, result), [], []
         for index in range(step.decoding, len(step.sequences)):
             sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
-            if sequence.slot == slot and table.epoch[slot] == step.epochs[index]:
+            here = sequence.slot == slot and bool(table.epoch[slot] == step.epochs[index])
+            if sequence.probe is not None and (found := probes.take(index, sequence, sequence.computed, here)):
+                probed.append(found)
+            if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._enter_prefix(sequence)
+                if not sequence.draws and sequence.computed == len(sequence.tokens):
+                    computed.append(sequence)
+                    self._leave(sequence, State.ENDED)
         counts, tokens = result.counts, result.tokens
         several = len(tokens) != len(counts)
         drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
@@ -181,7 +188,7 @@ class Scheduler:
             drew = [drew[i] for i in step.drawing.tolist()]
             epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
-        outcome = Outcome(drew, first, counts.copy())
+        outcome = Outcome(drew, first, counts.copy(), probed=probed, computed=computed)
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
@@ -406,19 +413,32 @@ class Scheduler:
         sequence.state = state
         self._departures += 1
 
-    def _plan_chunk(self, draft: "_Draft", sequence: Sequence, count: int) -> None:
-        """The next `count` rows of a history."""
+    def _plan_chunk(self, draft: "_Draft", sequence: Sequence, count: int) -> int:
+        """Up to `count` more rows of a history; returns how many."""
+        probe, flags, outputs = sequence.probe, 0, 0
+        if sequence.probes_every_row:
+            count = outputs = min(count, sequence.prompt_len - sequence.planned, draft.probes)
+            if not count:
+                return 0
+            draft.probes -= count
+            flags = probe.flags
+        elif probe is not None and probe.received < sequence.planned + count == sequence.prompt_len:
+            flags, outputs = probe.flags, 1
         last = sequence.planned + count == len(sequence.tokens)
-        draft.chunks.append((sequence, count, last, sequence.spans[sequence.sent_spans :]))
+        draws = last and sequence.draws
+        draft.chunks.append((sequence, count, DRAW * draws | flags, max(outputs, draws),
+                             sequence.spans[sequence.sent_spans :]))
         draft.rows += count
         draft.context += count * (2 * sequence.planned + count - 1) // 2
         sequence.sent_spans = len(sequence.spans)
         sequence.planned += count
-        if last:
+        if draws:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+        if last:
             self._prompts.remove(sequence)
             self._decoding = None
+        return count
 
     # --- admission ---
 
@@ -444,9 +464,7 @@ class Scheduler:
         for sequence in prompts[1:]:
             rest = len(sequence.tokens) - sequence.planned
             if rest <= limit and left > 0:
-                count = min(rest, self.limits.max_chunk, left)
-                self._plan_chunk(draft, sequence, count)
-                left -= count
+                left -= self._plan_chunk(draft, sequence, min(rest, self.limits.max_chunk, left))
                 prompts.remove(sequence)
         # Nobody overtakes a sequence that waits for spans: it would wait for those of the newcomers too.
         held_back = []
@@ -477,8 +495,7 @@ class Scheduler:
         draft.admitted.append(sequence)
         draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-        self._plan_chunk(draft, sequence, count)
-        return count
+        return self._plan_chunk(draft, sequence, count)
 
     def _still_short(self, sequence: Sequence) -> bool:
         """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
@@ -507,7 +524,7 @@ class Scheduler:
         self._short_of_spans = next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
-            full = (length - 1) // self.limits.span_size
+            full = 0 if sequence.probes_every_row else (length - 1) // self.limits.span_size
             self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(sequence.keys[:full])
             next_key = sequence.keys[len(shared)] if len(shared) < full else None
@@ -540,7 +557,8 @@ class _Draft:
         self.slots = self.drafts = _NOBODY  # of these
         self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
         self.spans: list[int] = []
-        self.chunks: list[tuple[Sequence, int, bool, list[int]]] = []  # rows, whether it draws, new spans
+        self.chunks: list[tuple[Sequence, int, int, int, list[int]]] = []  # rows, flags, outputs, new spans
+        self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
@@ -562,8 +580,8 @@ class _Draft:
         drawing = np.arange(n)
         if chunks:
             sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
-            for index, (sequence, rows, draws, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, draws, 0, DRAW * draws, -1, 0, 0, len(new_spans))
+            for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, -1, 0, 0, len(new_spans))
                 spans += new_spans
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
         table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])

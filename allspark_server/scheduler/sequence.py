@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from .probe import Probe
+
 
 class State(enum.Enum):
     """Waiting for a slot and spans, or for them again; waiting for something else first (a grammar that is compiled,
@@ -79,6 +81,8 @@ class Sequence:
     stop: StopRules
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
+    probe: Optional[Probe] = None  # what is wanted of the prompt's rows
+    draws: bool = True  # False: it is complete when its prompt is computed
     leader: Optional["Sequence"] = None  # the first sample of the same prompt; the others wait for its spans
     owner: Any = None  # the scheduler does not look at it
     blocked_on: str = ""  # what it waits for before it may wait for a slot
@@ -96,6 +100,11 @@ class Sequence:
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
     preemptions: int = 0
+
+    @property
+    def probes_every_row(self) -> bool:
+        """Whether there are rows of its prompt left that all have to be computed for what they give."""
+        return self.probe is not None and self.probe.every and self.probe.received < self.prompt_len
 
     def lose_cache(self) -> None:
         """Back to nothing computed."""
