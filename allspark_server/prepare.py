@@ -3,6 +3,8 @@ the callers' threads."""
 
 from __future__ import annotations
 
+import math
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
@@ -13,8 +15,9 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
+from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
-from .scheduler import Probe, Sequence, StopRules
+from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer, Tokenizer
@@ -37,19 +40,34 @@ class Obstacle:
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
     spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted."""
+    wanted; when it ends if it has not begun, on the monotonic clock."""
 
     sequences: list[Sequence]
     top_logprobs: int
     detokenizers: list[Optional[StreamDetokenizer]]
     prompt_logprobs: int = 0  # how many of the likeliest are wanted beside each token of the prompt, if they are
     pooling: Optional[str] = None
+    deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
 
     @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return sum(len(sequence.tokens) for sequence in self.sequences)
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.sequences[0].tenant
+
+    @property
+    def size(self) -> int:
+        """Bytes that all sequences take in this process."""
+        return sum(sequence.size for sequence in self.sequences)
+
+
+def size_before(spec: RequestSpec) -> int:
+    """Bytes that a request takes in this process until it is prepared, about."""
+    words = sum(map(len, (*spec.config.stop_words_ids, *spec.config.bad_words_ids))) + len(spec.config.logit_bias)
+    size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + len(spec.generated))
+    if spec.input_ids is not None:
+        return size + TOKEN_BYTES * len(spec.input_ids)
+    return size + len(str(spec.text or spec.messages))
 
 
 def prepare(
@@ -95,27 +113,31 @@ def prepare(
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
         keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
+    words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
     sequences: list[Sequence] = []
     for index in range(config.n):
-        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
+        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
         sequences.append(
             Sequence(
                 tokens=prompt + generated,
                 prompt_len=len(prompt),
-                sampling=sampling.encode(),
+                sampling=sampling,
                 stop=stop,
                 priority=config.priority,
                 salt=config.cache_salt,
                 probe=None if sequences else probe,  # one sample is enough
                 draws=config.pooling is None,
-                leader=sequences[0] if sequences else None,
+                tenant=spec.tenant,
+                extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
                 keys=list(chain),
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
+    timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
+    deadline = time.monotonic() + timeout if timeout else math.inf
     return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences],
-                           config.prompt_logprobs or 0, config.pooling)
+                           config.prompt_logprobs or 0, config.pooling, deadline)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:

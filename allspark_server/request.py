@@ -81,7 +81,8 @@ class Request:
             if sequence.probe is not None:
                 sequence.owner.prompt = PromptResults(sequence, prepared.prompt_logprobs, prepared.pooling)
         self.samples = self.unfinished = len(prepared.sequences)
-        self.tokens = prepared.tokens  # of all samples, when it was made
+        self.tenant, self.size = prepared.tenant, prepared.size  # the size that it has in the queue at first
+        self.deadline = prepared.deadline  # on the monotonic clock: if it has not begun by then it ends
         self.ended = False  # nothing more is computed for it
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
@@ -96,6 +97,11 @@ class Request:
         if probed.complete:
             self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
             sample.prompt = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was computed for it; and when nothing more will be."""
+        return self.ended or self.first_step > 0
 
     def deliver(
         self,
