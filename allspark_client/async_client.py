@@ -66,6 +66,8 @@ class AsyncClientEngine:
     list_models = _in_thread(ClientEngine.list_models)
     get_as_engine_stat = _in_thread(ClientEngine.get_as_engine_stat)
     get_model_info = _in_thread(ClientEngine.get_model_info)
+    tokenize = _in_thread(ClientEngine.tokenize)
+    detokenize = _in_thread(ClientEngine.detokenize)
     get_file_information = _in_thread(ClientEngine.get_file_information)
     get_op_profiling_info = _in_thread(ClientEngine.get_op_profiling_info)
     get_rank_id = _in_thread(ClientEngine.get_rank_id)

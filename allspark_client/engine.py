@@ -12,7 +12,7 @@ from .generation import Generation
 from .queue import ResultQueue
 from .request import RequestSpec
 from .tokens import as_token_ids
-from .types import AsEngineStat, AsFileInfo, GenerateRequestStatus, ModelInfo, ModelState
+from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
 __all__ = ["AbstractEngine", "as_token_ids"]
 
@@ -143,6 +143,19 @@ class AbstractEngine(ABC):
         """What the model is, and how it was loaded."""
 
     @abstractmethod
+    def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
+        """The ids of a prompt whose arguments have been checked."""
+
+    def tokenize(self, model_name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
+        """The ids that the prompt `inputs` (as start_request takes them) has. `bare`: text without what the tokenizer
+        puts around it, say a begin-of-sequence token."""
+        return self._tokenize(_prompt(_model_name(model_name), inputs), bool(bare))
+
+    @abstractmethod
+    def detokenize(self, model_name: str, ids: list[int]) -> Detokenized:
+        """The text of ids, and the bytes of each."""
+
+    @abstractmethod
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
         """Versions recorded in a serialized model's two files (paths on the engine's machine)."""
 
@@ -206,23 +219,13 @@ class AbstractEngine(ABC):
 
 def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: bool | None = None) -> RequestSpec:
     """What start_request was given, checked as far as that needs no model."""
-    spec = RequestSpec(model=_model_name(model_name), config=GenerateConfig.parse(generate_config))
-    if not isinstance(inputs, dict):
-        raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
-    for key in inputs:
-        if key not in _INPUTS:
-            raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}{nearest_name(key, _INPUTS)}")
-    if len(inputs) != 1:
-        raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(inputs) or 'none'}")
-    if "input_ids" in inputs:
-        spec.input_ids = as_token_ids(inputs["input_ids"])
-    elif "text" in inputs:
-        spec.text = _text(inputs["text"])
-    else:
-        spec.messages = _messages(inputs["messages"])
+    config = GenerateConfig.parse(generate_config)
+    spec = _prompt(_model_name(model_name), inputs)
+    spec.config = config
     if want_text is not None and not isinstance(want_text, bool):
         raise TypeError(f"want_text must be a bool or None, not {type(want_text).__name__}")
-    spec.want_text = want_text if want_text is not None else spec.input_ids is None
+    if want_text is not None:
+        spec.want_text = want_text
     return spec
 
 
@@ -250,6 +253,27 @@ def _model_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"model_name must be a str, not {type(name).__name__}")
     return name
+
+
+def _prompt(model_name: str, inputs: Any) -> RequestSpec:
+    """A request of this prompt, without a config."""
+    spec = RequestSpec(model=model_name)
+    if not isinstance(inputs, dict):
+        raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
+    for key in inputs:
+        if key not in _INPUTS:
+            raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}"
+                             f"{nearest_name(key, _INPUTS)}")
+    if len(inputs) != 1:
+        raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; "
+                         f"it has {', '.join(inputs) or 'none'}")
+    if "input_ids" in inputs:
+        spec.input_ids = as_token_ids(inputs["input_ids"])
+    elif "text" in inputs:
+        spec.text, spec.want_text = _text(inputs["text"]), True
+    else:
+        spec.messages, spec.want_text = _messages(inputs["messages"]), True
+    return spec
 
 
 def _queue(queue: Any) -> ResultQueue:

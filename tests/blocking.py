@@ -73,6 +73,9 @@ class BlockingEngine(AbstractEngine):
         self._loop.run(self._engine.close())
         self._loop.stop()
 
+    def _tokenize(self, *args: Any) -> list[int]:
+        raise NotImplementedError("tokenize() is the engine's own")
+
     for _name, _method in inspect.getmembers(AsyncClientEngine, inspect.iscoroutinefunction):
         if _name not in ("close",) and not _name.startswith("__"):
             locals()[_name] = _blocking(_name)
