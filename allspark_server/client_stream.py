@@ -14,6 +14,8 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
+from .sinks import SampleEnd
+
 if TYPE_CHECKING:
     from .engine import Engine
 
@@ -43,7 +45,7 @@ class _Pending:
     reason: str = ""
 
     def add(self, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]], text: str | None,
-            cached: int) -> int:
+            cached: int, end: SampleEnd | None) -> int:
         """Takes a token; returns its size."""
         if not self.elements or self.elements[-1].sample_index != sample:
             self.elements.append(
@@ -58,6 +60,8 @@ class _Pending:
             size += len(top)
         if text:
             self.texts[-1].append(text)
+        if end is not None:
+            elements.finish_reason, elements.stop_string = end
         self.size += size
         return size
 
@@ -69,20 +73,20 @@ class _RequestSink:
         self._stream, self._id = stream, request_id
 
     def on_token(self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
-                 text: str | None, cached: int) -> None:
-        self._stream.file((self._id, sample, token, logprob, top, text, cached))
+                 text: str | None, cached: int, end: SampleEnd | None) -> None:
+        self._stream.file((self._id, sample, token, logprob, top, text, cached, end))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0, None))
 
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
                   stat: dict[str, float], reason: str) -> None:
-        self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0, None))
 
 
-#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached), or, of a status or an end,
-#: (id, _NO_SAMPLE, status, error, stat, reason, 0).
-_News = tuple[int, int, Any, Any, Any, Any, int]
+#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached, end), or, of a status or an
+#: end, (id, _NO_SAMPLE, status, error, stat, reason, 0, None).
+_News = tuple[int, int, Any, Any, Any, Any, int, Any]
 _NO_SAMPLE = -1
 
 

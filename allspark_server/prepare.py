@@ -15,9 +15,10 @@ from allspark_client.types import ModelInfo
 from .cache import SpanKeys
 from .runtime.plan import SamplingParams
 from .scheduler import Sequence, StopRules
+from .stop_strings import OutputText, StopStrings
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer, Tokenizer
+    from .text import Tokenizer
 
 
 @dataclass
@@ -32,12 +33,12 @@ class Obstacle:
 @dataclass
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
-    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted."""
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; what makes the text of each, if
+    somebody needs it."""
 
     sequences: list[Sequence]
     top_logprobs: int
-    detokenizers: list[Optional[StreamDetokenizer]]
+    texts: list[Optional[OutputText]]
     obstacle: Optional[Obstacle] = None
 
     @property
@@ -82,8 +83,7 @@ def prepare(
         frozenset(eos) if config.early_stopping else frozenset(),
         tuple(tuple(word) for word in config.stop_words_ids),
     )
-    if spec.want_text and tokenizer is None:
-        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
+    texts = _output_texts(spec, tokenizer)
     root, chain = b"", []
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
@@ -105,15 +105,19 @@ def prepare(
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences])
+    return PreparedRequest(sequences, top_logprobs, texts)
 
 
-def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:
-    if not spec.want_text:
-        return None
-    detokenizer = tokenizer.detokenizer()
-    detokenizer.push(list(spec.generated))  # the client has their text
-    return detokenizer
+def _output_texts(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[Optional[OutputText]]:
+    config = spec.config
+    if not spec.want_text and not config.stop:
+        return [None] * config.n
+    tokenizer = need_tokenizer(tokenizer, spec.model)
+    stops = StopStrings(config.stop) if config.stop else None
+    texts = [OutputText(tokenizer.detokenizer(), stops, spec.want_text) for _ in range(config.n)]
+    if spec.generated:
+        texts[0].push(spec.generated)   # the client has its text, but for what was held back
+    return texts
 
 
 def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:

@@ -17,7 +17,7 @@ from .prepare import check_ids, need_tokenizer, prompt_ids
 from .queue_limits import QueueLimits
 from .request import Request
 from .runtime.plan import Flag
-from .scheduler import FinishReason, Limits, Scheduler, Sequence, Step
+from .scheduler import FinishReason, Limits, Scheduler, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class ServedModel:
             complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
                 sequence.tokens, sequence.prompt_len
             )
+            if sequence.owner.stopped:
+                complete = FinishReason.STOP
             if complete:  # a resumed request whose last token the client had already
                 self._end_sequence(sequence, complete)
             else:
@@ -167,6 +169,13 @@ class ServedModel:
         """Ends every live request."""
         for request in list(self.live):
             self.end(request, status, error)
+
+    def finish_stopped(self, sequence: Sequence) -> None:
+        """The output stage has found a stop string: what the sequence has drawn since is discarded. Nothing happens if
+        it has ended."""
+        if sequence.state is not State.ENDED:
+            self.scheduler.cancel(sequence)
+            self._end_sequence(sequence, FinishReason.STOP)
 
     def plan(self) -> Optional[Step]:
         """The next step, if one can be planned before results of those that run."""
