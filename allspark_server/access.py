@@ -14,7 +14,7 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, NamedTuple
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
@@ -33,6 +33,21 @@ class Role(enum.Enum):
     READ = "read"           # information and statistics
     GENERATE = "generate"   # that, and requests
     ADMIN = "admin"         # everything
+
+    def includes(self, other: Role) -> bool:
+        """Whether who has this role may do what `other` may."""
+        return _RANKS[self] >= _RANKS[other]
+
+
+_RANKS = {role: rank for rank, role in enumerate(Role)}
+
+
+class Client(NamedTuple):
+    """Who is behind a call."""
+
+    role: Role
+    #: whose limits and shares count: of each token its own; "" for all who need none
+    tenant: str
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -172,19 +187,24 @@ class Access:
         """Whether clients need a token or a certificate."""
         return bool(self.tokens) or self.tls is not None and self.tls.ca is not None
 
+    def client(self, authorization: bytes, unix: bool) -> Client | None:
+        """Who calls, by the value of the header `authorization` (empty without), over a Unix socket or not; None if it
+        shows no valid token where one is needed."""
+        if self._digests:
+            digest, found = _digest(authorization), None
+            for expected, role in self._digests:    # all of them: the time does not tell which one it was
+                if hmac.compare_digest(digest, expected):
+                    found = Client(role, expected.hex()[:16])
+            return found
+        if self.tls is not None and self.tls.ca is not None and not unix:
+            return Client(self.tls_role, "")
+        return Client(Role.ADMIN, "")
+
     def role(self, context: Any) -> Role | None:
         """Of the client behind a gRPC call; None if it shows no valid token where one is needed."""
-        if self._digests:
-            given = dict(context.invocation_metadata() or ()).get("authorization", "")
-            given = given.encode() if isinstance(given, str) else given
-            digest, role = _digest(given), None
-            for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
-                if hmac.compare_digest(digest, expected):
-                    role = its_role
-            return role
-        if self.tls is not None and self.tls.ca is not None and not is_unix(context.peer()):
-            return self.tls_role
-        return Role.ADMIN
+        given = dict(context.invocation_metadata() or ()).get("authorization", "")
+        found = self.client(given.encode() if isinstance(given, str) else given, is_unix(context.peer()))
+        return None if found is None else found.role
 
 
 def _digest(header: bytes) -> bytes:
