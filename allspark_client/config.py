@@ -92,6 +92,8 @@ class AsModelConfig(Checked):
     target_token_latency: float = float_field(0.0, 0.0)
     #: requests that may wait before new ones are refused
     max_queue: int = int_field(10_000, 0, INT32_MAX)
+    #: bytes that they may take; 0: chosen
+    max_queue_memory: int = int_field(0, 0, INT64_MAX)
     speculation: str = choice_field("off", ("off", "prompt_lookup", "draft"))
     #: checkpoint for speculation="draft"
     draft_model: str = path_field("")
@@ -270,6 +272,8 @@ class GenerateConfig(Checked):
     user_request_id: str = str_field("")
     #: higher goes first: one level is worth 30 s of waiting, and levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
+    #: seconds after which a request that has not begun ends with an error; 0: it waits however long it takes
+    queue_timeout: float = float_field(0.0, 0.0)
     #: prefix-cache entries are shared only within one salt
     cache_salt: str = str_field("")
     #: samples of the prompt

@@ -14,7 +14,7 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, NamedTuple
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
@@ -32,6 +32,7 @@ class Role(enum.Enum):
 
     READ = "read"           # information and statistics
     GENERATE = "generate"   # that, and requests
+    DOOR = "door"           # that, and requests for tenants that it names: of a door in front of the group
     ADMIN = "admin"         # everything
 
     def includes(self, other: Role) -> bool:
@@ -42,12 +43,24 @@ class Role(enum.Enum):
 _RANKS = {role: rank for rank, role in enumerate(Role)}
 
 
-class Client(NamedTuple):
-    """Who is behind a call."""
+@dataclass(frozen=True)
+class Client:
+    """Who a call comes from: what it may do, and whose shares and limits its requests count for. `tenant` is empty
+    where nothing tells clients apart but their connections."""
 
     role: Role
-    #: whose limits and shares count: of each token its own; "" for all who need none
-    tenant: str
+    tenant: str = ""
+
+    def tenant_of(self, named: str, connection: str) -> str:
+        """The tenant of a request of this client's, which may name one. AllSparkError if it may not."""
+        own = self.tenant or connection
+        if not named or named == own:
+            return own
+        if self.role not in (Role.DOOR, Role.ADMIN):
+            raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                                f"a request for tenant {named[:80]!r} needs the role {Role.DOOR.value} or "
+                                f"{Role.ADMIN.value}; this client's is {self.role.value}")
+        return named
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -56,7 +69,7 @@ class Client(NamedTuple):
 def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
     """The tokens of a file and the role of each.
 
-    One `ROLE TOKEN` a line, roles read, generate and admin; blank lines and lines that begin with # do not count. A
+    One `ROLE TOKEN` a line, roles read, generate, door and admin; blank lines and lines that begin with # do not count. A
     file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
@@ -187,24 +200,28 @@ class Access:
         """Whether clients need a token or a certificate."""
         return bool(self.tokens) or self.tls is not None and self.tls.ca is not None
 
-    def client(self, authorization: bytes, unix: bool) -> Client | None:
-        """Who calls, by the value of the header `authorization` (empty without), over a Unix socket or not; None if it
-        shows no valid token where one is needed."""
-        if self._digests:
-            digest, found = _digest(authorization), None
-            for expected, role in self._digests:    # all of them: the time does not tell which one it was
-                if hmac.compare_digest(digest, expected):
-                    found = Client(role, expected.hex()[:16])
-            return found
-        if self.tls is not None and self.tls.ca is not None and not unix:
-            return Client(self.tls_role, "")
-        return Client(Role.ADMIN, "")
+    def client(self, context: Any) -> Client | None:
+        """Behind a gRPC call; None if it shows no valid token where one is needed."""
+        names = b",".join(context.peer_identities() or ()).decode(errors="replace")
+        return self.known(dict(context.invocation_metadata() or ()).get("authorization", ""),
+                          is_unix(context.peer()), names)
 
-    def role(self, context: Any) -> Role | None:
-        """Of the client behind a gRPC call; None if it shows no valid token where one is needed."""
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        found = self.client(given.encode() if isinstance(given, str) else given, is_unix(context.peer()))
-        return None if found is None else found.role
+    def known(self, authorization: str | bytes, unix: bool, names: str = "") -> Client | None:
+        """Who shows this authorization header, over a Unix socket or not, and these names in a certificate; None if
+        there is no such token where one is needed."""
+        if self._digests:
+            return self.bearer(authorization)
+        if self.tls is not None and self.tls.ca is not None and not unix:
+            return Client(self.tls_role, f"certificate:{names[:200]}" if names else "")
+        return Client(Role.ADMIN)
+
+    def bearer(self, header: str | bytes) -> Client | None:
+        """Who shows this authorization header; None if there is no such token."""
+        digest, role = _digest(header.encode() if isinstance(header, str) else header), None
+        for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
+            if hmac.compare_digest(digest, expected):
+                role = its_role
+        return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
 
 
 def _digest(header: bytes) -> bytes:

@@ -3,6 +3,8 @@ the callers' threads."""
 
 from __future__ import annotations
 
+import math
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
@@ -14,7 +16,8 @@ from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
 from .runtime.plan import SamplingParams
-from .scheduler import Sequence, StopRules
+from .queue_limits import SEQUENCE_BYTES
+from .scheduler import TOKEN_BYTES, Sequence, StopRules
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer, Tokenizer
@@ -33,17 +36,32 @@ class Obstacle:
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
     spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted."""
+    wanted; when it ends if it has not begun, on the monotonic clock."""
 
     sequences: list[Sequence]
     top_logprobs: int
     detokenizers: list[Optional[StreamDetokenizer]]
+    deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
 
     @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return sum(len(sequence.tokens) for sequence in self.sequences)
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.sequences[0].tenant
+
+    @property
+    def size(self) -> int:
+        """Bytes that all sequences take in this process."""
+        return sum(sequence.size for sequence in self.sequences)
+
+
+def size_before(spec: RequestSpec) -> int:
+    """Bytes that a request takes in this process until it is prepared, about."""
+    words = sum(map(len, (*spec.config.stop_words_ids, *spec.config.bad_words_ids))) + len(spec.config.logit_bias)
+    size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + len(spec.generated))
+    if spec.input_ids is not None:
+        return size + TOKEN_BYTES * len(spec.input_ids)
+    return size + len(str(spec.text or spec.messages))
 
 
 def prepare(
@@ -88,24 +106,28 @@ def prepare(
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
         keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
+    words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
     sequences: list[Sequence] = []
     for index in range(config.n):
-        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
+        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
         sequences.append(
             Sequence(
                 tokens=prompt + generated,
                 prompt_len=len(prompt),
-                sampling=sampling.encode(),
+                sampling=sampling,
                 stop=stop,
                 priority=config.priority,
                 salt=config.cache_salt,
-                leader=sequences[0] if sequences else None,
+                tenant=spec.tenant,
+                extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
                 keys=list(chain),
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences])
+    timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
+    deadline = time.monotonic() + timeout if timeout else math.inf
+    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences], deadline)
 
 
 def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:

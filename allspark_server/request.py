@@ -45,13 +45,19 @@ class Request:
         for index, (sequence, detokenizer) in enumerate(zip(prepared.sequences, prepared.detokenizers)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, detokenizer)
         self.samples = self.unfinished = len(prepared.sequences)
-        self.tokens = prepared.tokens  # of all samples, when it was made
+        self.tenant, self.size = prepared.tenant, prepared.size  # the size that it has in the queue at first
+        self.deadline = prepared.deadline  # on the monotonic clock: if it has not begun by then it ends
         self.ended = False  # nothing more is computed for it
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
         self.generated = 0
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
         self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was computed for it; and when nothing more will be."""
+        return self.ended or self.first_step > 0
 
     def deliver(
         self,

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
-    p.add_argument("--pool-token-file", help="a token of this file, of the role generate or admin, is shown to groups")
+    p.add_argument("--pool-token-file", help="a token of this file, of the role door, admin or generate, is shown to groups")
     p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
     p.add_argument("--token-file", help="clients' tokens")
     p.add_argument("--tls-cert")
@@ -48,16 +48,17 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def pool_token(path: str | None) -> str:
-    """The token of a file that is shown to groups: one that may generate, and no more if there is such a one."""
+def pool_token(path: str | None) -> tuple[str, bool]:
+    """The token of a file that is shown to groups, and whether it allows to name tenants: one of a door if there is
+    one; else of an admin; else one that may generate."""
     tokens = read_tokens(path) if path else {}
-    for role in (Role.GENERATE, Role.ADMIN):
+    for role in (Role.DOOR, Role.ADMIN, Role.GENERATE):
         for token, its_role in tokens.items():
             if its_role is role:
-                return token
+                return token, role is not Role.GENERATE
     if tokens:
-        raise ValueError(f"the token file {path} has no token of the role generate or admin")
-    return ""
+        raise ValueError(f"the token file {path} has no token of the role door, admin or generate")
+    return "", True
 
 
 def main() -> None:
@@ -74,8 +75,9 @@ def main() -> None:
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
     access = Access(read_tokens(a.token_file) if a.token_file else {}, tls, Role(a.tls_role))
-    pool = Pool(a.address, pool_token(a.pool_token_file), TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
-    door = Door(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics())
+    token, names_tenants = pool_token(a.pool_token_file)
+    pool = Pool(a.address, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
+    door = Door(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
     listener = socket.socket(fileno=a.fd)
     Connection.limit = _connections()
     secure = {} if tls is None else {

@@ -42,6 +42,8 @@ class Door:
     access: "Access"
     bodies: Bodies
     metrics: Metrics
+    #: whether groups let it say whose shares and limits a request counts for
+    names_tenants: bool = True
 
     def __post_init__(self) -> None:
         self.calls: set[Call] = set()
@@ -88,6 +90,8 @@ class Call:
 
     def generate(self, spec: RequestSpec) -> Answer:
         """A request to the pool, for an `async with`."""
+        if self.door.names_tenants:
+            spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
         answer = self.pool.generate(spec)
         self._answers.append(answer)
         return answer
@@ -231,7 +235,8 @@ def admit(access: "Access", scope: dict[str, Any], role: Role) -> Client:
     given = headers.get(b"authorization")
     if given is None and b"x-api-key" in headers:
         given = b"Bearer " + headers[b"x-api-key"]
-    client = access.client(given or b"", scope.get("server") is None or scope["server"][1] is None)
+    unix = scope.get("server") is None or scope["server"][1] is None
+    client = access.known(given or b"", unix, (scope.get("extensions") or {}).get("allspark.certificate", ""))
     if client is None:
         why = "Incorrect API key provided." if given else \
             "You didn't provide an API key: use the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."

@@ -52,7 +52,8 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """As uvicorn's."""
         super().on_message_begin()
-        self.scope["extensions"] = {"allspark.abort": self.transport.abort}
+        self.scope["extensions"] = {"allspark.abort": self.transport.abort,
+                                    "allspark.certificate": _names(self.transport.get_extra_info("peercert"))}
         if self._late is None:
             self._expect_head()
 
@@ -86,3 +87,12 @@ class Connection(HttpToolsProtocol):
     def _end(self) -> None:
         self._late = None
         self.transport.abort()
+
+
+def _names(certificate: dict[str, Any] | None) -> str:
+    """Of whom a client's certificate is: its alternative names, or the common one."""
+    if not certificate:
+        return ""
+    names = [name for _, name in certificate.get("subjectAltName", ())]
+    common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return ",".join(names or common)
