@@ -187,18 +187,21 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
 
 
 def elements_from_pb(message: pb.Elements) -> GeneratedElements:
-    pairs = list(zip(message.top_ids, message.top_logprobs))
-    lists, start = [], 0
-    for count in message.top_counts:
-        lists.append(pairs[start:start + count])
-        start += count
-    return GeneratedElements(
-        ids_from_generate=list(message.ids), log_probs_list=lists, token_logprobs_list=list(message.token_logprobs),
+    elements = GeneratedElements(
+        ids_from_generate=list(message.ids), token_logprobs_list=list(message.token_logprobs),
         prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
-        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text,
-        prompt_logprobs_list=[list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs],
-        tensors_from_model_inference=[{"embedding": np.array(message.embedding, np.float32)}] if message.embedding
-        else [])
+        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
+    # What few requests ask for: every token comes through here.
+    if message.top_counts:
+        pairs, start = list(zip(message.top_ids, message.top_logprobs)), 0
+        for count in message.top_counts:
+            elements.log_probs_list.append(pairs[start:start + count])
+            start += count
+    if message.prompt_logprobs:
+        elements.prompt_logprobs_list = [list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs]
+    if message.embedding:
+        elements.tensors_from_model_inference = [{"embedding": np.array(message.embedding, np.float32)}]
+    return elements
 
 
 def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:

@@ -317,6 +317,60 @@ def test_many_threads(engine):
     assert outputs == dict(enumerate(expected))
 
 
+# --- generate ---
+
+
+def generate(engine, prompt=None, inputs=None, want_text=None, **config):
+    return engine.generate(NAME, inputs or {"input_ids": prompt or prompt_of(9)}, config, want_text=want_text)
+
+
+def test_generate(engine, tokenizer):
+    text = "the quick brown fox jumps over the lazy dog and the dog sleeps on; naïve café"
+    config = {**GREEDY, "max_new_tokens": 20}
+    with generate(engine, inputs={"text": text}, **config) as generation:
+        pieces = list(generation)
+        assert [i for e in pieces for i in e.ids_from_generate] == generation.ids
+        assert "".join(e.text for e in pieces) == generation.text == tokenizer.decode(generation.ids)
+        assert generation.finish_reason == "length" and generation.status is Status.GenerateFinished
+        usage = generation.usage
+        assert (usage.prompt_tokens, usage.generated_tokens) == (len(tokenizer.encode(text)), 20)
+        handle = generation._handle
+    assert generation.ids == run(engine, tokenizer.encode(text), **config)
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.stop_request, NAME, handle)
+    with generate(engine, tokenizer.encode(text), want_text=True, **config) as again:
+        assert (again.read().text, again.usage.cached_tokens) == (generation.text, again.samples[0].prefix_cache_len)
+    assert generate(engine, [1], **GREEDY)  # not entered: never started
+
+
+def test_generate_samples(engine):
+    config = {"seed": 11, "temperature": 3.0, "max_new_tokens": 12, "eos_token_id": -1}
+    with generate(engine, n=3, logprobs=True, **config) as generation:
+        generation.read()
+    assert generation.ids == run(engine, **config)
+    assert [len(sample.token_logprobs_list) for sample in generation.samples] == [12] * 3
+    assert generation.usage.generated_tokens == 36
+
+
+def test_generate_is_cancelled_and_left(engine):
+    with generate(engine, eos_token_id=-1, seed=3) as generation:
+        first = next(iter(generation))
+        generation.cancel()
+        generation.read()
+        assert generation.status is Status.GenerateInterrupted and generation.finish_reason == "interrupted"
+        assert generation.ids[: len(first.ids_from_generate)] == first.ids_from_generate
+    with pytest.raises(ZeroDivisionError):
+        with generate(engine, eos_token_id=-1) as generation:
+            next(iter(generation))
+            raise ZeroDivisionError
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.stop_request, NAME, generation._handle)
+    assert generation.status is Status.GenerateInterrupted
+    with pytest.raises(ValueError, match="top_k"):
+        generate(engine, top_k=-1)
+    with pytest.raises(AllSparkError, match="exceeds engine_max_length"):
+        with generate(engine, max_length=100_000):
+            pass
+
+
 # --- ending requests ---
 
 
