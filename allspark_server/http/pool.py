@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, AsyncIterator, Callable, Sequence, TypeVar
+from typing import Any, AsyncIterator, Awaitable, Callable, Sequence, TypeVar
 
-from allspark_client import ClientEngine
+from allspark_client import AsyncClientEngine
 from allspark_client.errors import AllSparkError
-from allspark_client.queue import ResultQueue
+from allspark_client.generation import AsyncGeneration
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
     AsEngineStat,
@@ -32,18 +31,16 @@ RECONNECT_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
 #: how old what is known of the models may be, s
 _MODELS_AGE, _INFO_AGE = 0.5, 5.0
-_STARTING_THREADS = 64
 
 
 class Pool:
     """Connects on its own, also to groups that are not there yet; all calls raise ApiError."""
 
     def __init__(self, addresses: Sequence[str], token: str | None = None, tls: TlsConfig | None = None):
-        self._arguments: dict[str, Any] = {"addresses": list(addresses), "token": token or "", "tls": tls,
-                                           "reconnect_timeout": RECONNECT_SECONDS}
-        self._engine: ClientEngine | None = None
-        self._why = "not connected yet"
-        self._threads = ThreadPoolExecutor(_STARTING_THREADS, thread_name_prefix="allspark-http")
+        self._engine = AsyncClientEngine(list(addresses), token=token or "", tls=tls,
+                                         reconnect_timeout=RECONNECT_SECONDS)
+        self._connected = False
+        self._why = ""
         self._connecting: asyncio.Task | None = None
         self._tried = asyncio.Event()   # to connect: before, nobody knows whether there is a pool
         self._models: tuple[float, list[ModelState]] = (0.0, [])
@@ -59,21 +56,20 @@ class Pool:
         """Ends the connections; live requests are cancelled by their servers."""
         if self._connecting is not None:
             self._connecting.cancel()
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._engine.close()
 
     async def _connect(self) -> None:
-        while self._engine is None:
+        while not self._connected:
             try:
-                self._engine = await asyncio.to_thread(lambda: ClientEngine(**self._arguments))
+                await self._engine.__aenter__()
+                self._connected = True
             except AllSparkError as error:
-                if str(error) != self._why:
+                if error.message != self._why:
                     logger.warning("waiting for the pool: %s", error.message)
-                self._why = str(error)
-                self._tried.set()
+                self._why = error.message
+            self._tried.set()
+            if not self._connected:
                 await asyncio.sleep(_RETRY_SECONDS)
-        self._tried.set()
 
     # --- what is there -------------------------------------------------------------------------------------------
 
@@ -81,7 +77,7 @@ class Pool:
         """The models of all members, one entry a name; running if it runs anywhere."""
         if time.monotonic() - self._models[0] > _MODELS_AGE:
             found: dict[str, ModelState] = {}
-            for model in await self._call(lambda engine: engine.list_models()):
+            for model in await self._ask(self._engine.list_models):
                 known = found.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
             self._models = time.monotonic(), list(found.values())
@@ -100,7 +96,7 @@ class Pool:
         return info
 
     async def _refresh(self, name: str) -> ModelInfo:
-        info = await self._call(lambda engine: engine.get_model_info(name))
+        info = await self._ask(self._engine.get_model_info, name)
         self._infos[name] = time.monotonic(), info
         return info
 
@@ -113,17 +109,17 @@ class Pool:
 
     async def stat(self, name: str) -> AsEngineStat:
         """Load and counters of a model, over the pool."""
-        return await self._call(lambda engine: engine.get_as_engine_stat(name))
+        return await self._ask(self._engine.get_as_engine_stat, name)
 
     # --- text ----------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
-        """The ids of a request's prompt."""
-        return await self._call(lambda engine: engine._tokenize(spec, bare))
+    async def tokenize(self, name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
+        """The ids of a prompt, see AbstractEngine.tokenize."""
+        return await self._ask(self._engine.tokenize, name, inputs, bare)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
         """Their text, and the bytes of each."""
-        return await self._call(lambda engine: engine.detokenize(name, ids))
+        return await self._ask(self._engine.detokenize, name, ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
         """The bytes of tokens, at least of these; asked for once in a model's life."""
@@ -142,23 +138,16 @@ class Pool:
         """A request, for an `async with`: it is started on entering and released on leaving."""
         return Answer(self, spec)
 
-    async def _call(self, call: Callable[[ClientEngine], T]) -> T:
+    async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """A call to the pool. Raises ApiError."""
-        if not self._tried.is_set():
+        if not self._connected:
             await self._tried.wait()
-        engine = self._engine
-        if engine is None:
-            raise ApiError(503, f"The pool cannot be reached: {self._why}", code="unavailable", retry_after=1)
+            if not self._connected:
+                raise ApiError(503, f"The pool cannot be reached: {self._why}", code="unavailable", retry_after=1)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call, engine)
+            return await method(*arguments)
         except (AllSparkError, ValueError, TypeError) as error:
             raise from_engine(error) from error
-
-    def _release(self, model: str, handle: int) -> None:
-        try:
-            self._engine.release_request(model, handle)
-        except AllSparkError as error:      # released with its model, or the engine is closed
-            logger.debug("releasing a request: %s", error)
 
 
 class Answer:
@@ -166,40 +155,28 @@ class Answer:
 
     def __init__(self, pool: Pool, spec: RequestSpec):
         self._pool, self.spec = pool, spec
-        self._handle = 0
-        self._queue: ResultQueue | None = None
+        self._generation = AsyncGeneration(pool._engine, spec)
+        self.started = False
 
     async def __aenter__(self) -> "Answer":
-        start = asyncio.ensure_future(self._pool._call(lambda engine: engine._start(self.spec)))
         try:
-            _, self._handle, self._queue = await asyncio.shield(start)
+            await self._pool._ask(self._generation.__aenter__)
         except ApiError as error:
             if error.param == "prompt" and self.spec.messages is not None:
                 error.param = "messages"
             raise
-        except asyncio.CancelledError:      # the client has gone while the server was asked
-            start.add_done_callback(self._abandon)
-            raise
+        self.started = True
         return self
 
-    def _abandon(self, start: asyncio.Future) -> None:
-        if not start.cancelled() and start.exception() is None:
-            self._pool._threads.submit(self._pool._release, self.spec.model, start.result()[1])
-
     async def __aexit__(self, *_: Any) -> None:
-        self._pool._threads.submit(self._pool._release, self.spec.model, self._handle)
+        await self._generation.__aexit__()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         try:
-            async for elements in self._queue:
+            async for elements in self._generation.queue:
                 yield elements
         except AllSparkError as error:
             raise from_engine(error) from error
-
-    @property
-    def started(self) -> bool:
-        """Whether the pool has taken it."""
-        return self._queue is not None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -209,15 +186,15 @@ class Answer:
     @property
     def finish_reason(self) -> str | None:
         """Why it ended, in the engine's words; None while it runs."""
-        return self._queue.FinishReason()
+        return self._generation.queue.FinishReason()
 
     @property
     def stat(self) -> RequestStatInfo:
         """Times and lengths."""
-        return self._queue.RequestStatInfo()
+        return self._generation.queue.RequestStatInfo()
 
     @property
     def unread(self) -> int:
         """Tokens generated so far, read or not."""
-        return self._queue.GeneratedLength()
+        return self._generation.queue.GeneratedLength()
 

@@ -6,8 +6,6 @@ from typing import Annotated, Any, Optional
 
 from pydantic import Field, model_validator
 
-from allspark_client.request import RequestSpec
-
 from .call import Call
 from .chat import Message, plain_messages
 from .completions import TokenId
@@ -39,10 +37,10 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
     info = await call.model(request.model)
     ids: list[int] = []
     if request.messages is not None:
-        ids = await call.pool.tokenize(RequestSpec(request.model, messages=plain_messages(request.messages)))
+        ids = await call.pool.tokenize(request.model, {"messages": plain_messages(request.messages)})
     elif request.prompt:
         bare = request.add_special_tokens is False
-        ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)
+        ids = await call.pool.tokenize(request.model, {"text": request.prompt}, bare)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_length, "tokens": ids, "token_strs": None}
     if request.return_token_strs:
         known = await call.pool.token_bytes(info, set(ids))
