@@ -17,6 +17,7 @@ from allspark_server.access import Role
 from .call import Call, Door, Endpoint
 from .chat import ChatRequest, chat
 from .completions import CompletionRequest, completions
+from .embeddings import EmbeddingRequest, embeddings
 from .errors import ApiError
 from .metrics import CONTENT_TYPE
 from .models import health, list_models, one_model
@@ -35,6 +36,7 @@ def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/v1/chat/completions", Endpoint(door, "chat", chat, form=ChatRequest, role=generate)),
         ("POST", "/v1/completions",
          Endpoint(door, "completions", completions, form=CompletionRequest, role=generate)),
+        ("POST", "/v1/embeddings", Endpoint(door, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
         ("GET", "/v1/models", Endpoint(door, "models", list_models, role=read)),
         ("GET", "/v1/models/{model:path}", Endpoint(door, "model", one_model, role=read)),
         ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),

@@ -80,15 +80,15 @@ class Choices:
         return self.answer.stat.context_cached_length
 
 
-def usage(parts: list[Choices]) -> dict[str, Any]:
-    """OpenAI's count of what requests took."""
+def usage(parts: list[Choices], generated: bool = True) -> dict[str, Any]:
+    """OpenAI's count of what requests took; `generated`: whether what they generated is shown."""
     prompt = sum(len(part.answer.prompt_ids) for part in parts)
-    generated = sum(part.tokens for part in parts)
+    completion = sum(part.tokens for part in parts) if generated else 0
     cached = sum(part.cached_tokens for part in parts)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {
             "reasoning_tokens": 0,

@@ -46,14 +46,17 @@ class CompletionLogprobs:
         self._top, self._offset = top, offset
 
     def of(self, ids: Sequence[int], logprobs: Sequence[float | None], tops: Sequence[list[tuple[int, float]]],
-           tokens: dict[int, bytes]) -> dict[str, Any]:
-        """Of further tokens. A logprob of None: the first token of a prompt, which nothing precedes."""
+           tokens: dict[int, bytes], text: str | None = None) -> dict[str, Any]:
+        """Of further tokens. A logprob of None: the first token of a prompt, which nothing precedes. `text`: of all
+        tokens, where some may not be in it: what a tokenizer puts before a prompt."""
         texts, offsets, best = [], [], []
         for i, logprob, pairs in zip(ids, logprobs, tops):
             data = tokens[i]
             texts.append(token_text(data))
             offsets.append(self._offset)
-            self._offset += len(data.decode(errors="ignore"))
+            plain = data.decode(errors="ignore")
+            if text is None or text.startswith(plain, self._offset):
+                self._offset += len(plain)
             if logprob is None:
                 best.append(None)
                 continue
@@ -66,3 +69,11 @@ class CompletionLogprobs:
             "top_logprobs": best if self._top else None,
             "text_offset": offsets,
         }
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Logprobs of tokens that follow each other."""
+    if len(parts) == 1:
+        return parts[0]
+    return {key: None if parts[0][key] is None else [value for part in parts for value in part[key]]
+            for key in parts[0]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any, AsyncIterator, Awaitable, Callable, Sequence, TypeVar
@@ -29,6 +30,8 @@ T = TypeVar("T")
 #: how long requests wait for a server that is being started again, s
 RECONNECT_SECONDS = 20.0
 _RETRY_SECONDS = 0.5
+#: how long calls wait for the first attempt to connect, s
+_FIRST_SECONDS = 2.0
 #: how old what is known of the models may be, s
 _MODELS_AGE, _INFO_AGE = 0.5, 5.0
 
@@ -40,7 +43,7 @@ class Pool:
         self._engine = AsyncClientEngine(list(addresses), token=token or "", tls=tls,
                                          reconnect_timeout=RECONNECT_SECONDS)
         self._connected = False
-        self._why = ""
+        self._why = "connecting"
         self._connecting: asyncio.Task | None = None
         self._tried = asyncio.Event()   # to connect: before, nobody knows whether there is a pool
         self._models: tuple[float, list[ModelState]] = (0.0, [])
@@ -141,7 +144,8 @@ class Pool:
     async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """A call to the pool. Raises ApiError."""
         if not self._connected:
-            await self._tried.wait()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._tried.wait(), _FIRST_SECONDS)
             if not self._connected:
                 raise ApiError(503, f"The pool cannot be reached: {self._why}", code="unavailable", retry_after=1)
         try:

@@ -10,11 +10,11 @@ from .call import Call
 from .chat import Message, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
-from .wire import Wire
+from .wire import ModelName, Wire
 
 
 class TokenizeRequest(Wire):
-    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    model: ModelName
     prompt: Optional[str] = None
     messages: Annotated[Optional[list[Message]], Field(min_length=1, max_length=4096)] = None
     add_special_tokens: Optional[bool] = None
@@ -28,7 +28,7 @@ class TokenizeRequest(Wire):
 
 
 class DetokenizeRequest(Wire):
-    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    model: ModelName
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
 
 

@@ -35,6 +35,7 @@ class StreamOptions(Wire):
     include_obfuscation: Optional[bool] = None
 
 
+ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 
@@ -43,7 +44,7 @@ class Generation(Wire):
     """OpenAI's fields that chat and completions share, and this server's own, in GenerateConfig's spelling. What is
     absent or null has the checkpoint's own value, where that has one, or OpenAI's."""
 
-    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    model: ModelName
     temperature: Annotated[Optional[float], Field(ge=0, le=2)] = None
     top_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
     n: Annotated[Optional[int], Field(ge=1, le=128)] = None
