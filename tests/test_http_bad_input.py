@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from allspark_server.http.chat import ChatRequest
+from allspark_server.http.chat_wire import ChatRequest
 from allspark_server.http.completions import CompletionRequest
 from allspark_server.http.tokenize import DetokenizeRequest, TokenizeRequest
 from http_helpers import MODEL, STORY, post, refusal

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from allspark_server.access import Role
 
 from .call import Call, Door, Endpoint
-from .chat import ChatRequest, chat
+from .chat import chat
+from .chat_wire import ChatRequest
 from .completions import CompletionRequest, completions
 from .embeddings import EmbeddingRequest, embeddings
 from .errors import ApiError

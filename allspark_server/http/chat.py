@@ -3,112 +3,38 @@
 from __future__ import annotations
 
 import json
-import time
-from typing import Annotated, Any, Literal, Optional, Union
+from typing import Any
 
-from pydantic import Field
-
-from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, ModelInfo
 
 from .call import Call, new_id
-from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
+from .chat_wire import ChatRequest, plain_messages
+from .choices import DONE, fingerprint, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
-from .sampling import check_room, config_of
-from .wire import INT32_MAX, Generation, JsonObject, Metadata, Wire
+from .sampling import check_room, check_stream_options, config_of, response_format
+from .talk import Content, Event, Reasoning, Talk, Talks, ToolCallBegin, chat_spec
 
-
-class TextPart(Wire):
-    type: Literal["text"]
-    text: str
-
-
-Content = Union[str, Annotated[list[TextPart], Field(min_length=1)]]
-
-
-class SystemMessage(Wire):
-    role: Literal["system", "developer"]
-    content: Content
-    name: Optional[str] = None
-
-
-class UserMessage(Wire):
-    role: Literal["user"]
-    content: Content
-    name: Optional[str] = None
-
-
-class AssistantMessage(Wire):
-    role: Literal["assistant"]
-    content: Optional[Content] = None
-    name: Optional[str] = None
-    refusal: Optional[str] = None
-    tool_calls: Optional[list[JsonObject]] = None
-    function_call: Optional[JsonObject] = None
-    audio: Optional[JsonObject] = None
-    annotations: Optional[list[JsonObject]] = None
-
-
-class ToolMessage(Wire):
-    role: Literal["tool"]
-    content: Content
-    tool_call_id: str
-
-
-Message = Annotated[Union[SystemMessage, UserMessage, AssistantMessage, ToolMessage], Field(discriminator="role")]
-
-
-class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
-    logprobs: Optional[bool] = None
-    top_logprobs: Annotated[Optional[int], Field(ge=0, le=20)] = None
-    tools: Optional[list[JsonObject]] = None
-    tool_choice: Union[None, Literal["none", "auto", "required"], JsonObject] = None
-    parallel_tool_calls: Optional[bool] = None
-    functions: Optional[list[JsonObject]] = None
-    function_call: Union[None, str, JsonObject] = None
-    response_format: Optional[JsonObject] = None
-    chat_template_kwargs: Optional[JsonObject] = None
-    reasoning_effort: Optional[str] = None
-    modalities: Optional[list[Literal["text", "audio"]]] = None
-    audio: Optional[JsonObject] = None
-    prediction: Optional[JsonObject] = None
-    web_search_options: Optional[JsonObject] = None
-    verbosity: Optional[Literal["low", "medium", "high"]] = None
-    # What OpenAI keeps or bills by: nothing of it changes an answer.
-    store: Optional[bool] = None
-    metadata: Optional[Metadata] = None
-    service_tier: Optional[str] = None
-    safety_identifier: Optional[str] = None
-    prompt_cache_key: Optional[str] = None
-    prompt_cache_retention: Optional[str] = None
-
-
-_UNSUPPORTED = {
+_REFUSED = {
     "audio": "it generates text",
     "web_search_options": "it has no web search",
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "tools": "its engine does not have them yet",
-    "tool_choice": "it is for tools",
-    "parallel_tool_calls": "it is for tools",
-    "chat_template_kwargs": "its engine does not have them yet",
-    "reasoning_effort": "its engine does not have it yet",
 }
 
 
 def _check(request: ChatRequest) -> None:
-    for name, why in _UNSUPPORTED.items():
+    for name, why in _REFUSED.items():
         if getattr(request, name) is not None:
             raise not_available(name, why)
     if request.modalities is not None and request.modalities != ["text"]:
         raise not_available("modalities", "it generates text alone")
     if request.verbosity not in (None, "medium"):
         raise not_available("verbosity", "no model of this server knows it")
-    if request.response_format is not None and request.response_format != {"type": "text"}:
-        raise not_available("response_format", "its engine does not have it yet")
+    if request.tools is None and request.tool_choice not in (None, "none"):
+        raise bad_value("tool_choice", "it is only allowed when 'tools' are specified")
+    if request.tools is None and request.parallel_tool_calls is not None:
+        raise bad_value("parallel_tool_calls", "it is only allowed when 'tools' are specified")
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_value("top_logprobs", "it needs 'logprobs' to be true")
     if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -118,23 +44,13 @@ def _check(request: ChatRequest) -> None:
     check_stream_options(request)
 
 
-def check_stream_options(request: Generation) -> None:
-    """ApiError if there are some without a stream."""
-    if request.stream_options is not None and not request.stream:
-        raise bad_value("stream_options", "it is only allowed when 'stream' is true")
-
-
-def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
-    """The messages as the engine takes them. Raises ApiError for what it does not take."""
-    found = []
-    for i, message in enumerate(messages):
-        if isinstance(message, ToolMessage) or getattr(message, "tool_calls", None):
-            raise not_available(f"messages[{i}]", "its engine does not have tools yet")
-        content = message.content or ""
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        found.append({"role": "system" if message.role == "developer" else message.role, "content": content})
-    return found
+def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+    """What the template is told; the effort by the names that templates have for it."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    known: dict[str, Any] = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return {**known, **(request.chat_template_kwargs or {})}
 
 
 async def chat(call: Call, request: ChatRequest) -> None:
@@ -145,35 +61,47 @@ async def chat(call: Call, request: ChatRequest) -> None:
     config = config_of(request, info, wanted)
     if request.logprobs:
         config.logprobs, config.top_logprobs = True, request.top_logprobs or 0
-    spec = RequestSpec(request.model, messages=plain_messages(request.messages), config=config, want_text=True)
+    if request.response_format is not None:
+        config.response_format = response_format(request.response_format)
+    choice = request.tool_choice
+    spec = chat_spec(
+        request.model, plain_messages(request.messages), config,
+        tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+        tool_choice=choice if choice is None or isinstance(choice, str) else choice.model_dump(),
+        parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=_template_kwargs(request))
     async with call.generate(spec) as answer:
         check_room(info, len(answer.prompt_ids), wanted,
                    "max_tokens" if request.max_tokens else "max_completion_tokens")
-        choices = Choices(answer, info)
+        talks = Talks(call, answer, info)
         if request.stream:
-            await _Stream(call, request, info, choices).run()
+            await _Stream(call, request, info, talks).run()
         else:
-            await call.reply(await _whole(call, request, info, await choices.collect()))
-        call.ended(choices)
+            await call.reply(await _whole(call, request, info, await talks.collect()))
+        call.ended(talks.choices)
 
 
-async def _whole(call: Call, request: ChatRequest, info: ModelInfo, choices: Choices) -> dict[str, Any]:
+async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks) -> dict[str, Any]:
     found = []
-    for choice in choices.all:
-        logprobs = await _logprobs(call, request, info, choice.elements) if request.logprobs else None
+    for talk in talks.all:
+        message: dict[str, Any] = {"role": "assistant", "content": talk.content, "refusal": None, "annotations": []}
+        if talk.reasoning:
+            message["reasoning_content"] = talk.reasoning
+        if talk.calls:
+            message["content"] = talk.content or None
+            message["tool_calls"] = talk.calls
         found.append({
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None, "annotations": []},
-            "logprobs": logprobs,
-            "finish_reason": choices.finish_reason(choice),
+            "index": talk.choice.index,
+            "message": message,
+            "logprobs": await _logprobs(call, request, info, talk.choice.elements) if request.logprobs else None,
+            "finish_reason": talk.finish_reason(talks.choices),
         })
     return {
         "id": new_id("chatcmpl-"),
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": call.created,
         "model": request.model,
         "choices": found,
-        "usage": usage([choices]),
+        "usage": usage([talks.choices], reasoning=await talks.reasoning_tokens()),
         "service_tier": "default",
         "system_fingerprint": fingerprint(info),
     }
@@ -187,8 +115,8 @@ async def _logprobs(call: Call, request: ChatRequest, info: ModelInfo, elements:
 class _Stream:
     """Writes chunks. All that chunks share is written once; a token's cost is its text."""
 
-    def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, choices: Choices):
-        self._call, self._request, self._info, self._choices = call, request, info, choices
+    def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, talks: Talks):
+        self._call, self._request, self._info, self._talks = call, request, info, talks
         self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head = (f'data: {{"id":"{new_id("chatcmpl-")}","object":"chat.completion.chunk","created":{call.created},'
                       f'"model":{quoted(request.model)},"service_tier":"default",'
@@ -197,24 +125,46 @@ class _Stream:
 
     async def run(self) -> None:
         """Writes all of it."""
-        call, choices = self._call, self._choices
+        call, talks = self._call, self._talks
         await call.stream()
-        first = "".join(self._chunk(choice, '{"role":"assistant","content":"","refusal":null}')
-                        for choice in choices.all)
-        await call.write(first.encode())
-        async for elements in choices.answer:
-            choice = choices.take(elements)
+        await call.write("".join(self._chunk(talk, '{"role":"assistant","content":"","refusal":null}')
+                                 for talk in talks.all).encode())
+        async for elements in talks.choices.answer:
+            talk, events = talks.take(elements)
             logprobs = "null"
             if self._request.logprobs:
                 logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
-            elif not elements.text:     # a part of a character, or a special token
-                continue
-            await call.write(self._chunk(choice, '{"content":' + quoted(elements.text) + '}', logprobs).encode())
-        last = [self._chunk(choice, "{}", reason=f'"{choices.finish_reason(choice)}"') for choice in choices.all]
+                events = events or [Content("")]    # of what is held back until more is known
+            if events:      # not of a part of a character, or a special token
+                await call.write(self._events(talk, events, logprobs).encode())
+        last = []
+        for talk in talks.all:
+            last.append(self._events(talk, talk.finish()))
+            last.append(self._chunk(talk, "{}", reason=f'"{talk.finish_reason(talks.choices)}"'))
         if self._wants_usage:
-            last.append(f'{self._head}],"usage":{json.dumps(usage([choices]))}}}\n\n')
+            counts = usage([talks.choices], reasoning=await talks.reasoning_tokens())
+            last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
         await call.write("".join(last).encode() + DONE, more=False)
 
-    def _chunk(self, choice: Choice, delta: str, logprobs: str = "null", reason: str = "null") -> str:
-        return (f'{self._head}{{"index":{choice.index},"delta":{delta},"logprobs":{logprobs},'
+    def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
+        """A chunk each; the first has the logprobs."""
+        chunks = []
+        for event in events:
+            chunks.append(self._chunk(talk, _delta(event), logprobs))
+            logprobs = "null"
+        return "".join(chunks)
+
+    def _chunk(self, talk: Talk, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        return (f'{self._head}{{"index":{talk.choice.index},"delta":{delta},"logprobs":{logprobs},'
                 f'"finish_reason":{reason}}}{self._tail}')
+
+
+def _delta(event: Event) -> str:
+    if isinstance(event, Content):
+        return '{"content":' + quoted(event.text) + '}'
+    if isinstance(event, Reasoning):
+        return '{"reasoning_content":' + quoted(event.text) + '}'
+    if isinstance(event, ToolCallBegin):
+        return (f'{{"tool_calls":[{{"index":{event.index},"id":"{event.id}","type":"function",'
+                f'"function":{{"name":{quoted(event.name)},"arguments":""}}}}]}}')
+    return f'{{"tool_calls":[{{"index":{event.index},"function":{{"arguments":{quoted(event.delta)}}}}}]}}'

@@ -20,16 +20,14 @@ class Choice:
     """One sample as far as it has come."""
 
     index: int
-    tokens: int = 0
-    last_id: int = -1
+    ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     #: what was generated, if its logprobs are wanted
     elements: GeneratedElements = field(default_factory=GeneratedElements)
 
     def take(self, elements: GeneratedElements, logprobs: bool) -> None:
         """Notes what has come."""
-        self.tokens += len(elements.ids_from_generate)
-        self.last_id = elements.ids_from_generate[-1] if elements.ids_from_generate else self.last_id
+        self.ids += elements.ids_from_generate
         self.texts.append(elements.text)
         if logprobs:
             self.elements.extend(elements)
@@ -67,12 +65,12 @@ class Choices:
             return _REASONS.get(self.answer.finish_reason or "", "stop")
         wanted = self.answer.spec.config.max_new_tokens or self.info.max_length
         limit = min(wanted, self.info.max_length - len(self.answer.prompt_ids))
-        return "length" if choice.tokens >= limit and choice.last_id not in self.info.eos_token_ids else "stop"
+        return "length" if len(choice.ids) >= limit and choice.ids[-1] not in self.info.eos_token_ids else "stop"
 
     @property
     def tokens(self) -> int:
         """Of all samples."""
-        return sum(choice.tokens for choice in self.all)
+        return sum(len(choice.ids) for choice in self.all)
 
     @property
     def cached_tokens(self) -> int:
@@ -80,8 +78,9 @@ class Choices:
         return self.answer.stat.context_cached_length
 
 
-def usage(parts: list[Choices], generated: bool = True) -> dict[str, Any]:
-    """OpenAI's count of what requests took; `generated`: whether what they generated is shown."""
+def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> dict[str, Any]:
+    """OpenAI's count of what requests took; `generated`: whether what they generated is shown; `reasoning`: how many
+    tokens of it the model wrote for itself."""
     prompt = sum(len(part.answer.prompt_ids) for part in parts)
     completion = sum(part.tokens for part in parts) if generated else 0
     cached = sum(part.cached_tokens for part in parts)
@@ -91,7 +90,7 @@ def usage(parts: list[Choices], generated: bool = True) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": reasoning,
             "audio_tokens": 0,
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,

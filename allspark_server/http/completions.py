@@ -13,12 +13,11 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, ModelInfo
 
 from .call import Call, new_id
-from .chat import check_stream_options
 from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
 from .errors import ApiError, bad_value, not_available
 from .logprobs import CompletionLogprobs, joined
 from .pool import Answer, Pool
-from .sampling import check_room, config_of
+from .sampling import check_room, check_stream_options, config_of
 from .wire import INT32_MAX, Generation
 
 #: OpenAI's

@@ -188,6 +188,11 @@ class Answer:
         return self.spec.input_ids or []
 
     @property
+    def opened(self) -> str:
+        """What a chat's template has begun of the answer."""
+        return self.spec.opened
+
+    @property
     def finish_reason(self) -> str | None:
         """Why it ended, in the engine's words; None while it runs."""
         return self._generation.queue.FinishReason()

@@ -8,7 +8,7 @@ from allspark_client.config import GenerateConfig
 from allspark_client.types import ModelInfo
 
 from .errors import NAMES, ApiError, bad_value, not_available
-from .wire import Generation
+from .wire import Generation, Wire
 
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n")
 
@@ -83,3 +83,15 @@ def check_room(info: ModelInfo, prompt_tokens: int, max_tokens: int | None, para
             param,
             "context_length_exceeded",
         )
+
+
+def check_stream_options(request: Generation) -> None:
+    """ApiError if there are some without a stream."""
+    if request.stream_options is not None and not request.stream:
+        raise bad_value("stream_options", "it is only allowed when 'stream' is true")
+
+
+def response_format(given: Wire) -> dict[str, Any] | None:
+    """What answers must be, in the engine's form; None for text of any kind."""
+    found = given.model_dump(exclude_none=True, by_alias=True)
+    return None if found == {"type": "text"} else found

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Optional
 from pydantic import Field, model_validator
 
 from .call import Call
-from .chat import Message, plain_messages
+from .chat_wire import Messages, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
 from .wire import ModelName, Wire
@@ -16,7 +16,7 @@ from .wire import ModelName, Wire
 class TokenizeRequest(Wire):
     model: ModelName
     prompt: Optional[str] = None
-    messages: Annotated[Optional[list[Message]], Field(min_length=1, max_length=4096)] = None
+    messages: Optional[Messages] = None
     add_special_tokens: Optional[bool] = None
     return_token_strs: Optional[bool] = None
 

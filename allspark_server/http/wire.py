@@ -81,8 +81,4 @@ class Generation(Wire):
     ] = None
 
 
-class TextFormat(Wire):
-    type: Literal["text"]
-
-
 JsonObject = dict[str, Any]
