@@ -304,6 +304,11 @@ class GenerateConfig(Checked):
         """Check what concerns several fields; returns self, raises ValueError."""
         if self.max_length is not None and self.min_length > self.max_length:
             raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
+        if self.pooling is not None:
+            for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
+                if getattr(self, name) != neutral:
+                    raise ValueError(f"pooling={self.pooling!r} makes an embedding, for which nothing is drawn: "
+                                     f"{name}={getattr(self, name)!r} has no meaning with it")
         return self
 
     def with_seed(self) -> "GenerateConfig":
@@ -509,9 +514,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
-        for name in ("prompt_logprobs", "pooling"):
-            if getattr(config, name) is not None:
-                raise not_available(name)
         for name in ("vocab", "vocab_type"):
             if getattr(config, name) is not None:
                 raise not_available(f"{name} (guided output)")

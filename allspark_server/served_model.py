@@ -224,9 +224,13 @@ class ServedModel:
             end = self._ended_sequence(outcome.sequences[index], reason)
             if end is not None:
                 output.ends.append(end)
+        for sequence in outcome.computed:
+            end = self._ended_sequence(sequence, FinishReason.EOS)
+            if end is not None:
+                output.ends.append(end)
         generated = self.scheduler.counters.generated_tokens - generated
         self.throughput.add(output.now, step.rows, generated)
-        if generated:
+        if generated or outcome.probed or outcome.computed:
             self._output.put(output)
         for index in outcome.failed:  # the sampler found nothing to draw from; other rows are not harmed
             failure = AllSparkError(

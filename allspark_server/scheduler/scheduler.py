@@ -10,9 +10,10 @@ from typing import Callable, Optional
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import MAX_STEP_DRAFTS, NewSlot, WorkTable
+from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
 from .coming import ComingSpans
 from .draft import NOBODY, Draft
+from .probe import ProbeResults
 from .queue import WaitingQueue
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State
 from .slots import SlotTable
@@ -163,14 +164,14 @@ class Scheduler:
         budget = limits.max_step_tokens - draft.rows
         if self._drafts is not None:
             budget -= int(draft.drafts.sum())
-        prompts = sorted(self._prompts, key=_turn_of)
+        prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
             rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
             budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
-        if prompts or self._queue.waiting:
+        if prompts or self._free_slots and self._queue.waiting:
             self._plan_prompts(draft, prompts, budget, may_admit)
         if not draft.rows:
             return None
@@ -180,11 +181,18 @@ class Scheduler:
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
         table, counters = self._slots, self.counters
+        probes, probed, computed = ProbeResults(step, result), [], []
         for index in range(step.decoding, len(step.sequences)):
             sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
-            if sequence.slot == slot and table.epoch[slot] == step.epochs[index]:
+            here = sequence.slot == slot and bool(table.epoch[slot] == step.epochs[index])
+            if sequence.probe is not None and (found := probes.take(index, sequence, sequence.computed, here)):
+                probed.append(found)
+            if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._enter_prefix(sequence)
+                if not sequence.draws and sequence.computed == len(sequence.tokens):
+                    computed.append(sequence)
+                    self._leave(sequence, State.ENDED)
         counts, tokens = result.counts, result.tokens
         several = len(tokens) != len(counts)
         drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
@@ -192,7 +200,7 @@ class Scheduler:
             drew = [drew[i] for i in step.drawing.tolist()]
             epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
-        outcome = Outcome(drew, first, counts.copy())
+        outcome = Outcome(drew, first, counts.copy(), probed=probed, computed=computed)
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
@@ -331,7 +339,8 @@ class Scheduler:
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
         table.longest[slots] = longest + 1 + drafts
         table.pending[slots] += 1
-        self._tenants.charge_slots(slots)
+        if len(self._tenants) > 1:  # nobody is compared with the only one
+            self._tenants.charge_slots(slots)
         draft.sequences, draft.slots, draft.drafts = sequences, slots, drafts
         draft.rows += len(slots)
         draft.context += int(longest.sum()) - len(slots)
@@ -454,20 +463,17 @@ class Scheduler:
         for follower in abandoned:
             self.unblock(follower)
 
-    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> None:
-        """The next `count` rows of a history."""
-        last = sequence.planned + count == len(sequence.tokens)
-        draft.chunks.append((sequence, count, last, sequence.spans[sequence.sent_spans :]))
+    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
+        """Up to `count` more rows of a history; returns how many."""
+        count, flags = draft.add_chunk(sequence, count)
         self._tenants.serve(sequence.account, count)
-        draft.rows += count
-        draft.context += count * (2 * sequence.planned + count - 1) // 2
-        sequence.sent_spans = len(sequence.spans)
-        sequence.planned += count
-        if last:
+        if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+        if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None
+        return count
 
     # --- prompts ---
 
@@ -481,8 +487,7 @@ class Scheduler:
             if prompts and (waiting is None or prompts[-1].turn[0] <= waiting.account.time):
                 sequence = prompts.pop()
                 count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-                self._plan_chunk(draft, sequence, count)
-                budget -= count
+                budget -= self._plan_chunk(draft, sequence, count)
             elif waiting is None:
                 break
             elif waiting.in_flight:
@@ -504,9 +509,7 @@ class Scheduler:
         for sequence in prompts[1:]:
             rest = len(sequence.tokens) - sequence.planned
             if rest <= limit and left > 0 and sequence.turn[0] <= last:
-                count = min(rest, self.limits.max_chunk, left)
-                self._plan_chunk(draft, sequence, count)
-                left -= count
+                left -= self._plan_chunk(draft, sequence, min(rest, self.limits.max_chunk, left))
                 prompts.remove(sequence)
         if may_admit and left > 0:
             left -= self._admit_short(draft, limit, left, last)
@@ -562,8 +565,7 @@ class Scheduler:
         draft.admitted.append(sequence)
         draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-        self._plan_chunk(draft, sequence, count)
-        return count
+        return self._plan_chunk(draft, sequence, count)
 
     def _still_short(self, sequence: Sequence) -> bool:
         """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
@@ -582,7 +584,7 @@ class Scheduler:
         self._short_of_spans = next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
-            full = (length - 1) // self.limits.span_size
+            full = 0 if sequence.probes_every_row else (length - 1) // self.limits.span_size
             self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(sequence.keys[:full])
             producer, end = self._coming.find(sequence.keys[:full], len(shared))

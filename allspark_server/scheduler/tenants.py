@@ -101,8 +101,7 @@ class Tenants:
 
     def charge_slots(self, slots: np.ndarray) -> None:
         """A row is computed for each of these slots."""
-        if len(self._of) > 1:  # nobody is compared with the only one
-            self.times += np.bincount(self._of_slot[slots], minlength=len(self.times))
+        self.times += np.bincount(self._of_slot[slots], minlength=len(self.times))
 
     def busiest(self) -> Account:
         """The one with the most slots. There must be one."""
