@@ -15,12 +15,17 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
-from .runtime.plan import SamplingParams
 from .queue_limits import SEQUENCE_BYTES
-from .scheduler import TOKEN_BYTES, Sequence, StopRules
+from .runtime.plan import Flag, SamplingParams
+from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
+from .stop_strings import OutputText, StopStrings
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer, Tokenizer
+    from .text import Tokenizer
+
+
+#: Log probabilities of one prompt, the likeliest ones included, that one message carries.
+MAX_PROMPT_PAIRS = 1_000_000
 
 
 @dataclass
@@ -35,12 +40,14 @@ class Obstacle:
 @dataclass
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
-    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted; when it ends if it has not begun, on the monotonic clock."""
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; what makes the text of each, if
+    somebody needs it; when it ends if it has not begun, on the monotonic clock."""
 
     sequences: list[Sequence]
     top_logprobs: int
-    detokenizers: list[Optional[StreamDetokenizer]]
+    texts: list[Optional[OutputText]]
+    prompt_logprobs: int = 0  # how many of the likeliest are wanted beside each token of the prompt, if they are
+    pooling: Optional[str] = None
     deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
 
@@ -94,14 +101,14 @@ def prepare(
             f"{len(prompt) + len(generated)} tokens can never fit the cache of model {info.name!r}: "
             f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
         )
+    probe = _probe(config, prompt, generated, info)
     eos = eos_ids(config, info)
     stop = StopRules(
         limit,
         frozenset(eos) if config.early_stopping else frozenset(),
         tuple(tuple(word) for word in config.stop_words_ids),
     )
-    if spec.want_text and tokenizer is None:
-        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
+    texts = _output_texts(spec, tokenizer)
     root, chain = b"", []
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
@@ -118,6 +125,8 @@ def prepare(
                 stop=stop,
                 priority=config.priority,
                 salt=config.cache_salt,
+                probe=None if sequences else probe,  # one sample is enough
+                draws=config.pooling is None,
                 tenant=spec.tenant,
                 extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
@@ -127,15 +136,38 @@ def prepare(
     top_logprobs = config.top_logprobs if config.logprobs else -1
     timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences], deadline)
+    return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline)
 
 
-def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:
-    if not spec.want_text:
+def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
+    """What is wanted of the prompt's rows; None: nothing, or the client has it already."""
+    if config.pooling is not None:
+        if not info.embeddings:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {info.name!r} was serialized without the op that hands out hidden states: pooling="
+                f"{config.pooling!r} needs it; convert its checkpoint again",
+            )
+        return Probe(int(Flag.HIDDEN), config.pooling == "mean")
+    if config.prompt_logprobs is None or generated or len(prompt) == 1:
         return None
-    detokenizer = tokenizer.detokenizer()
-    detokenizer.push(list(spec.generated))  # the client has their text
-    return detokenizer
+    pairs = len(prompt) * (1 + config.prompt_logprobs)
+    if pairs > MAX_PROMPT_PAIRS:
+        raise _exceeds(f"prompt_logprobs={config.prompt_logprobs} of {len(prompt)} tokens are {pairs} log "
+                       f"probabilities; at most {MAX_PROMPT_PAIRS} are given")
+    return Probe(int(Flag.PROMPT), True)
+
+
+def _output_texts(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[Optional[OutputText]]:
+    config = spec.config
+    if not spec.want_text and not config.stop:
+        return [None] * config.n
+    tokenizer = need_tokenizer(tokenizer, spec.model)
+    stops = StopStrings(config.stop) if config.stop else None
+    texts = [OutputText(tokenizer.detokenizer(), stops, spec.want_text) for _ in range(config.n)]
+    if spec.generated:
+        texts[0].push(spec.generated)   # the client has its text, but for what was held back
+    return texts
 
 
 def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:
@@ -188,6 +220,8 @@ def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: 
         if config.max_length > limit:
             raise _exceeds(f"max_length={config.max_length} exceeds engine_max_length={limit} of model {info.name!r}")
         limit = config.max_length
+    if config.pooling is not None and prompt_len <= limit:
+        return prompt_len
     if prompt_len >= limit:
         which = "engine_max_length" if limit == info.max_length else "max_length"
         raise _exceeds(

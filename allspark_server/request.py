@@ -8,19 +8,52 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
+import numpy as np
+
 from allspark_client.errors import AllSparkError
 from allspark_client.types import GenerateRequestStatus
 
 from .prepare import Obstacle, PreparedRequest
-from .scheduler import FinishReason, Sequence
-from .sinks import Sink
+from .scheduler import FinishReason, Probed, Sequence
+from .sinks import SampleEnd, Sink
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer
+    from .stop_strings import OutputText
 
 logger = logging.getLogger(__name__)
 
 _STATUS_WITH_TOKEN = {1: GenerateRequestStatus.ContextFinished, 2: GenerateRequestStatus.Generating}
+
+
+class PromptResults:
+    """What rows of one prompt gave, as it comes."""
+
+    def __init__(self, sequence: Sequence, top: int, pooling: Optional[str]):
+        """top: how many of the likeliest tokens are wanted beside each of the prompt's own."""
+        self._follows = sequence.tokens[1 : sequence.prompt_len]
+        self._top, self._pooling = top, pooling
+        self._sum: Optional[np.ndarray] = None  # of hidden states, in the order of the positions; or the last one
+        self._rows = 0
+        #: of each token but the first: its own and the likeliest, as pairs of id and log probability
+        self.logprobs: list[list[tuple[int, float]]] = []
+
+    def add(self, probed: Probed) -> None:
+        if probed.logprobs is not None:
+            top = zip(probed.top_ids[:, : self._top].tolist(), probed.top_logprobs[:, : self._top].tolist())
+            for value, (ids, values) in zip(probed.logprobs.tolist(), top):
+                own = self._follows[len(self.logprobs)]
+                self.logprobs.append([(own, value), *((i, v) for i, v in zip(ids, values) if i >= 0)])
+        if probed.hidden is not None:
+            if self._pooling == "last":
+                self._sum, self._rows = probed.hidden[-1].astype(np.float64), 1
+                return
+            for row in probed.hidden:  # one by one: the sum does not depend on where the prompt was cut
+                self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
+                self._rows += 1
+
+    def embedding(self) -> Optional[np.ndarray]:
+        """float32 [hidden size]; None if none is wanted."""
+        return None if self._sum is None else (self._sum / self._rows).astype(np.float32)
 
 
 @dataclass
@@ -30,7 +63,13 @@ class Sample:
     request: "Request"
     index: int
     top_logprobs: int  # -1: no logprobs wanted
-    detokenizer: Optional[StreamDetokenizer]
+    text: Optional[OutputText]
+    prompt: Optional[PromptResults] = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it; the engine's thread may not know that yet."""
+        return self.text is not None and self.text.found is not None
 
 
 class Request:
@@ -42,8 +81,10 @@ class Request:
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
-        for index, (sequence, detokenizer) in enumerate(zip(prepared.sequences, prepared.detokenizers)):
-            sequence.owner = Sample(self, index, prepared.top_logprobs, detokenizer)
+        for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
+            sequence.owner = Sample(self, index, prepared.top_logprobs, text)
+            if sequence.probe is not None:
+                sequence.owner.prompt = PromptResults(sequence, prepared.prompt_logprobs, prepared.pooling)
         self.samples = self.unfinished = len(prepared.sequences)
         self.tenant, self.size = prepared.tenant, prepared.size  # the size that it has in the queue at first
         self.deadline = prepared.deadline  # on the monotonic clock: if it has not begun by then it ends
@@ -51,8 +92,17 @@ class Request:
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
         self.generated = 0
+        self.reason: Optional[FinishReason] = None  # of the sample that ended last
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
         self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
+
+    def deliver_prompt(self, probed: Probed) -> None:
+        """Takes results of rows of the prompt, and hands all to the sink when they are complete."""
+        sample: Sample = probed.sequence.owner
+        sample.prompt.add(probed)
+        if probed.complete:
+            self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
+            sample.prompt = None
 
     @property
     def begun(self) -> bool:
@@ -65,11 +115,11 @@ class Request:
         token: int,
         logprob: Optional[float],
         top: list[tuple[int, float]],
-        ended: bool,
+        reason: Optional[FinishReason],
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is
-        the sequence's last."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `reason`: why it
+        is the sequence's last; it may turn out to be, by a stop string."""
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
@@ -77,12 +127,15 @@ class Request:
             self._set_status(_STATUS_WITH_TOKEN[self.generated])
         if self.generated == 1:
             self.first_token = now
-        text = None
-        if sample.detokenizer is not None:
-            text = sample.detokenizer.push([token])
-            if ended:
-                text += sample.detokenizer.finish()
-        self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0)
+        text = end = None
+        if sample.text is not None:
+            text = sample.text.push((token,), reason is not None)
+            if sample.text.found is not None:
+                reason = FinishReason.STOP
+        if reason is not None:
+            self.reason = reason
+            end = SampleEnd(reason.value, sample.text.found if sample.text is not None else None)
+        self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0, end)
 
     def finish(
         self,
@@ -97,7 +150,7 @@ class Request:
             return
         self.status = status
         if complete is not None:
-            reason = complete.value
+            reason = (self.reason or complete).value    # a stop string may have come first
         else:
             reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
         try:

@@ -4,11 +4,13 @@
 oldest one has drawn.
 """
 
+from .probe import Probe, Probed
 from .scheduler import Scheduler
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State, StopRules
 from .step import Counters, Limits, Outcome, Step
 
 __all__ = [
-    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Outcome", "Scheduler", "Sequence", "State", "Step",
+    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Outcome", "Probe", "Probed", "Scheduler", "Sequence",
+    "State", "Step",
     "StopRules",
 ]

@@ -7,7 +7,7 @@ from typing import Optional
 import numpy as np
 
 from ..cache import Copies
-from ..runtime.plan import DRAW, NewSlot, WorkTable
+from ..runtime.plan import DRAW, MAX_STEP_PROBES, NewSlot, WorkTable
 from .sequence import Sequence
 from .step import Step
 
@@ -22,10 +22,32 @@ class Draft:
         self.slots = self.drafts = NOBODY  # of these
         self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
         self.spans: list[int] = []
-        self.chunks: list[tuple[Sequence, int, bool, list[int]]] = []  # rows, whether it draws, new spans
+        self.chunks: list[tuple[Sequence, int, int, int, list[int]]] = []  # rows, flags, outputs, new spans
+        self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
+
+    def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
+        """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
+        sequence that draws."""
+        probe, flags, outputs = sequence.probe, 0, 0
+        if sequence.probes_every_row:
+            count = outputs = min(count, sequence.prompt_len - sequence.planned, self.probes)
+            if not count:
+                return 0, 0
+            self.probes -= count
+            flags = probe.flags
+        elif probe is not None and probe.received < sequence.planned + count == sequence.prompt_len:
+            flags, outputs = probe.flags, 1
+        if sequence.draws and sequence.planned + count == len(sequence.tokens):
+            flags, outputs = flags | DRAW, max(outputs, 1)
+        self.chunks.append((sequence, count, flags, outputs, sequence.spans[sequence.sent_spans :]))
+        self.rows += count
+        self.context += count * (2 * sequence.planned + count - 1) // 2
+        sequence.sent_spans = len(sequence.spans)
+        sequence.planned += count
+        return count, flags
 
     def step(self, free: list[int], epoch: np.ndarray, draft_kind: int, copies: Optional[Copies]) -> Step:
         """What was planned."""
@@ -44,8 +66,8 @@ class Draft:
         drawing = np.arange(n)
         if chunks:
             sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
-            for index, (sequence, rows, draws, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, draws, 0, DRAW * draws, -1, 0, 0, len(new_spans))
+            for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, -1, 0, 0, len(new_spans))
                 spans += new_spans
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
         table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])

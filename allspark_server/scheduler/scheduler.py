@@ -5,13 +5,15 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import Callable, Optional
 
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import MAX_STEP_DRAFTS, NewSlot, WorkTable
+from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
 from .draft import NOBODY, Draft
+from .probe import ProbeResults
 from .queue import WaitingQueue
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State
 from .slots import SlotTable
@@ -29,6 +31,8 @@ SHORT_PART = 4
 BURST_STEPS = 4
 # Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
 OVERTAKING_PART = 8
+
+_rank_of, _turn_of = attrgetter("rank"), attrgetter("turn")
 
 class Scheduler:
     """Waiting and running sequences of one model.
@@ -183,11 +187,18 @@ class Scheduler:
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
         table, counters = self._slots, self.counters
+        probes, probed, computed = ProbeResults(step, result), [], []
         for index in range(step.decoding, len(step.sequences)):
             sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
-            if sequence.slot == slot and table.epoch[slot] == step.epochs[index]:
+            here = sequence.slot == slot and bool(table.epoch[slot] == step.epochs[index])
+            if sequence.probe is not None and (found := probes.take(index, sequence, sequence.computed, here)):
+                probed.append(found)
+            if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._enter_prefix(sequence)
+                if not sequence.draws and sequence.computed == len(sequence.tokens):
+                    computed.append(sequence)
+                    self._leave(sequence, State.ENDED)
         counts, tokens = result.counts, result.tokens
         several = len(tokens) != len(counts)
         drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
@@ -195,7 +206,7 @@ class Scheduler:
             drew = [drew[i] for i in step.drawing.tolist()]
             epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
-        outcome = Outcome(drew, first, counts.copy())
+        outcome = Outcome(drew, first, counts.copy(), probed=probed, computed=computed)
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
@@ -222,12 +233,6 @@ class Scheduler:
             counters.restored_spans += len(step.copies.restored)
         counters.steps += 1
         return outcome
-
-    def learn(self, step: Step, seconds: float, copy_seconds: float) -> None:
-        """Takes notice of how long a step took in all, and its copies alone."""
-        if self._spans.tier is not None:
-            copies = len(step.copies) if step.copies is not None else 0
-            self._spans.tier.costs.learn(step.rows, seconds, copies, copy_seconds)
 
     def take_unfit(self) -> list[Sequence]:
         """Sequences that ended because the whole cache is too small for one more of their tokens."""
@@ -272,7 +277,7 @@ class Scheduler:
                 table.settle(sequence)
                 self._enter_prefix(sequence)
             if ended[k]:
-                outcome.ended.append((index, FinishReason.EOS if eos[k] else FinishReason.LENGTH))
+                outcome.ended.append((index, FinishReason.STOP if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
         return ended
 
@@ -455,21 +460,19 @@ class Scheduler:
         for follower in abandoned:
             self.unblock(follower)
 
-    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> None:
-        """The next `count` rows of a history."""
-        last = sequence.planned + count == len(sequence.tokens)
-        self._spans.before_rows(sequence, count)
-        draft.chunks.append((sequence, count, last, sequence.spans[sequence.sent_spans :]))
+    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
+        """Up to `count` more rows of a history; returns how many."""
+        begin = sequence.planned
+        count, flags = draft.add_chunk(sequence, count)
+        self._spans.before_writes(sequence, begin)
         self._tenants.serve(sequence.account, count)
-        draft.rows += count
-        draft.context += count * (2 * sequence.planned + count - 1) // 2
-        sequence.sent_spans = len(sequence.spans)
-        sequence.planned += count
-        if last:
+        if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+        if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None
+        return count
 
     # --- prompts ---
 
@@ -483,8 +486,7 @@ class Scheduler:
             if prompts and (waiting is None or prompts[-1].turn[0] <= waiting.account.time):
                 sequence = prompts.pop()
                 count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-                self._plan_chunk(draft, sequence, count)
-                budget -= count
+                budget -= self._plan_chunk(draft, sequence, count)
             elif waiting is None:
                 break
             elif waiting.in_flight:
@@ -506,9 +508,7 @@ class Scheduler:
         for sequence in prompts[1:]:
             rest = len(sequence.tokens) - sequence.planned
             if rest <= limit and left > 0 and sequence.turn[0] <= last:
-                count = min(rest, self.limits.max_chunk, left)
-                self._plan_chunk(draft, sequence, count)
-                left -= count
+                left -= self._plan_chunk(draft, sequence, min(rest, self.limits.max_chunk, left))
                 prompts.remove(sequence)
         if may_admit and left > 0:
             left -= self._admit_short(draft, limit, left, last)
@@ -564,8 +564,7 @@ class Scheduler:
         draft.admitted.append(sequence)
         draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-        self._plan_chunk(draft, sequence, count)
-        return count
+        return self._plan_chunk(draft, sequence, count)
 
     def _still_short(self, sequence: Sequence) -> bool:
         """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
@@ -598,11 +597,3 @@ class Scheduler:
             self.counters.prefix_tokens += sequence.computed
             self.counters.restored_tokens += sequence.restored
         return taken is Taken.YES
-
-
-def _rank_of(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
-
-
-def _turn_of(sequence: Sequence) -> tuple[float, tuple[float, int]]:
-    return sequence.turn

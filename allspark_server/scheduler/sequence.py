@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
+from .probe import Probe
+
 if TYPE_CHECKING:
     from .tenants import Account
 
@@ -25,9 +27,10 @@ class State(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence is complete, as the API calls it."""
+    """Why a sequence is complete, as the API calls it. STOP: an end-of-sequence token, or a stop string (which the
+    output stage finds)."""
 
-    EOS = "stop"
+    STOP = "stop"
     STOP_WORD = "stop_word"
     LENGTH = "length"
 
@@ -58,7 +61,7 @@ class StopRules:
         """Why `tokens`, the last of which is generated, are complete; None if they are not."""
         last = tokens[-1]
         if last in self.eos:
-            return FinishReason.EOS
+            return FinishReason.STOP
         node = self._trie.get(last)
         at = len(tokens) - 2
         while node is not None:  # as far back as some word reads, whatever the number of words
@@ -86,6 +89,8 @@ class Sequence:
     stop: StopRules
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
+    probe: Optional[Probe] = None  # what is wanted of the prompt's rows
+    draws: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # whose shares and limits count
     extra: int = 0  # bytes that it takes in this process beside its tokens
     owner: Any = None  # the scheduler does not look at it
@@ -122,6 +127,11 @@ class Sequence:
     def turn(self) -> tuple[float, tuple[float, int]]:
         """When it is its turn among those that run: the least goes first."""
         return min((self.account.time, self.rank), self.pull)
+
+    @property
+    def probes_every_row(self) -> bool:
+        """Whether there are rows of its prompt left that all have to be computed for what they give."""
+        return self.probe is not None and self.probe.every and self.probe.received < self.prompt_len
 
     def lose_cache(self) -> None:
         """Back to nothing computed."""

@@ -59,7 +59,7 @@ class SequenceSpans:
         self.next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
-            full = (length - 1) // self._size
+            full = 0 if sequence.probes_every_row else (length - 1) // self._size
             keys = sequence.keys
             self.prefix_cache.keys.extend(keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(keys[:full])
@@ -99,11 +99,10 @@ class SequenceSpans:
             sequence.spans += spans
         return True
 
-    def before_rows(self, sequence: Sequence, rows: int) -> None:
-        """The step that is planned computes so many more rows of a history."""
+    def before_writes(self, sequence: Sequence, begin: int) -> None:
+        """The step that is planned computes the positions of a history from `begin` to what is planned now."""
         if self.tier is not None:
-            first, end = sequence.planned // self._size, self.count_for(sequence.planned + rows)
-            self.tier.before_writes(sequence.spans[first:end])
+            self.tier.before_writes(sequence.spans[begin // self._size : self.count_for(sequence.planned)])
 
     def enter(self, sequence: Sequence) -> Optional[list[Sequence]]:
         """Makes what has been computed of a sequence findable. Returns who has waited for that; None if there is
