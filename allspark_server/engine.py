@@ -439,7 +439,7 @@ class Engine(AbstractEngine):
                     from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output)
+                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans())
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:

@@ -234,6 +234,9 @@ class FakeGroup:
             model_hash="fake",
         )
 
+    def held_spans(self) -> dict[bytes, int]:
+        return {}
+
     def submit(self, name: str, plan: bytes) -> None:
         assert len(self._submitted) < DEPTH, "too many steps in flight"
         self._submitted.append(self._thread.submit(self._step, name, plan))
