@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import nearest_name, not_available
-from .fields import (Checked, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
+from .fields import (Checked, as_float, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
                      path_field, str_field, wrong_type)
 from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, TargetDevice, VocabType)
 
@@ -19,6 +19,7 @@ INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
 #: of each of stop_words_ids, bad_words_ids and eos_token_id: every step looks for them after every token
 MAX_WORDS, MAX_WORD_IDS = 1024, 256
+MAX_LOGIT_BIAS = 100.0
 UNQUANTIZED = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
@@ -238,6 +239,31 @@ def _vocab(name: str, value: Any) -> dict[str, int]:
     return {str(k): as_int(f"{name}[{k!r}]", v, 0, INT32_MAX) for k, v in value.items()}
 
 
+def _logit_bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise wrong_type(name, value, "a dict of token id to a number")
+    if len(value) > MAX_WORDS:
+        raise ValueError(f"{name} has {len(value)} ids; allowed: at most {MAX_WORDS}")
+    biases = {}
+    for token, bias in value.items():
+        if isinstance(token, str) and token.isascii() and token.isdigit():      # as JSON has keys
+            token = int(token)
+        token = as_int(f"a key of {name}", token, 0, INT32_MAX)
+        biases[token] = as_float(f"{name}[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return biases
+
+
+POOLINGS = ("last", "mean")
+
+
+def _pooling(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, value, "a str")
+    if value not in POOLINGS:
+        raise ValueError(f"{name}={value!r} is not offered; allowed: {', '.join(map(repr, POOLINGS))}, or None")
+    return value
+
+
 BEAM_SEARCH = "beam search is not offered"
 
 
@@ -253,6 +279,8 @@ class GenerateConfig(Checked):
     #: 0: off
     top_k: int = int_field(0, 0, INT32_MAX)
     top_p: float = float_field(1.0, 0.0, 1.0, above=True)
+    #: tokens less than min_p times as probable as the likeliest are not drawn; 0: off
+    min_p: float = float_field(0.0, 0.0, 1.0)
     repetition_penalty: float = float_field(1.0, 1e-30, FLOAT_MAX)      # in single precision not 0
     presence_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
     frequency_penalty: float = float_field(0.0, -FLOAT_MAX, FLOAT_MAX)
@@ -271,8 +299,15 @@ class GenerateConfig(Checked):
     eos_token_id: int | list[int] | None = custom_field(_eos)
     stop_words_ids: list[list[int]] = custom_field(_words, factory=list)
     bad_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    #: of up to 1,024 token ids: what is added to their logits, -100 to 100. What is banned stays banned
+    logit_bias: dict[int, float] = custom_field(_logit_bias, factory=dict)
     logprobs: bool = bool_field(False)
     top_logprobs: int = int_field(0, 0, 20)
+    #: the log probability of each token of the prompt but the first, with so many of the likeliest; None: not wanted
+    prompt_logprobs: int | None = int_field(None, 0, 20)
+    #: "last" or "mean": nothing is generated, and the result is an embedding: the model's last hidden state of the
+    #: prompt's last token, or the mean of all tokens'. None: tokens are generated
+    pooling: str | None = custom_field(_pooling)
     lora_name: str = str_field("")
     response_format: dict[str, Any] | None = custom_field(_response_format)
     vocab: dict[str, int] | None = custom_field(_vocab)
@@ -517,6 +552,9 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
+        for name in ("prompt_logprobs", "pooling"):
+            if getattr(config, name) is not None:
+                raise not_available(name)
         for name in ("vocab", "vocab_type"):
             if getattr(config, name) is not None:
                 raise not_available(f"{name} (guided output)")

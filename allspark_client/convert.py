@@ -5,6 +5,8 @@ import json
 from dataclasses import fields
 from typing import Any, Iterable
 
+import numpy as np
+
 from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, GenerateConfig
 from .errors import AllSparkError, AsStatus
@@ -57,7 +59,7 @@ def as_allspark_error(error: pb.Error) -> AllSparkError:
 _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty",
          "frequency_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "min_length", "max_length",
          "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
-         "user_request_id", "priority", "cache_salt", "n")
+         "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling")
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
@@ -75,6 +77,7 @@ def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
         message.response_format_json = json.dumps(config.response_format)
     if config.vocab:
         message.vocab.update(config.vocab)
+    message.logit_bias.update(config.logit_bias)
     return message
 
 
@@ -93,6 +96,7 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
             raise ValueError(f"response_format_json is not JSON: {e}") from None
     if message.vocab:
         values["vocab"] = dict(message.vocab)
+    values["logit_bias"] = dict(message.logit_bias)
     return GenerateConfig.parse(values)
 
 
@@ -173,6 +177,10 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
         message.top_counts.append(len(pairs))
         message.top_ids.extend(i for i, _ in pairs)
         message.top_logprobs.extend(p for _, p in pairs)
+    for pairs in elements.prompt_logprobs_list:
+        message.prompt_logprobs.add(ids=[i for i, _ in pairs], logprobs=[p for _, p in pairs])
+    for tensor in elements.tensors_from_model_inference:
+        message.embedding.extend(tensor["embedding"].tolist())
     return message
 
 
@@ -185,7 +193,10 @@ def elements_from_pb(message: pb.Elements) -> GeneratedElements:
     return GeneratedElements(
         ids_from_generate=list(message.ids), log_probs_list=lists, token_logprobs_list=list(message.token_logprobs),
         prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
-        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
+        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text,
+        prompt_logprobs_list=[list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs],
+        tensors_from_model_inference=[{"embedding": np.array(message.embedding, np.float32)}] if message.embedding
+        else [])
 
 
 def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:

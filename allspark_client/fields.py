@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, field, fields
 from enum import IntEnum
+from functools import partial
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -42,6 +43,23 @@ def as_int(name: str, value: Any, low: int | None = None, high: int | None = Non
     return value
 
 
+def as_float(name: str, value: Any, low: float = -math.inf, high: float = math.inf, above: bool = False,
+             hint: str = "") -> float:
+    """`value` as a finite float in [low, high], or in (low, high] with `above`; bool is refused."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise wrong_type(name, value, "a number")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        lower = f"above {low:g}" if above else f"at least {low:g}" if low != -math.inf else "finite"
+        upper = f" and at most {high:g}" if high != math.inf else ""
+        advice = f"; {hint}" if hint and value <= low else ""
+        raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}{advice}")
+    return value
+
+
 def valid_unicode(name: str, text: str) -> str:
     """`text`, if it can be encoded; half of a surrogate pair can not."""
     try:
@@ -69,18 +87,7 @@ def int_field(default: int | None, low: int | None = None, high: int | None = No
 def float_field(default: float, low: float = -math.inf, high: float = math.inf, above: bool = False,
                 hint: str = "") -> Any:
     """A finite number in [low, high], or in (low, high] with `above`. `hint`: what is wanted by a value below."""
-    def check(name: str, value: Any) -> float:
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-            raise wrong_type(name, value, "a number")
-        value = float(value)
-        if not math.isfinite(value) or value < low or value > high or (above and value == low):
-            lower = f"above {low:g}" if above else f"at least {low:g}" if low != -math.inf else "finite"
-            upper = f" and at most {high:g}" if high != math.inf else ""
-            advice = f"; {hint}" if hint and value <= low else ""
-            raise ValueError(f"{name}={value:g} is out of range; allowed: {lower}{upper}{advice}")
-        return value
-
-    return _typed(check, default, False)
+    return _typed(partial(as_float, low=low, high=high, above=above, hint=hint), default, False)
 
 
 def str_field(default: str | None) -> Any:

@@ -81,8 +81,8 @@ class GeneratedElements:
     log_probs_list: list[list[tuple[int, float]]] = field(default_factory=list)
     #: logprob of each token; empty unless logprobs=True
     token_logprobs_list: list[float] = field(default_factory=list)
-    #: always empty: DashInfer's hook for embeddings
-    tensors_from_model_inference: list[Any] = field(default_factory=list)
+    #: of a request with pooling one entry: {"embedding": float32 [hidden size]}
+    tensors_from_model_inference: list[dict[str, Any]] = field(default_factory=list)
     #: prompt tokens that came from the prefix cache; on a GPU, and in host memory
     prefix_cache_len: int = 0
     prefix_len_gpu: int = 0
@@ -91,6 +91,9 @@ class GeneratedElements:
     sample_index: int = 0
     #: text that became decodable with these tokens, for requests started with text or messages
     text: str = ""
+    #: with prompt_logprobs, once: for each of the prompt's tokens but the first, pairs of id and log probability, its
+    #: own, then the likeliest
+    prompt_logprobs_list: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def _get_text(self) -> str:
         if len(self._pieces) > 1:
@@ -107,6 +110,7 @@ class GeneratedElements:
         self.log_probs_list.extend(other.log_probs_list)
         self.token_logprobs_list.extend(other.token_logprobs_list)
         self.tensors_from_model_inference.extend(other.tensors_from_model_inference)
+        self.prompt_logprobs_list.extend(other.prompt_logprobs_list)
         self.prefix_cache_len = max(self.prefix_cache_len, other.prefix_cache_len)
         self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
         self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)

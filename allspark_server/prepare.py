@@ -68,6 +68,7 @@ def prepare(
     for name in ("bad_words_ids", "stop_words_ids"):
         for i, word in enumerate(getattr(config, name)):
             check_ids(f"{name}[{i}]", word, info.vocab_size)
+    check_ids("logit_bias", sorted(config.logit_bias), info.vocab_size)
     limit = length_limit(config, len(prompt), len(generated), info)
     if len(prompt) + len(generated) > info.num_spans * info.span_size:
         raise AllSparkError(
@@ -203,4 +204,6 @@ def sampling_params(config: GenerateConfig, index: int, prompt_len: int, eos: li
         prompt_len=prompt_len,
         eos=tuple(eos),
         bad_words=tuple(tuple(word) for word in config.bad_words_ids),
+        min_p=config.min_p,
+        logit_bias=tuple(sorted(config.logit_bias.items())),
     )

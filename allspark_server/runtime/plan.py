@@ -26,7 +26,7 @@ MAX_STEP_DRAFTS = 64
 
 MAGIC = 0x41535032
 
-_DO_SAMPLE, _LOGPROBS, _SUPPRESS = 1, 2, 4
+_DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")
 _HEADER = struct.Struct("<Iiiiii")
 _COLUMNS = 8  # of the work table, before those of the spans
@@ -72,11 +72,15 @@ class SamplingParams:
     prompt_len: int = 0
     eos: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    min_p: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def encode(self) -> bytes:
         """The sampling block of a new slot."""
         flags = self.do_sample * _DO_SAMPLE | self.logprobs * _LOGPROBS
         flags |= self.suppress_repetition_in_generation * _SUPPRESS
+        extended = self.min_p > 0 or self.logit_bias
+        flags |= bool(extended) * _EXTENDED
         head = _SAMPLING.pack(
             flags,
             self.temperature,
@@ -99,7 +103,11 @@ class SamplingParams:
         for word in self.bad_words:
             tail.append(len(word))
             tail.extend(word)
-        return head + struct.pack(f"<{len(tail)}i", *tail)
+        block = head + struct.pack(f"<{len(tail)}i", *tail)
+        if extended:
+            block += struct.pack("<fi", self.min_p, len(self.logit_bias))
+            block += b"".join(struct.pack("<if", token, bias) for token, bias in self.logit_bias)
+        return block
 
     @staticmethod
     def decode(data: bytes, offset: int) -> tuple["SamplingParams", int]:
@@ -113,6 +121,11 @@ class SamplingParams:
             (length,) = struct.unpack_from("<i", data, offset)
             bad_words.append(struct.unpack_from(f"<{length}i", data, offset + 4))
             offset += 4 + 4 * length
+        min_p, biases = 0.0, []
+        if words[0] & _EXTENDED:
+            min_p, count = struct.unpack_from("<fi", data, offset)
+            biases = [struct.unpack_from("<if", data, offset + 8 + 8 * i) for i in range(count)]
+            offset += 8 + 8 * max(count, 0)
         params = SamplingParams(
             bool(words[0] & _DO_SAMPLE),
             bool(words[0] & _LOGPROBS),
@@ -123,6 +136,8 @@ class SamplingParams:
             prompt_len=words[13],
             eos=eos,
             bad_words=tuple(bad_words),
+            min_p=min_p,
+            logit_bias=tuple(biases),
         )
         return params, offset
 
