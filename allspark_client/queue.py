@@ -36,6 +36,8 @@ class ResultQueue:
         self._length = 0
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self.stat = StatInfo()
+        #: what the chat's template has begun of the answer, such as "<think>\n"; known once the request is started
+        self.opened = ""
 
     # --- the consumer's side -------------------------------------------------------------------------------------
 

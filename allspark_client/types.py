@@ -225,6 +225,7 @@ class ModelInfo:
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
+    chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
 
     def dict(self) -> dict[str, Any]:
         """All fields as a dict."""

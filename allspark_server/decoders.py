@@ -70,6 +70,11 @@ def _prepends(entry: dict) -> bool:
     return entry.get("add_prefix_space", True)
 
 
+def is_mark(content: str) -> bool:
+    """Whether an added token of this text is taken for a special one even if it does not say so."""
+    return content.startswith("<") and content.endswith(">")
+
+
 class Step(abc.ABC):
     """One step of a decoder: text in, text out, in the same order."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import allspark_client as a
+import allspark_client.chat as a_chat
 from allspark_client import convert
 from allspark_client.config import check_available
 from allspark_client.environment import check_environment
@@ -541,6 +542,11 @@ def test_model_config_crosses_the_wire():
         RequestSpec("m", input_ids=[1, 2], generated=[3], config=a.GenerateConfig(top_k=3)),
         RequestSpec("m", text="ü", want_text=True),
         RequestSpec("m", messages=[{"role": "user", "content": "x"}], want_text=True),
+        RequestSpec("m", messages=[{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "é"}],
+                    want_text=True, chat=a_chat.ChatOptions(chat_template_kwargs={"a": [1, None]})),
+        RequestSpec("m", input_ids=[1], chat=a_chat.ChatOptions(
+            tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required", chat_format="hermes",
+            parallel_tool_calls=False)),
     ],
 )
 def test_requests_cross_the_wire(spec):

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from allspark_client.types import VocabType
 
 from .checker import Checker, new_matcher, read_tokenizer
-from .vocabulary import tokenizer_of_vocab
+from .vocabulary import tokenizer_of_vocab, without_marks
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +119,12 @@ class Guide:
     """Compiles the response_formats of a model's requests. Safe to use from several threads."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]):
-        """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded. Takes no time;
-        `start` does."""
+        """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded."""
         self._vocab_size = vocab_size
         # llguidance needs one to tell of the end; without any, an id that no text has.
         self._eos_ids = [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
-        self._text = tokenizer
-        self._checker = Checker(tokenizer, vocab_size, self._eos_ids)
+        self._text = without_marks(tokenizer)
+        self._checker = Checker(self._text, vocab_size, self._eos_ids)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()

@@ -1,7 +1,9 @@
-"""A vocabulary that comes with a request, as DashInfer's do, for its grammar to use instead of the checkpoint's."""
+"""Tokenizers as llguidance needs them: the checkpoint's, and of a vocabulary that comes with a request, as DashInfer's
+do, for its grammar to use instead."""
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Optional
 
@@ -9,10 +11,33 @@ from llguidance import LLTokenizer
 
 from allspark_client.types import VocabType
 
-from ..decoders import BYTE_CHARACTERS
+from ..decoders import BYTE_CHARACTERS, is_mark
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
+
+
+_NO_TEXT = "\ufdd0"  # a code point that is no character
+
+
+def without_marks(tokenizer: str) -> str:
+    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>). llguidance's drafts
+    are tokenized text, and it takes such tokens in them for the text that they are spelled with, but accepts them only
+    as <[id]>."""
+    value = json.loads(tokenizer)
+    renamed = {}
+    for token in value.get("added_tokens") or []:
+        content = token["content"]
+        if token.get("special") or is_mark(content):
+            renamed[content] = token["content"] = _NO_TEXT + content
+            token["special"] = True
+    vocab = value["model"].get("vocab")
+    if isinstance(vocab, dict):
+        value["model"]["vocab"] = {renamed.get(text, text): i for text, i in vocab.items()}
+    elif isinstance(vocab, list):
+        value["model"]["vocab"] = [[renamed.get(text, text), score] for text, score in vocab]
+    value["post_processor"] = None
+    return json.dumps(value)
 
 
 class _Vocabulary:
