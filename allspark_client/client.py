@@ -21,7 +21,8 @@ from .errors import AllSparkError, AsStatus, closed_engine, forked_engine, illeg
 from .local_group import SelfStartedGroup
 from .queue import ResultQueue
 from .request import RequestSpec
-from .types import AsEngineStat, AsFileInfo, GenerateRequestStatus, ModelInfo, ModelState, TlsConfig
+from .tokens import as_token_ids
+from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState, TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +219,15 @@ class ClientEngine(AbstractEngine):
     def get_model_info(self, model_name: str) -> ModelInfo:
         return convert.model_info_from_pb(
             self._call("GetModelInfo", pb.ModelRequest(model=_name(model_name)), pb.ModelInfo))
+
+    def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
+        request = pb.TokenizeRequest(request=convert.request_to_pb(spec), bare=bare)
+        return list(self._call("Tokenize", request, pb.Tokenized).ids)
+
+    def detokenize(self, model_name: str, ids: list[int]) -> Detokenized:
+        request = pb.DetokenizeRequest(model=_name(model_name), ids=as_token_ids(ids))
+        answer = self._call("Detokenize", request, pb.Detokenized)
+        return Detokenized(answer.text, list(answer.tokens))
 
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
         answer = self._call("GetFileInformation", pb.FileInformationRequest(

@@ -256,12 +256,14 @@ def engine_stat_from_pb(message: pb.EngineStat) -> AsEngineStat:
 
 
 def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
-    return pb.ModelInfo(**{f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None})
+    values = {f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None}
+    return pb.ModelInfo(**{**values, "sampling_defaults": pb.GenerateConfig(**info.sampling_defaults)})
 
 
 def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
     values = {f.name: getattr(message, f.name) for f in fields(ModelInfo)}
     values["eos_token_ids"] = list(message.eos_token_ids)
+    values["sampling_defaults"] = {f.name: value for f, value in message.sampling_defaults.ListFields()}
     values["tokenizer_dir"] = message.tokenizer_dir if message.HasField("tokenizer_dir") else None
     return ModelInfo(**values)
 

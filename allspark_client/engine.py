@@ -13,7 +13,7 @@ from .fields import valid_unicode
 from .queue import ResultQueue
 from .request import RequestSpec
 from .tokens import as_token_ids
-from .types import AsEngineStat, AsFileInfo, GenerateRequestStatus, ModelInfo, ModelState
+from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
 __all__ = ["AbstractEngine", "as_token_ids"]
 
@@ -71,26 +71,9 @@ class AbstractEngine(ABC):
         beside them may be "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs" and "chat_format"
         (ChatOptions). What the answer's text holds, allspark_server.chat takes apart.
         """
-        spec = RequestSpec(model=_model_name(model_name), config=GenerateConfig.parse(generate_config))
-        if not isinstance(inputs, dict):
-            raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
-        known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()))
-        for key in inputs:
-            if key not in known:
-                raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(known)}{nearest_name(key, known)}")
-        prompts = [key for key in inputs if key in _INPUTS]
-        if len(prompts) != 1:
-            raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; "
-                             f"it has {', '.join(prompts) or 'none'}")
-        if "input_ids" in inputs:
-            spec.input_ids = as_token_ids(inputs["input_ids"])
-        elif "text" in inputs:
-            spec.text, spec.want_text = _text(inputs["text"]), True
-        else:
-            spec.messages, spec.want_text = check_messages(inputs["messages"]), True
-            options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
-            if options:
-                spec.chat = ChatOptions(**options).check()
+        config = GenerateConfig.parse(generate_config)
+        spec = _prompt(_model_name(model_name), inputs)
+        spec.config = config
         return self._start(spec)
 
     def start_request_ids(
@@ -154,6 +137,19 @@ class AbstractEngine(ABC):
     @abstractmethod
     def get_model_info(self, model_name: str) -> ModelInfo:
         """What the model is, and how it was loaded."""
+
+    @abstractmethod
+    def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
+        """The ids of a prompt whose arguments have been checked."""
+
+    def tokenize(self, model_name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
+        """The ids that the prompt `inputs` (as start_request takes them) has. `bare`: text without what the tokenizer
+        puts around it, say a begin-of-sequence token."""
+        return self._tokenize(_prompt(_model_name(model_name), inputs), bool(bare))
+
+    @abstractmethod
+    def detokenize(self, model_name: str, ids: list[int]) -> Detokenized:
+        """The text of ids, and the bytes of each."""
 
     @abstractmethod
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
@@ -235,6 +231,30 @@ def _model_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"model_name must be a str, not {type(name).__name__}")
     return name
+
+
+def _prompt(model_name: str, inputs: Any) -> RequestSpec:
+    """A request of this prompt, without a config."""
+    spec = RequestSpec(model=model_name)
+    if not isinstance(inputs, dict):
+        raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
+    known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()))
+    for key in inputs:
+        if key not in known:
+            raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(known)}{nearest_name(key, known)}")
+    prompts = [key for key in inputs if key in _INPUTS]
+    if len(prompts) != 1:
+        raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(prompts) or 'none'}")
+    if "input_ids" in inputs:
+        spec.input_ids = as_token_ids(inputs["input_ids"])
+    elif "text" in inputs:
+        spec.text, spec.want_text = _text(inputs["text"]), True
+    else:
+        spec.messages, spec.want_text = check_messages(inputs["messages"]), True
+        options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
+        if options:
+            spec.chat = ChatOptions(**options).check()
+    return spec
 
 
 def _queue(queue: Any) -> ResultQueue:

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum, IntEnum
-from typing import Any, Iterable
+from typing import Any, Iterable, NamedTuple
 
 
 class GenerateRequestStatus(IntEnum):
@@ -226,10 +226,20 @@ class ModelInfo:
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
     chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
+    #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
+    #: door applies them (HTTP's does)
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
     def dict(self) -> dict[str, Any]:
         """All fields as a dict."""
         return asdict(self)
+
+
+class Detokenized(NamedTuple):
+    """What detokenize returns."""
+
+    text: str               #: of all ids, special tokens included
+    tokens: list[bytes]     #: of each id; a token may be a part of a character
 
 
 @dataclass

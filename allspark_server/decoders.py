@@ -64,6 +64,25 @@ def chain(decoder: dict | None) -> list[Step] | None:
     return steps
 
 
+def token_bytes(decoder: dict | None, token: str) -> bytes:
+    """What one token stands for in the middle of a text, in bytes: what no text of it alone could show."""
+    listed = decoder.get("decoders", []) if decoder is not None and decoder.get("type") == "Sequence" else [decoder]
+    for entry in filter(None, listed):
+        kind = entry.get("type")
+        if kind == "ByteLevel":
+            try:
+                return bytes([_ByteLevel.BYTES[c] for c in token])
+            except KeyError:  # an added token, spelled in plain text
+                return token.encode()
+        if kind == "ByteFallback" and (byte := _ByteFallback._byte(token)) is not None:
+            return bytes([byte])
+        if kind == "Replace" and "String" in entry.get("pattern", {}):
+            token = token.replace(entry["pattern"]["String"], entry["content"])
+        elif kind == "Metaspace":
+            token = token.replace(entry["replacement"], " ")
+    return token.encode()
+
+
 def _prepends(entry: dict) -> bool:
     if "prepend_scheme" in entry:
         return entry["prepend_scheme"] != "never"

@@ -32,6 +32,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import (
     AsEngineStat,
     AsFileInfo,
+    Detokenized,
     GenerateRequestStatus,
     ModelInfo,
     ModelState,
@@ -286,6 +287,12 @@ class Engine(AbstractEngine):
 
     def get_model_info(self, model_name: str) -> ModelInfo:
         return copy.deepcopy(self._model(model_name).info)
+
+    def _tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
+        return self._model(spec.model).tokenize(spec, bare)
+
+    def detokenize(self, model_name: str, ids: list[int]) -> Detokenized:
+        return self._model(model_name).detokenize(ids)
 
     def get_file_information(self, as_graph_path: str | os.PathLike, as_param_path: str | os.PathLike) -> AsFileInfo:
         from .weights.asgraph import VERSION, read_graph

@@ -130,19 +130,27 @@ def _detokenizer(
     return detokenizer
 
 
-def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int) -> list[int]:
-    """The prompt's ids, tokenized here if it came as text or as a chat. Raises what says that it has more than
-    `max_length`, if its size tells so beforehand."""
+def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:
+    """The tokenizer; AllSparkError if the model has none."""
+    if tokenizer is None:
+        raise AllSparkError(
+            AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+            f"model {model!r} has no tokenizer.json beside its checkpoint: it takes and gives ids alone",
+        )
+    return tokenizer
+
+
+def prompt_ids(
+    spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: int, bare: bool = False
+) -> list[int]:
+    """The prompt's ids, tokenized here if it came as text or as a chat. `bare`: text without what the tokenizer puts
+    around it. Raises what says that it has more than `max_length`, if its size tells so beforehand."""
     given = [name for name in ("input_ids", "text", "messages") if getattr(spec, name) is not None]
     if len(given) != 1:
         raise ValueError(f"one of input_ids, text and messages must be given; given: {', '.join(given) or 'none'}")
     if spec.input_ids is not None:
         return spec.input_ids
-    if tokenizer is None:
-        raise AllSparkError(
-            AsStatus.ALLSPARK_INVALID_CALL_ERROR,
-            f"model {spec.model!r} has no tokenizer.json beside its checkpoint: start requests with input_ids",
-        )
+    tokenizer = need_tokenizer(tokenizer, spec.model)
     chat = spec.messages is not None
     text = chats.render(tokenizer, spec.messages, spec.chat or ChatOptions()) if chat else spec.text
     longest = tokenizer.longest_text(max_length)
@@ -151,7 +159,7 @@ def prompt_ids(spec: RequestSpec, tokenizer: Optional[Tokenizer], max_length: in
             f"the prompt is a text of {len(text)} characters: more than the {longest} that can make "
             f"{max_length} tokens (engine_max_length of model {spec.model!r}, prompt and output together)"
         )
-    return tokenizer.encode(text, add_special_tokens=not chat)  # a template writes them itself
+    return tokenizer.encode(text, add_special_tokens=not (chat or bare))  # a template writes them itself
 
 
 def check_ids(name: str, ids: list[int], vocab_size: int) -> None:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Optional
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.types import AsEngineStat, GenerateRequestStatus, ModelInfo
+from allspark_client.request import RequestSpec
+from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
 
 from .cache import PrefixCache, SpanKeys, SpanPool
 from .output import End, OutputStage, StepOutput
+from .prepare import check_ids, need_tokenizer, prompt_ids
 from .queue_limits import QueueLimits
 from .request import Request
 from .runtime.plan import Flag
@@ -94,6 +96,16 @@ class ServedModel:
             prefix_cache_miss_rate=(seen - hit) / seen if seen else 0.0,
             preempted_request=counters.preemptions,
         )
+
+    def tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
+        """The ids of a prompt; see prepare.prompt_ids."""
+        return prompt_ids(spec, self.tokenizer, self.info.max_length, bare)
+
+    def detokenize(self, ids: list[int]) -> Detokenized:
+        """The text of ids, and the bytes of each."""
+        check_ids("ids", ids, self.info.vocab_size)
+        tokenizer = need_tokenizer(self.tokenizer, self.name)
+        return Detokenized(tokenizer.decode(ids, skip_special_tokens=False), tokenizer.token_bytes(ids))
 
     # The engine's thread.
 

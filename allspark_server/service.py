@@ -357,8 +357,9 @@ class Service:
         methods = {"Session": self._method("Session", _EVERY_ROLE, self._session),
                    "Generate": self._method("Generate", _REQUESTS, self._generate)}
         model, lora = pb.ModelRequest, pb.LoraRequest
-        admin, everyone = (_ADMIN, self._control), (_EVERY_ROLE, self._statistics)
-        calls: list[tuple[str, type[Message], tuple[frozenset[Role], ThreadPoolExecutor], Callable[[Any], Message]]] = [
+        admin, everyone, prompts = (_ADMIN, self._control), (_EVERY_ROLE, self._statistics), (_REQUESTS, None)
+        calls: list[tuple[str, type[Message], tuple[frozenset[Role], ThreadPoolExecutor | None],
+                          Callable[[Any], Message]]] = [
             ("InstallModel", pb.InstallModelRequest, admin, self._install),
             ("StartModel", model, admin, lambda r: (engine.start_model(r.model), done)[1]),
             ("StopModel", model, admin, lambda r: (engine.stop_model(r.model), done)[1]),
@@ -372,6 +373,8 @@ class Service:
             ("GetFileInformation", pb.FileInformationRequest, admin, self._file_information),
             ("GetStat", model, everyone, lambda r: convert.engine_stat_to_pb(engine.get_as_engine_stat(r.model))),
             ("GetModelInfo", model, everyone, lambda r: convert.model_info_to_pb(engine.get_model_info(r.model))),
+            ("Tokenize", pb.TokenizeRequest, prompts, self._tokenize),
+            ("Detokenize", pb.DetokenizeRequest, prompts, self._detokenize),
             ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda r: self._info()),
         ]
         for name, request_type, (roles, pool), call in calls:
@@ -402,13 +405,15 @@ class Service:
 
         return grpc.stream_stream_rpc_method_handler(handler)
 
-    def _unary(self, name: str, request_type: type[Message], pool: ThreadPoolExecutor,
+    def _unary(self, name: str, request_type: type[Message], pool: ThreadPoolExecutor | None,
                call: Callable[[Any], Message]) -> _Method:
-        """A method that answers one message with one, by a call in a thread of `pool`."""
+        """A method that answers one message with one, by a call in a thread of `pool`; None: as its size demands."""
         async def method(context: grpc.aio.ServicerContext, _: Role | None) -> None:
             try:
-                request = self._parse(request_type, await _receive(context), context)
-                response = await asyncio.get_running_loop().run_in_executor(pool, call, request)
+                data = await _receive(context)
+                request = self._parse(request_type, data, context)
+                response = await asyncio.get_running_loop().run_in_executor(
+                    pool or self._input_pool(data), call, request)
             except Exception as error:
                 if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                     logger.exception("%s failed", name)
@@ -434,6 +439,13 @@ class Service:
             if not (request.retried and self._engine.installed(config)):
                 raise
         return pb.Done()
+
+    def _tokenize(self, request: pb.TokenizeRequest) -> pb.Tokenized:
+        return pb.Tokenized(ids=self._engine._tokenize(convert.request_from_pb(request.request), request.bare))
+
+    def _detokenize(self, request: pb.DetokenizeRequest) -> pb.Detokenized:
+        found = self._engine.detokenize(request.model, list(request.ids))
+        return pb.Detokenized(text=found.text, tokens=found.tokens)
 
     def _file_information(self, request: pb.FileInformationRequest) -> pb.FileInformation:
         self._roots.check("as_graph_path", request.graph_path)

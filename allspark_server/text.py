@@ -134,6 +134,18 @@ class Tokenizer:
         stream = StreamDetokenizer(self, skip_special_tokens)
         return stream.push(ids) + stream.finish()
 
+    def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+        """The bytes that each id stands for within a text; nothing for those that the tokenizer does not know. A token
+        may be a part of a character."""
+        special = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
+        found = []
+        for i in ids:
+            token = self.backend.id_to_token(i)
+            plain = special.get(i)
+            found.append(plain.encode() if plain is not None else
+                         b"" if token is None else decoders.token_bytes(self._decoder, token))
+        return found
+
     def apply_chat_template(
         self,
         messages: Sequence[dict],

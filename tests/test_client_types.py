@@ -557,7 +557,8 @@ def test_results_cross_the_wire():
     logprob = float(np.float32(-0.1))
     e = a.GeneratedElements([1, 2], [[(1, logprob), (5, -2.0)], []], [logprob, -1.0], [], 3, 1, 2, 4, "tëxt")
     assert convert.elements_from_pb(convert.elements_to_pb(e)) == e
-    info = a.ModelInfo(name="m", eos_token_ids=[1, 2], tokenizer_dir=None, weight_bytes=1 << 40)
+    info = a.ModelInfo(name="m", eos_token_ids=[1, 2], tokenizer_dir=None, weight_bytes=1 << 40,
+                       sampling_defaults={"do_sample": False, "top_p": 0.8, "top_k": 20})
     assert convert.model_info_from_pb(convert.model_info_to_pb(info)) == info
     stat = a.AsEngineStat("m", total_token=10, prefix_cache_hit_rate=0.5)
     assert convert.engine_stat_from_pb(convert.engine_stat_to_pb(stat)) == stat and "total_token: 10" in stat.ToString()

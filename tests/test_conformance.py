@@ -400,6 +400,20 @@ def test_information(engine):
     assert state.running and len(state.fingerprint) >= 16
 
 
+def test_text_to_ids_and_back(engine, tokenizer):
+    text = "naïve 你好 🙂"
+    ids = engine.tokenize(NAME, {"text": text})
+    assert ids == tokenizer.encode(text) and engine.tokenize(NAME, {"input_ids": ids}) == ids
+    chat = [{"role": "user", "content": text}]
+    assert engine.tokenize(NAME, {"messages": chat}) == tokenizer.encode_chat(chat)
+    found = engine.detokenize(NAME, ids)
+    assert found.text == text and b"".join(found.tokens) == text.encode() and len(found.tokens) == len(ids)
+    with pytest.raises(ValueError, match=rf"ids\[1\]={VOCAB}.*vocabulary"):
+        engine.detokenize(NAME, [1, VOCAB])
+    with pytest.raises(AllSparkError, match="no model named"):
+        engine.tokenize("other", {"text": text})
+
+
 def test_statistics(engine):
     before = engine.get_as_engine_stat(NAME)
     run(engine, prompt_of(50, seed=77), eos_token_id=-1, max_new_tokens=30)

@@ -269,6 +269,19 @@ def test_leading_space_and_special_tokens():
     assert detokenizer.push([*ids, eos]) + detokenizer.finish() == "Hello there"
 
 
+def test_bytes_of_tokens():
+    from allspark_server.decoders import token_bytes
+
+    llama = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    assert [token_bytes(llama, t) for t in ("▁the", "<0xE4>", "ü")] == [b" the", b"\xe4", "ü".encode()]
+    assert token_bytes({"type": "ByteLevel"}, "Ġthe") == b" the"
+    assert token_bytes({"type": "ByteLevel"}, "你") == "你".encode()  # an added token, in plain text
+    assert token_bytes({"type": "Metaspace", "replacement": "▁"}, "▁a") == b" a"
+    assert token_bytes(None, "a") == b"a"
+
+
 def test_time_per_token_does_not_grow():
     tokenizer = Tokenizer(byte_level())
     ids = tokenizer.encode(CORPUS[0]) * 400

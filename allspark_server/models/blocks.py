@@ -40,5 +40,6 @@ def finish(graph: Graph, x: Tensor) -> Graph:
     normed = graph.rms_norm(graph.select_rows(x), "model.norm.weight")
     name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     head = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
+    graph.hidden_states(normed)
     graph.sample(graph.linear(normed, head, None, out="logits"))
     return graph

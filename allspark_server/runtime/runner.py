@@ -10,6 +10,7 @@ from typing import Iterator, Sequence
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
+from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
@@ -124,7 +125,8 @@ class ModelRunner:
             model_hash=model_hash(model.opened, model.formats, digests or [self.digest]),
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
-            weight_group_size=model.weight_group_size, quantize_head=model.quantize_head)
+            weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
+            sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""

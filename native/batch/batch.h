@@ -24,17 +24,28 @@ struct Row {
   int slot, position, token;
 };
 
-// A row whose logits are wanted: a token is drawn after it, from a history of `history` ids.
+// What is wanted of a row with an output, beside its hidden state perhaps: nothing, a token drawn after it, or the log
+// probability of the id that follows it in the history.
+enum class Wanted : uint8_t { nothing, draw, score };
+
+// A row with an output. The history up to it has `history` ids. mask: 1 + the index of the mask (batch/masks.h) to draw
+// under, 0 for none.
 struct Output {
   int row, slot, history;
+  Wanted wanted = Wanted::draw;
+  int mask = 0;
 };
 
 // A slot's rows, which are adjacent: rows [row, row + count) are positions from `start` on; the last `drafts` are
 // drafts.
 struct Item {
   int slot, row, start, count, drafts;
-  int output, outputs;  // adjacent, too: of the last row that is no draft, and of each draft
-  bool draws;           // else nobody wants the tokens, but logits perhaps
+  int output, outputs;  // adjacent, too: of the last rows that are no drafts, and of each draft
+  int32_t flags;        // WorkFlags
+
+  bool draws() const { return flags & kDraw; }
+  // The first output after which a token is drawn: that of the last row that is no draft.
+  int drawn() const { return output + outputs - 1 - drafts; }
 };
 
 struct Batch {
@@ -46,11 +57,13 @@ struct Batch {
   const Slot& slot(int index) const { return (*slots)[index]; }
 };
 
-// What was drawn after each of a batch's outputs. Every rank has the tokens, rank 0 the rest.
+// What was wanted of each of a batch's outputs. Every rank has the tokens, rank 0 the rest.
 struct Drawn {
   std::vector<SampleOutput> samples;
   std::vector<float> logits;  // [outputs, local vocabulary], if wanted
   int logit_width = 0;
+  std::vector<float> hidden;  // [outputs of items with kHidden, hidden_width]
+  int hidden_width = 0;
 };
 
 // A program compiled for a device, with its weights, its cache and its peers.

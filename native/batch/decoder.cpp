@@ -20,6 +20,9 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
     const auto first = drawn.samples.begin() + item.output;
     output.samples.insert(output.samples.end(), first, first + item.count);
   }
+  for (size_t i = 0; i < batch.outputs.size(); i++)
+    if (batch.outputs[i].wanted == Wanted::score) output.scores.push_back(drawn.samples[i]);
+  output.hidden = std::move(drawn.hidden), output.hidden_width = drawn.hidden_width;
   output.logits = std::move(drawn.logits), output.logit_width = drawn.logit_width;
   return output;
 }

@@ -14,6 +14,9 @@ namespace as {
 struct StepOutput {
   std::vector<int32_t> counts, drafted;
   std::vector<SampleOutput> samples;
+  std::vector<SampleOutput> scores;  // of items with kPromptLogprobs: of each output after which nothing is drawn
+  std::vector<float> hidden;         // [outputs of items with kHidden, hidden_width]
+  int hidden_width = 0;
   std::vector<float> logits;  // [outputs, local vocabulary], if wanted: of rejected drafts, too
   int logit_width = 0;
 };

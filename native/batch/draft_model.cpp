@@ -15,7 +15,7 @@ void DraftModel::draft(Slots& slots) {
     const int row = (int)batch_.rows.size(), output = (int)batch_.outputs.size();
     for (int p = first; p < end; p++) batch_.rows.push_back({index, p, slot.history[p]});
     if (draws) batch_.outputs.push_back({(int)batch_.rows.size() - 1, index, end});
-    batch_.items.push_back({index, row, first, end - first, 0, output, draws, draws});
+    batch_.items.push_back({index, row, first, end - first, 0, output, draws, draws ? kDraw : 0});
     slot.drafted = end;
   };
   const auto clear = [&] { batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear(); };
@@ -24,8 +24,8 @@ void DraftModel::draft(Slots& slots) {
   for (const Slots::Pending& item : slots.pending()) {
     Slot& slot = slots.slot(item.slot);
     const int room = max_rows_ - (int)batch_.rows.size(), end = std::min(item.end, slot.drafted + room);
-    const bool draws = item.by_model && item.drafts > 0 && end == item.end;
-    if (item.draws && item.rows == 1 && !item.by_model)
+    const bool draws = item.by_model() && item.drafts > 0 && end == item.end;
+    if (item.draws() && item.rows == 1 && !item.by_model())
       continue;  // no drafts just now: what it misses is made up for later
     if (end <= slot.drafted) continue;
     add(slot, item.slot, slot.drafted, end, draws);

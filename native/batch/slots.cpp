@@ -49,15 +49,18 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (seen[w.slot]++) refuse(name + " has two items");
     const int drafting = w.flags & (kLookup | kGiven | kDraftModel);
     if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
-    if (w.flags & (kHidden | kPromptLogprobs) || w.outputs > 1)
-      refuse("hidden states and log probabilities of prompts are not available in this backend");
+    if ((w.flags & kHidden) && !limits_.hidden_states) refuse("this program does not hand out hidden states");
     if ((w.flags & kDraftModel) && !has_draft_model) refuse("there is no draft model");
-    if (w.adapter != -1 || w.mask != 0) refuse("adapters and masks are not available in this backend");
+    if (w.adapter != -1) refuse("adapters are not available in this backend");
     if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
       refuse(name + ": " + std::to_string(w.drafts) + " drafts among " + std::to_string(w.known.size()) + " known ids");
-    if (w.outputs < 0 || (w.draws() && !w.outputs)) refuse(name + " has " + std::to_string(w.outputs) + " outputs");
+    if (w.outputs < 0 || w.outputs > w.rows || (w.draws() && !w.outputs))
+      refuse(name + " has " + std::to_string(w.outputs) + " outputs of " + std::to_string(w.rows) + " rows");
+    if (w.mask < 0 || (w.mask && (!w.draws() || w.mask + w.drafts > limits_.masks)))
+      refuse(name + " has mask " + std::to_string(w.mask) + " for " + std::to_string(w.draws() + w.drafts) +
+             " draws; there are " + std::to_string(limits_.masks));
     for (int g = 0; g < groups(); g++) {
       slot.spans[g] += (long)w.spans[g].size();
       for (int32_t s : w.spans[g])
@@ -75,6 +78,8 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
         refuse("positions up to " + std::to_string(end) + " of " + name + " are not covered by its " +
                std::to_string(spans) + " spans");
     if (w.draws() && end != slot.history) refuse("only a sequence's last row can draw");
+    if ((w.flags & kPromptLogprobs) && w.outputs && !w.draws() && end == slot.history)
+      refuse(name + ": no token follows its last row, whose log probability is wanted");
     rows += w.rows + w.drafts, outputs += w.outputs + w.drafts;
   }
   if (rows > limits_.max_rows || outputs > limits_.max_outputs)
@@ -107,7 +112,7 @@ void Slots::begin(const Plan& plan) {
       if (w.flags & kGiven) slot.history.resize(slot.history.size() - (w.drafts - most));
       if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
     }
-    pending_.push_back({w.slot, w.rows, end, w.outputs, most, w.draws(), (w.flags & kDraftModel) != 0});
+    pending_.push_back({w.slot, w.rows, end, w.outputs, most, w.mask, w.flags});
   }
 }
 
@@ -115,12 +120,18 @@ const Batch& Slots::batch() {
   batch_.rows.clear(), batch_.outputs.clear(), batch_.items.clear();
   for (const Pending& p : pending_) {
     Slot& slot = slots_[p.slot];
-    const int drafts = p.draws ? (int)slot.history.size() - p.end : 0, start = slot.cached;
+    const int drafts = p.draws() ? (int)slot.history.size() - p.end : 0, start = slot.cached;
     const Item item{
         p.slot, (int)batch_.rows.size(), start, p.rows + drafts, drafts, (int)batch_.outputs.size(), p.outputs + drafts,
-        p.draws};
+        p.flags};
     for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
-    for (int i = 0; i < item.outputs; i++) batch_.outputs.push_back({item.row + p.rows - 1 + i, p.slot, p.end + i});
+    const int inside = p.outputs - p.draws();  // outputs after which nothing is drawn
+    for (int i = 0; i < item.outputs; i++) {
+      Output out{item.row + p.rows - p.outputs + i, p.slot, p.end - p.outputs + 1 + i};
+      if (i < inside) out.wanted = p.flags & kPromptLogprobs ? Wanted::score : Wanted::nothing;
+      else if (p.mask) out.mask = p.mask + i - inside;
+      batch_.outputs.push_back(out);
+    }
     slot.cached = p.end;
     batch_.items.push_back(item);
   }
@@ -130,18 +141,19 @@ const Batch& Slots::batch() {
 std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samples) {
   std::vector<Accepted> accepted;
   for (const Item& item : batch_.items) {
-    if (!item.draws) continue;
+    if (!item.draws()) continue;
     Slot& slot = slots_[item.slot];
+    const int drawn = item.drawn();
     const int end = slot.cached;  // the first draft's position
     int kept = 0;
-    while (kept < item.drafts && samples[item.output + kept].token == slot.history[end + kept]) kept++;
+    while (kept < item.drafts && samples[drawn + kept].token == slot.history[end + kept]) kept++;
     slot.history.resize(end + kept);
     // A row without a token (its logits are no numbers): the sequence ends, whatever is computed for it before the
     // scheduler knows.
-    slot.history.push_back(std::max(samples[item.output + kept].token, 0));
+    slot.history.push_back(std::max(samples[drawn + kept].token, 0));
     slot.cached = end + kept;
     slot.drafted = std::min(slot.drafted, slot.cached);  // what it made of rejected drafts is overwritten
-    accepted.push_back({item.output, kept + 1, item.drafts});
+    accepted.push_back({drawn, kept + 1, item.drafts});
   }
   return accepted;
 }

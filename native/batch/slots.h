@@ -11,6 +11,8 @@ namespace as {
 struct SlotLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0, span_size = 0;
   std::vector<int> num_spans;  // of each cache group
+  int masks = 0;
+  bool hidden_states = false;  // whether the program hands them out
 };
 
 class Slots {
@@ -25,11 +27,14 @@ class Slots {
   // be appended.
   void begin(const Plan& plan);
 
-  // An item of the plan: `rows` rows of known ids up to position `end`, the last of them with an output or not, and at
+  // An item of the plan: `rows` rows of known ids up to position `end`, the last `outputs` of them with outputs, and at
   // most `drafts` more.
   struct Pending {
-    int slot, rows, end, outputs, drafts;
-    bool draws, by_model;
+    int slot, rows, end, outputs, drafts, mask;
+    int32_t flags;
+
+    bool draws() const { return flags & kDraw; }
+    bool by_model() const { return flags & kDraftModel; }
   };
   const std::vector<Pending>& pending() const { return pending_; }
   std::vector<Slot>& all() { return slots_; }

@@ -6,7 +6,9 @@
 #include <pybind11/stl.h>
 
 #include <climits>
+#include <cmath>
 #include <optional>
+#include <tuple>
 
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
@@ -51,8 +53,20 @@ struct WithoutGil {
 struct StepResult {
   py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
   py::array_t<float> logprobs, top_logprobs;
-  py::object logits;
+  py::object prompt_logprobs, prompt_top_ids, prompt_top_logprobs, hidden, logits;
 };
+
+// The likeliest ids of some draws, and their log probabilities: [n, 20] each.
+std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<SampleOutput>& samples) {
+  const py::ssize_t n = (py::ssize_t)samples.size(), width = kMaxTopLogprobs;
+  py::array_t<int32_t> ids({n, width});
+  py::array_t<float> values({n, width});
+  for (py::ssize_t i = 0; i < n; i++) {
+    std::copy_n(samples[i].top_ids, width, ids.mutable_data() + i * width);
+    std::copy_n(samples[i].top_logprobs, width, values.mutable_data() + i * width);
+  }
+  return {std::move(ids), std::move(values)};
+}
 
 StepResult to_result(const StepOutput& out, bool want_logits) {
   const py::ssize_t n = (py::ssize_t)out.samples.size();
@@ -60,17 +74,25 @@ StepResult to_result(const StepOutput& out, bool want_logits) {
   r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
   r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
   r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
-  r.top_ids = py::array_t<int32_t>({n, (py::ssize_t)kMaxTopLogprobs});
-  r.top_logprobs = py::array_t<float>({n, (py::ssize_t)kMaxTopLogprobs});
-  int32_t *tokens = r.tokens.mutable_data(), *status = r.status.mutable_data(), *ids = r.top_ids.mutable_data();
-  float *logprobs = r.logprobs.mutable_data(), *top = r.top_logprobs.mutable_data();
+  std::tie(r.top_ids, r.top_logprobs) = tops_of(out.samples);
+  int32_t *tokens = r.tokens.mutable_data(), *status = r.status.mutable_data();
+  float* logprobs = r.logprobs.mutable_data();
   for (py::ssize_t i = 0; i < n; i++) {
     const SampleOutput& s = out.samples[i];
     tokens[i] = s.token, status[i] = (int32_t)s.status, logprobs[i] = s.logprob;
-    std::copy_n(s.top_ids, kMaxTopLogprobs, ids + i * kMaxTopLogprobs);
-    std::copy_n(s.top_logprobs, kMaxTopLogprobs, top + i * kMaxTopLogprobs);
   }
-  r.logits = py::none();
+  r.prompt_logprobs = r.prompt_top_ids = r.prompt_top_logprobs = r.hidden = r.logits = py::none();
+  if (!out.scores.empty()) {
+    py::array_t<float> values((py::ssize_t)out.scores.size());
+    for (size_t i = 0; i < out.scores.size(); i++)
+      values.mutable_data()[i] = out.scores[i].status == SampleStatus::kOk ? out.scores[i].logprob : NAN;
+    std::tie(r.prompt_top_ids, r.prompt_top_logprobs) = tops_of(out.scores);
+    r.prompt_logprobs = std::move(values);
+  }
+  if (!out.hidden.empty()) {
+    const py::ssize_t width = out.hidden_width;
+    r.hidden = py::array_t<float>({(py::ssize_t)out.hidden.size() / width, width}, out.hidden.data());
+  }
   if (want_logits) {
     const py::ssize_t width = std::max(out.logit_width, 1);
     r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
@@ -185,9 +207,34 @@ void bind_executor(py::module_& m) {
       .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
       .def_readonly("top_ids", &StepResult::top_ids, "int32 [n, 20], -1 where unused")
       .def_readonly("top_logprobs", &StepResult::top_logprobs, "float32 [n, 20]")
+      .def_readonly("prompt_logprobs", &StepResult::prompt_logprobs,
+                    "float32 [n]: of each output row of items with PROMPT after which nothing is drawn, the log "
+                    "probability of the id that follows it; NaN where the logits are no numbers. None if there are no "
+                    "such rows")
+      .def_readonly("prompt_top_ids", &StepResult::prompt_top_ids, "int32 [n, 20] of the same rows, or None")
+      .def_readonly("prompt_top_logprobs", &StepResult::prompt_top_logprobs, "float32 [n, 20], or None")
+      .def_readonly("hidden", &StepResult::hidden,
+                    "float32 [n, width] on rank 0: of the output rows of items with HIDDEN. None if there are none")
       .def_readonly("logits", &StepResult::logits,
                     "float32 [rows with outputs, local vocabulary] if wanted, else None");
   m.def("describe_status", [](int status) { return std::string(describe((SampleStatus)status)); });
+
+  py::class_<Masks, std::shared_ptr<Masks>>(
+      m, "Masks", "Masks over the vocabulary, written while the step runs that draws under them. By any thread.")
+      .def(py::init<int, int>(), py::arg("rows"), py::arg("vocab_size"))
+      .def_property_readonly(
+          "bits",
+          [](py::object self) {
+            Masks& masks = self.cast<Masks&>();
+            return py::array_t<uint32_t>({(py::ssize_t)masks.rows(), (py::ssize_t)masks.words()},
+                                         masks.rows() ? masks.row(0) : nullptr, self);
+          },
+          "uint32 [rows, words]: bit i % 32 of word i / 32 allows id i. A row is written before publish(), and not "
+          "again until "
+          "the step that draws under it was collected.")
+      .def("publish", &Masks::publish, py::arg("row"), "The row is written: the step that waits for it goes on.")
+      .def("clear", &Masks::clear, py::arg("row"), "The row is to be written anew: before the plan that names it.")
+      .def("fail", &Masks::fail, py::arg("message"), "Ends all waits with an error, for good.");
 
   py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor",
                                                            "A model's op list, weights and KV cache of one rank.");
@@ -224,17 +271,19 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft) {
+             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft, int masks) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft));
+                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft), masks);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
+          py::arg("masks") = 0,
           "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
           "compute ops together "
           "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
-          "makes drafts.")
+          "makes drafts. masks: how many there are for plans to name.")
+      .def_property_readonly("masks", &Executor::masks, "Rank 0's Masks; None where there are none.")
       .def(
           "step",
           [](Executor& e, const py::bytes& plan, bool want_logits) {

@@ -50,6 +50,8 @@ struct Scratch {
 class BoundOp {
  public:
   virtual ~BoundOp() = default;
+  // Whether a step has anything to do for it. If not, neither of the others is called.
+  virtual bool needed(const Batch&) const { return true; }
   // Before the ops of a step run, by one thread.
   virtual void begin(const Batch&) {}
   virtual void run(const Batch& batch, int thread) = 0;

@@ -38,13 +38,16 @@ int Executor::add_vector(std::vector<float> values) {
 }
 
 void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
-                        std::shared_ptr<Executor> draft) {
+                        std::shared_ptr<Executor> draft, int masks) {
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
   draft_ = std::move(draft);
-  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused);
+  if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
+  if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
+    masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
+  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get());
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr,
                    SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length, cache.span_size,
-                              cache.num_spans});
+                              cache.num_spans, masks, runner_->hidden_states()});
 }
 
 StepOutput Executor::step(const std::string& plan, bool want_logits) {

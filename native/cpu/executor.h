@@ -31,9 +31,12 @@ class Executor {
 
   // Compiles the program. Neither program nor weights may change from then on. draft: a model beside this one, which
   // was allocated with the same spans.
+  // masks: how many there are for plans to name.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
-                std::shared_ptr<Executor> draft = nullptr);
+                std::shared_ptr<Executor> draft = nullptr, int masks = 0);
   StepOutput step(const std::string& plan, bool want_logits);
+  // Of rank 0, after allocate(); null where there are none.
+  std::shared_ptr<Masks> masks() const { return masks_; }
   void set_profiling(bool on);
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
@@ -55,6 +58,7 @@ class Executor {
   Weights weights_;
   Program program_;
   std::shared_ptr<Executor> draft_;
+  std::shared_ptr<Masks> masks_;
   std::unique_ptr<CpuRunner> runner_;
   std::optional<Decoder> decoder_;
   Buffer scratch_;  // of multiply()

@@ -46,7 +46,7 @@ std::vector<Life> lives_of(const Program& program, const std::vector<FusedOp>& o
 }  // namespace
 
 CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-                     const CacheLimits& cache, bool fused)
+                     const CacheLimits& cache, bool fused, Masks* masks)
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
@@ -64,7 +64,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
   for (size_t i = 0; i < ops.size(); i++) {
     const Bind bind = cpu_op(ops[i].name);
     if (!bind) throw std::invalid_argument("the CPU backend has no op " + ops[i].name);
-    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, drawn_};
+    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, drawn_, masks};
     for (size_t p = 0; p < ops[i].parts.size(); p++) {
       const OpNode& op = program.ops()[ops[i].parts[p]];
       Part part{op, weights, {}, {}};
@@ -77,6 +77,7 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     const OpNode& last = binding.parts.back().op;
     if (last.is("span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
+    if (last.is("hidden_states")) heads_from_ = steps_.size();
   }
 }
 
@@ -216,19 +217,24 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
 
 Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
   drawn_ = {};
-  for (Step& step : steps_)
-    if (step.op) step.op->begin(batch);
+  drawn_.samples.resize(batch.outputs.size());
+  const bool heads = !heads_from_ || want_logits ||
+                     std::any_of(batch.outputs.begin(), batch.outputs.end(),
+                                 [](const Output& out) { return out.wanted != Wanted::nothing; });
+  needed_.clear();
+  for (size_t i = 0; i < (heads ? steps_.size() : heads_from_); i++)
+    if (steps_[i].op && steps_[i].op->needed(batch)) needed_.push_back(&steps_[i]);
+  for (Step* step : needed_) step->op->begin(batch);
   const Tensor logits = want_logits ? tensors_[program_.ops().back().inputs[0]] : Tensor{};
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto last = Clock::now();
-    for (Step& step : steps_) {
-      if (!step.op) continue;
-      core_.pool.guard([&] { step.op->run(batch, thread); });
+    for (Step* step : needed_) {
+      core_.pool.guard([&] { step->op->run(batch, thread); });
       if (!core_.pool.barrier()) return;
       if (profiling_ && thread == 0) {
         const auto now = Clock::now();
-        record(step, batch, std::chrono::duration<double>(now - last).count());
+        record(*step, batch, std::chrono::duration<double>(now - last).count());
         last = now;
       }
     }

@@ -33,14 +33,17 @@ class CpuRunner : public Runner {
   };
 
   // Throws std::invalid_argument naming what this backend does not have. Program and weights must outlive the runner.
-  // fused: whether ops are computed together that can be (the bits are the same).
+  // fused: whether ops are computed together that can be (the bits are the same). masks: of rank 0's draws, if there
+  // are any; they must outlive the runner.
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-            const CacheLimits& cache, bool fused);
+            const CacheLimits& cache, bool fused, Masks* masks = nullptr);
 
   Drawn run(const Batch& batch, bool want_logits) override;
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
   const std::vector<Step>& steps() const { return steps_; }
   const Buffer& cache() const { return cache_.memory(); }
+  // Whether the program hands out hidden states.
+  bool hidden_states() const { return heads_from_ > 0; }
 
  private:
   void allocate_cache(const CacheLimits& limits);
@@ -62,6 +65,8 @@ class CpuRunner : public Runner {
   std::vector<std::shared_ptr<AttentionWork>> attention_;
   std::vector<Tensor> tensors_;
   std::vector<Step> steps_;
+  std::vector<Step*> needed_;  // of the step that runs
+  size_t heads_from_ = 0;      // the steps from here on make logits, and draw; 0: unknown
   Drawn drawn_;
   bool profiling_ = false;
 };

@@ -363,6 +363,24 @@ bool may_narrow(const SamplingParams& params) {
   return kind == Draw::nucleus || (kind == Draw::top_k && params.top_k > kCandidates);
 }
 
+const SamplingParams& scoring_params() {
+  static const SamplingParams params = [] {
+    SamplingParams p;
+    p.do_sample = false, p.want_logprobs = true, p.top_logprobs = kMaxTopLogprobs;
+    return p;
+  }();
+  return params;
+}
+
+void score(int32_t target, const Blobs& blobs, SampleOutput& out) {
+  const std::vector<Part> parts = open_all(blobs);
+  double log_norm;
+  if (!begin_output(scoring_params(), parts, log_norm, out)) return;
+  for (const Part& part : parts)
+    if (part.head.target_here) return choose(scoring_params(), log_norm, target, part.head.target_raw, out);
+  throw std::invalid_argument("id " + std::to_string(target) + " is in no rank's part of the vocabulary");
+}
+
 bool merge(const SamplingParams& params, int position, const Blobs& blobs, Search& search, SampleOutput& out) {
   const std::vector<Part> parts = open_all(blobs);
   double log_norm;

@@ -102,7 +102,8 @@ struct SampleInput {
   int history_len = 0;
   float* logits = nullptr;  // [vocab_local]; unchanged on return
   const uint32_t* mask =
-      nullptr;  // or one bit for each id of the whole vocabulary, id i at word i/32, bit i%32: 1 allows it
+      nullptr;          // or one bit for each id of the whole vocabulary, id i at word i/32, bit i%32: 1 allows it
+  int32_t target = -1;  // an id whose log probability is wanted: score()
 };
 
 enum class SampleStatus : int32_t {
@@ -207,6 +208,11 @@ bool may_narrow(const SamplingParams& params);
 // False: another round, as `search` says. Both throw std::invalid_argument on a blob that is not one of this version's.
 bool merge(const SamplingParams& params, int position, const Blobs& blobs, Search& search, SampleOutput& out);
 bool merge_narrowed(const SamplingParams& params, const Blobs& blobs, Search& search, SampleOutput& out);
+
+// The log probability of a given id, and the likeliest ids with theirs, instead of a draw: candidates() with
+// scoring_params(), without a history, of the target; then rank 0's score(), whose token is that id.
+const SamplingParams& scoring_params();
+void score(int32_t target, const Blobs& blobs, SampleOutput& out);
 
 // The passes over all logits. sampler.cpp has them compiled for the baseline; native/cpu/kernels/logits.cpp is the same
 // code for each ISA: `as::AS_ISA::logit_kernels()` returns the table to hand to use_logit_kernels() before the first

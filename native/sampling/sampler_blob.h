@@ -33,6 +33,8 @@ struct Header {
   float eos_raw;
   int32_t winner_id;  // of unrestricted sampling, -1 if the shard has nothing to draw
   float winner_raw;
+  int32_t target_here;  // whether the id whose log probability is wanted is in this shard
+  float target_raw;
   double winner_key;
   double raw_sum;  // sum of exp(raw - raw_max); 0 unless logprobs are wanted
   double sum;      // sum of exp((logit - max) / temperature); 0 where the draw has no use for it

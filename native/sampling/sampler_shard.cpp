@@ -406,6 +406,10 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
     head.eos_id = p.eos[0];
     head.eos_raw = raw[p.eos[0] - begin_];
   }
+  if (input_.target >= begin_ && input_.target - begin_ < local_) {
+    head.target_here = true;
+    head.target_raw = raw[input_.target - begin_];
+  }
   if (numbers) {
     if (p.logprobs()) head.raw_sum = total_weight(raw_, chunks, head.raw_max, 1.0f);
     if (p.top_logprobs > 0) select_best(raw, local_, begin_, raw_.groups.data(), p.top_logprobs, top);

@@ -33,7 +33,7 @@ def toy():
     return Toy(SEED)
 
 
-def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32"):
+def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0):
     """The same program in the CPU backend."""
     executor = _native.Executor(rank, world, window, [], threads)
     for handle, (n, k, form, group) in enumerate(own.program.weights):
@@ -49,7 +49,7 @@ def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=N
     for op in own.program.ops:
         executor.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     executor.allocate(max_rows=256, max_slots=8, max_length=128, span_size=16, num_spans=64, cache_dtype=dtype,
-                      max_outputs=64)
+                      max_outputs=64, masks=masks)
     return executor
 
 

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "batch/masks.h"
 #include "cpu/cache.h"
 #include "cpu/core.h"
 #include "cpu/weights.h"
@@ -51,6 +52,7 @@ struct Binding {
   std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
   std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
   Drawn& drawn;                                            // the step's
+  Masks* masks;                                            // null: there are none
   bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
 
   // The first part of that name, or null.

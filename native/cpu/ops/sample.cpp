@@ -1,4 +1,5 @@
 // sample: every rank turns its logits into candidates, rank 0 merges and draws (sampler.h), and tells all what it drew.
+// Masks that draws need rank 0 waits for, and hands to the others.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -8,6 +9,8 @@
 namespace as {
 namespace {
 
+constexpr double kMaskSeconds = 30;  // longer than any mask takes to be written
+
 class Sample : public BoundOp {
  public:
   explicit Sample(const Binding& b)
@@ -16,21 +19,28 @@ class Sample : public BoundOp {
         vocab_size_(b.parts[0].op.integer("vocab_size")),
         logits_(b.parts[0].in()),
         drawn_(b.drawn),
+        masks_(b.masks),
         own_(b.limits.max_outputs),
         draws_(std::min(b.limits.max_outputs, b.core.pool.size())) {}
 
   void begin(const Batch& batch) override {
-    const size_t rows = batch.outputs.size();
-    drawn_.samples.resize(rows);
     round_.clear();
-    for (size_t r = 0; r < rows; r++) round_.push_back({(int)r, {}});
-    first_ = true;
-    // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
-    may_narrow_ = std::any_of(batch.outputs.begin(), batch.outputs.end(),
-                              [&](const Output& out) { return as::may_narrow(batch.slot(out.slot).sampling); });
+    first_ = true, may_narrow_ = masked_ = false;
+    for (size_t r = 0; r < batch.outputs.size(); r++) {
+      const Output& out = batch.outputs[r];
+      if (out.wanted == Wanted::nothing) continue;
+      round_.push_back({(int)r, {}});
+      // Ranks know from the plan whether a set may be wider than the candidates; rank 0 then says whether any is.
+      may_narrow_ |= out.wanted == Wanted::draw && as::may_narrow(batch.slot(out.slot).sampling);
+      masked_ |= out.mask > 0;
+    }
   }
 
   void run(const Batch& batch, int thread) override {
+    if (masked_) {
+      if (thread == 0) core_.pool.guard([&] { await_masks(batch); });
+      if (!core_.pool.barrier()) return;
+    }
     do {
       if (!scan(batch, thread)) return;
       if (thread == 0) core_.pool.guard([&] { receive(); });
@@ -59,9 +69,12 @@ class Sample : public BoundOp {
   SampleInput input(const Batch& batch, int r) const {
     const Output& out = batch.outputs[r];
     const Slot& slot = batch.slot(out.slot);
-    return {&slot.sampling, slot.history.data(), out.history, logits_.row(r), nullptr};
+    if (out.wanted == Wanted::score)
+      return {&scoring_params(), nullptr, 0, logits_.row(r), nullptr, slot.history[out.history]};
+    return {&slot.sampling, slot.history.data(), out.history, logits_.row(r), out.mask ? mask_of_[r] : nullptr};
   }
 
+  void await_masks(const Batch& batch);
   bool scan(const Batch& batch, int thread);
   void receive();
   void merge_row(const Batch& batch, int index);
@@ -71,14 +84,42 @@ class Sample : public BoundOp {
   const int vocab_begin_, vocab_size_;
   const Tensor logits_;
   Drawn& drawn_;
+  Masks* const masks_;
+  std::vector<const uint32_t*> mask_of_;  // of each output
+  std::string masks_sent_;                // rank 0's, as it sends them
   std::vector<RoundRow> round_;
-  bool first_ = true, may_narrow_ = false;
+  bool first_ = true, may_narrow_ = false, masked_ = false;
   std::vector<std::vector<uint8_t>> own_;  // this rank's blob of each row
   std::vector<ShardDraw> draws_;           // of rows that threads share
   std::vector<std::string> messages_;      // of each rank
   std::vector<Blobs> blobs_;               // in them: of each row of the round
   std::vector<char> done_;
 };
+
+// Where each output's mask is. Rank 0 waits until it is written; the others get it from there.
+void Sample::await_masks(const Batch& batch) {
+  const size_t words = ((size_t)vocab_size_ + 31) / 32, bytes = words * sizeof(uint32_t);
+  mask_of_.assign(batch.outputs.size(), nullptr);
+  size_t masked = 0;
+  for (const Output& out : batch.outputs) masked += out.mask > 0;
+  const bool sends = core_.peers != nullptr;
+  masks_sent_.clear();
+  if (core_.rank == 0) {
+    if (!masks_) throw std::logic_error("a draw under a mask, and there are no masks");
+    for (size_t r = 0; r < batch.outputs.size(); r++) {
+      if (!batch.outputs[r].mask) continue;
+      mask_of_[r] = masks_->wait(batch.outputs[r].mask - 1, kMaskSeconds);
+      if (sends) masks_sent_.append(reinterpret_cast<const char*>(mask_of_[r]), bytes);
+    }
+  }
+  if (!sends) return;
+  core_.peers->broadcast(masks_sent_);
+  if (core_.rank == 0) return;
+  if (masks_sent_.size() != masked * bytes) throw std::runtime_error("rank 0 sent masks of another batch");
+  const char* from = masks_sent_.data();
+  for (size_t r = 0; r < batch.outputs.size(); r++)
+    if (batch.outputs[r].mask) mask_of_[r] = reinterpret_cast<const uint32_t*>(from), from += bytes;
+}
 
 // This rank's blobs of the round's rows. Many rows: each is one thread's; few: threads share each.
 bool Sample::scan(const Batch& batch, int thread) {
@@ -118,6 +159,11 @@ void Sample::receive() {
 void Sample::merge_row(const Batch& batch, int index) {
   RoundRow& r = round_[index];
   const Output& out = batch.outputs[r.row];
+  if (out.wanted == Wanted::score) {
+    score(batch.slot(out.slot).history[out.history], blobs_[index], drawn_.samples[r.row]);
+    done_[index] = true;
+    return;
+  }
   const SamplingParams& params = batch.slot(out.slot).sampling;
   SampleOutput& sample = drawn_.samples[r.row];
   done_[index] = first_ ? merge(params, out.history, blobs_[index], r.search, sample)

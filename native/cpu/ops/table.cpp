@@ -7,6 +7,7 @@ namespace as {
 
 std::unique_ptr<BoundOp> bind_embedding(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
+std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
 std::unique_ptr<BoundOp> bind_rope(const Binding&);
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding&);
@@ -25,6 +26,7 @@ Bind cpu_op(const std::string& name) {
       {"all_reduce+add+rms_norm", bind_sum},
       {"embedding", bind_embedding},
       {"head_norm", bind_head_norm},
+      {"hidden_states", bind_hidden_states},
       {"linear", bind_linear},
       {"linear+add", bind_linear},
       {"linear+silu_mul", bind_linear},

@@ -1,0 +1,45 @@
+// hidden_states: rows with outputs of the requests that want them, for rank 0 to hand out. Every rank has them all.
+#include <algorithm>
+
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class HiddenStates : public BoundOp {
+ public:
+  explicit HiddenStates(const Binding& b) : core_(b.core), in_(b.parts[0].in()), drawn_(b.drawn) {}
+
+  bool needed(const Batch& batch) const override { return core_.rank == 0 && wanted(batch) > 0; }
+
+  void begin(const Batch& batch) override {
+    drawn_.hidden.resize((size_t)wanted(batch) * in_.width);
+    drawn_.hidden_width = in_.width;
+  }
+
+  void run(const Batch& batch, int thread) override {
+    if (thread != 0) return;
+    float* to = drawn_.hidden.data();
+    for (const Item& item : batch.items)
+      if (item.flags & kHidden) to = std::copy_n(in_.row(item.output), (size_t)rows_of(item) * in_.width, to);
+  }
+
+ private:
+  static int rows_of(const Item& item) { return item.outputs - item.drafts; }  // drafts may be rejected
+  static int wanted(const Batch& batch) {
+    int rows = 0;
+    for (const Item& item : batch.items)
+      if (item.flags & kHidden) rows += rows_of(item);
+    return rows;
+  }
+
+  const Core& core_;
+  const Tensor in_;
+  Drawn& drawn_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_hidden_states(const Binding& b) { return std::make_unique<HiddenStates>(b); }
+
+}  // namespace as
