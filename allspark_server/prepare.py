@@ -7,14 +7,17 @@ import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Iterable, Optional
 
+from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
+from .chat import formats
+from .chat import prompt as chats
 from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
 from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
@@ -80,10 +83,18 @@ def prepare(
     """
     check_available(spec.config)
     config = spec.config.with_seed()
+    chat_format = None
+    if spec.chat is not None:
+        chat_format = formats.chat_format(spec.chat.chat_format or info.chat_format or "plain")
+    of_chat = spec.messages is not None
     prompt = list(prompt_ids(spec, tokenizer, info.max_length))
     if not prompt:
         raise ValueError("the prompt is empty; it needs at least one token")
     spec.set_prompt(prompt)
+    if chat_format is not None and of_chat:
+        spec.opened = chats.opened(tokenizer, prompt)
+    if chat_format is not None and spec.chat.forced:
+        raise not_available("tool_choice that forces a call (guided output)")
     generated = list(spec.generated)
     check_ids("input_ids", prompt, info.vocab_size)
     check_ids("generated", generated, info.vocab_size)
@@ -136,7 +147,8 @@ def prepare(
     top_logprobs = config.top_logprobs if config.logprobs else -1
     timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer) for _ in sequences],
+    markers = () if chat_format is None else chat_format.markers
+    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer, markers) for _ in sequences],
                            config.prompt_logprobs or 0, config.pooling, deadline)
 
 
@@ -159,10 +171,12 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
     return Probe(int(Flag.PROMPT), True)
 
 
-def _detokenizer(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> Optional[StreamDetokenizer]:
+def _detokenizer(
+    spec: RequestSpec, tokenizer: Optional[Tokenizer], markers: Iterable[str]
+) -> Optional[StreamDetokenizer]:
     if not spec.want_text:
         return None
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.detokenizer(markers) if markers else tokenizer.detokenizer()
     detokenizer.push(list(spec.generated))  # the client has their text
     return detokenizer
 
@@ -189,7 +203,7 @@ def prompt_ids(
         return spec.input_ids
     tokenizer = need_tokenizer(tokenizer, spec.model)
     chat = spec.messages is not None
-    text = tokenizer.apply_chat_template(spec.messages) if chat else spec.text
+    text = chats.render(tokenizer, spec.messages, spec.chat or ChatOptions()) if chat else spec.text
     longest = tokenizer.longest_text(max_length)
     if longest is not None and len(text) > longest:
         raise _exceeds(

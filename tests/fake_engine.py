@@ -34,7 +34,10 @@ class _Tokenizer:
     def longest_text(self, tokens: int) -> None:
         return None
 
-    def apply_chat_template(self, messages) -> str:
+    def chat_template(self, tools: bool) -> str:
+        return ""
+
+    def apply_chat_template(self, messages, tools) -> str:
         return str(messages)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
