@@ -80,6 +80,7 @@ def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
     if config.vocab:
         message.vocab.update(config.vocab)
     message.logit_bias.update(config.logit_bias)
+    message.stop.extend(config.stop)
     return message
 
 
@@ -99,6 +100,7 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
     if message.vocab:
         values["vocab"] = dict(message.vocab)
     values["logit_bias"] = dict(message.logit_bias)
+    values["stop"] = list(message.stop)
     return GenerateConfig.parse(values)
 
 
@@ -217,6 +219,10 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
         message.prompt_logprobs.add(ids=[i for i, _ in pairs], logprobs=[p for _, p in pairs])
     for tensor in elements.tensors_from_model_inference:
         message.embedding.extend(tensor["embedding"].tolist())
+    if elements.finish_reason is not None:
+        message.finish_reason = elements.finish_reason
+    if elements.stop_string is not None:
+        message.stop_string = elements.stop_string
     return message
 
 
@@ -235,6 +241,10 @@ def elements_from_pb(message: pb.Elements) -> GeneratedElements:
         elements.prompt_logprobs_list = [list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs]
     if message.embedding:
         elements.tensors_from_model_inference = [{"embedding": np.array(message.embedding, np.float32)}]
+    if message.HasField("finish_reason"):
+        elements.finish_reason = message.finish_reason
+        if message.HasField("stop_string"):
+            elements.stop_string = message.stop_string
     return elements
 
 

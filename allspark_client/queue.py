@@ -69,7 +69,7 @@ class ResultQueue:
             return self._status
 
     def FinishReason(self) -> str | None:
-        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls; None
+        """Why the request ended: stop (end of sequence, or a stop string), length, stop_word, interrupted, error or tool_calls; None
         while it has not."""
         with self._lock:
             return self._reason

@@ -95,6 +95,11 @@ class GeneratedElements:
     #: own, then the likeliest
     prompt_logprobs_list: list[list[tuple[int, float]]] = field(default_factory=list)
 
+    #: with the sample's last token: why it ended, as ResultQueue.FinishReason says it of the request
+    finish_reason: str | None = None
+    #: which of GenerateConfig.stop ended it, if one did
+    stop_string: str | None = None
+
     def _get_text(self) -> str:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
@@ -115,6 +120,8 @@ class GeneratedElements:
         self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
         self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)
         self._pieces += other._pieces
+        if other.finish_reason is not None:
+            self.finish_reason, self.stop_string = other.finish_reason, other.stop_string
 
 
 # After @dataclass, which would take a property in the class for the field's default.

@@ -95,7 +95,8 @@ def test_seed_decides(engine):
     first = run(engine, seed=5, max_new_tokens=24, eos_token_id=-1)
     assert run(engine, seed=5, max_new_tokens=24, eos_token_id=-1) == first
     assert run(engine, seed=6, max_new_tokens=24, eos_token_id=-1) != first
-    assert run(engine, max_new_tokens=24, eos_token_id=-1) != run(engine, max_new_tokens=24, eos_token_id=-1)
+    free = {"temperature": 3.0, "max_new_tokens": 24, "eos_token_id": -1}
+    assert run(engine, **free) != run(engine, **free)
 
 
 def test_top_k_1_is_greedy(engine):
@@ -127,6 +128,18 @@ def test_end_of_sequence_and_stop_words(engine):
     assert run(engine, **greedy, eos_token_id=words[cut], early_stopping=False) == words
     assert run(engine, **greedy, eos_token_id=-1, stop_words_ids=[words[cut - 2 : cut + 1]]) == words[: cut + 1]
     assert run(engine, **greedy, eos_token_id=-1, bad_words_ids=[[words[0]]])[0] != words[0]
+
+
+def test_stop_strings(engine):
+    prompt, config = {"text": "the quick brown fox"}, {"seed": 2, "temperature": 3.0, "early_stopping": False}
+    text = collect(start(engine, inputs=prompt, **config, max_new_tokens=60)[1]).text
+    stop = text[20:25]
+    _, results = start(engine, inputs=prompt, **config, max_new_tokens=60, stop=[stop], logprobs=True)
+    elements = collect(results)
+    assert elements.text == text[: text.index(stop)] and (elements.finish_reason, elements.stop_string) == ("stop", stop)
+    assert results.FinishReason() == "stop" and results.GenerateStatus() is Status.GenerateFinished
+    assert len(elements.token_logprobs_list) == len(elements.ids_from_generate) == results.GeneratedLength() < 60
+    assert collect(start(engine, **GREEDY, max_new_tokens=3)[1]).finish_reason == "length"
 
 
 def test_logprobs(engine):

@@ -56,7 +56,7 @@ def test_an_answer_that_ends_by_itself(api):
 
 
 def test_content_parts_and_developers(api, story):
-    parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
+    parts = [{"type": "text", "text": STORY[0]["content"]}]
     answer = api.chat.completions.create(messages=[{"role": "user", "content": parts}], **GREEDY)
     assert answer.choices[0].message.content == story[0]
     both = [api.chat.completions.create(messages=[{"role": role, "content": "Be brief."}, *STORY], **GREEDY)
