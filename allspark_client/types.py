@@ -232,6 +232,7 @@ class ModelInfo:
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
+    embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
     #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
     #: door applies them (HTTP's does)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

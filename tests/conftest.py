@@ -91,6 +91,22 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
     return (BlockingEngine if kind == "async" else ClientEngine)(group.addresses[0])
 
 
+@pytest.fixture(scope="session")
+def http_door(tmp_path_factory: pytest.TempPathFactory):
+    """A running HTTP door (http_helpers.Door)."""
+    from http_helpers import serving
+
+    with serving(tmp_path_factory.mktemp("http")) as door:
+        yield door
+
+
+@pytest.fixture()
+def http_client(http_door):
+    """An httpx.Client of the door that may generate."""
+    with http_door.client() as client:
+        yield client
+
+
 @pytest.fixture(scope="session", params=ENGINES)
 def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], AbstractEngine]) -> AbstractEngine:
     """Each kind of engine in turn: what is tested with it holds for all."""
