@@ -34,13 +34,16 @@ class _Tokenizer:
     def longest_text(self, tokens: int) -> None:
         return None
 
-    def apply_chat_template(self, messages) -> str:
+    def chat_template(self, tools: bool) -> str:
+        return ""
+
+    def apply_chat_template(self, messages, tools) -> str:
         return str(messages)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte + self._engine.text_offset for byte in text.encode()]
 
-    def detokenizer(self) -> "_Tokenizer":
+    def detokenizer(self, keep=()) -> "_Tokenizer":
         return self
 
     def push(self, ids: list[int]) -> str:

@@ -135,16 +135,20 @@ class _Stream:
             if self._request.logprobs:
                 logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
                 events = events or [Content("")]    # of what is held back until more is known
-            if events:      # not of a part of a character, or a special token
-                await call.write(self._events(talk, events, logprobs).encode())
-        last = []
-        for talk in talks.all:
-            last.append(self._events(talk, talk.finish()))
-            last.append(self._chunk(talk, "{}", reason=f'"{talk.finish_reason(talks.choices)}"'))
+            chunks = self._events(talk, events, logprobs)
+            if elements.finish_reason is not None:
+                chunks += self._last(talk)
+            if chunks:      # not of a part of a character, or a special token
+                await call.write(chunks.encode())
+        last = [self._last(talk) for talk in talks.all if talk.choice.ended is None]
         if self._wants_usage:
             counts = usage([talks.choices], reasoning=await talks.reasoning_tokens())
             last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
         await call.write("".join(last).encode() + DONE, more=False)
+
+    def _last(self, talk: Talk) -> str:
+        reason = talk.finish_reason(self._talks.choices)
+        return self._events(talk, talk.finish()) + self._chunk(talk, "{}", reason=f'"{reason}"')
 
     def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
         """A chunk each; the first has the logprobs."""

@@ -190,7 +190,7 @@ class Answer:
     @property
     def opened(self) -> str:
         """What a chat's template has begun of the answer."""
-        return self.spec.opened
+        return self._generation.queue.opened
 
     @property
     def finish_reason(self) -> str | None:
