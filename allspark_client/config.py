@@ -198,14 +198,61 @@ def _stop(name: str, value: Any) -> list[str]:
     return strings
 
 
+#: what a response_format may hold beside "type", by its type: the field that it must hold, and those that it may
+RESPONSE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "text": (None, ()),
+    "json_object": (None, ("disable_any_whitespace",)),
+    "json_schema": ("json_schema", ("disable_any_whitespace",)),
+    "regex": ("regex", ()),
+    "grammar": ("grammar", ("syntax",)),
+    "choice": ("choice", ()),
+}
+GRAMMAR_SYNTAXES = ("lark", "ebnf")
+
+
 def _response_format(name: str, value: Any) -> dict[str, Any]:
+    """Checks its form; what its schema, expression or grammar says is checked by the engine."""
     if not isinstance(value, dict):
         raise wrong_type(name, value, "a dict such as {'type': 'json_object'}")
     try:
         json.dumps(value)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"{name} is not plain JSON: {e}") from None
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in RESPONSE_FORMATS:
+        raise ValueError(f"{name}.type={kind!r} is not known; allowed: {', '.join(RESPONSE_FORMATS)}"
+                         f"{nearest_name(str(kind), RESPONSE_FORMATS)}")
+    needed, more = RESPONSE_FORMATS[kind]
+    for key in value:
+        if key not in ("type", needed, *more):
+            raise ValueError(f"{name}.{key} does not belong to type={kind!r}")
+    if needed is not None and needed not in value:
+        raise ValueError(f"{name}.{needed} is missing; type={kind!r} needs it")
+    held = value.get(needed)
+    if kind == "json_schema":
+        _schema(f"{name}.json_schema", held)
+    elif kind in ("regex", "grammar") and (not isinstance(held, str) or not held):
+        raise wrong_type(f"{name}.{kind}", held, "a str that is not empty")
+    elif kind == "choice" and not (isinstance(held, list) and held and all(isinstance(v, str) for v in held)):
+        raise wrong_type(f"{name}.choice", held, "a list of one or more str")
+    if value.get("syntax", "lark") not in GRAMMAR_SYNTAXES:
+        raise ValueError(f"{name}.syntax={value['syntax']!r} is not known; allowed: {', '.join(GRAMMAR_SYNTAXES)}")
+    if not isinstance(value.get("disable_any_whitespace", False), bool):
+        raise wrong_type(f"{name}.disable_any_whitespace", value["disable_any_whitespace"], "a bool")
     return value
+
+
+def _schema(name: str, value: Any) -> None:
+    """A JSON schema, itself or in OpenAI's {"name": ..., "strict": ..., "schema": ...}, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{name} is not valid JSON: {e}") from None
+    if isinstance(value, dict) and "schema" in value and set(value) <= {"name", "description", "schema", "strict"}:
+        name, value = f"{name}.schema", value["schema"]
+    if not isinstance(value, (dict, bool)):
+        raise wrong_type(name, value, "a JSON schema: a dict")
 
 
 def _vocab(name: str, value: Any) -> dict[str, int]:

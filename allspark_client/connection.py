@@ -251,6 +251,7 @@ class Session:
                 request.queue.set_status(status)
         if outcome == "started":
             request.fingerprint = event.started.fingerprint
+            request.queue.opened = request.queue.opened or event.started.opened
             if event.started.prompt_ids:
                 request.spec.set_prompt(list(event.started.prompt_ids))
             request.answered.set()

@@ -8,6 +8,7 @@ from typing import Any, Iterable
 import numpy as np
 
 from ._proto import allspark_pb2 as pb
+from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
 from .errors import AllSparkError, AsStatus
 from .request import RequestSpec
@@ -144,8 +145,39 @@ def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     elif spec.text is not None:
         message.text = spec.text
     else:
-        message.chat.messages.extend(pb.ChatMessage(**m) for m in spec.messages)
+        message.chat.messages.extend(_chat_message_to_pb(m) for m in spec.messages)
+    if spec.chat is not None:
+        options = spec.chat
+        message.chat_options.SetInParent()
+        for name in ("tools", "tool_choice", "chat_template_kwargs"):
+            if getattr(options, name):
+                setattr(message.chat_options, f"{name}_json", json.dumps(getattr(options, name)))
+        message.chat_options.chat_format = options.chat_format
+        message.chat_options.parallel_tool_calls = options.parallel_tool_calls
     return message
+
+
+def _chat_message_to_pb(message: dict[str, Any]) -> pb.ChatMessage:
+    if set(message) == {"role", "content"} and isinstance(message["content"], str):
+        return pb.ChatMessage(**message)
+    return pb.ChatMessage(json=json.dumps(message))
+
+
+def _chat_options_from_pb(message: pb.ChatOptions) -> ChatOptions:
+    options = ChatOptions(chat_format=message.chat_format)
+    for name in ("tools", "tool_choice", "chat_template_kwargs"):
+        if text := getattr(message, f"{name}_json"):
+            setattr(options, name, _from_json(name, text))
+    if message.HasField("parallel_tool_calls"):
+        options.parallel_tool_calls = message.parallel_tool_calls
+    return options.check()
+
+
+def _from_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
@@ -163,12 +195,14 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
         if not spec.text:
             raise ValueError("text is empty; a prompt needs at least one token")
     elif kind == "chat":
-        spec.messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        spec.messages = check_messages([
+            _from_json(f"messages[{i}]", m.json) if m.json else {"role": m.role, "content": m.content}
+            for i, m in enumerate(message.chat.messages)])
         spec.want_text = True
-        if not spec.messages:
-            raise ValueError("messages is empty; a chat needs at least one message")
     else:
         raise ValueError("the request has no prompt; set one of input_ids, text and chat")
+    if message.HasField("chat_options"):
+        spec.chat = _chat_options_from_pb(message.chat_options)
     return spec
 
 

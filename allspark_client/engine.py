@@ -3,8 +3,10 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from dataclasses import fields
 from typing import Any
 
+from .chat import ChatOptions, check_messages
 from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
 from .fields import valid_unicode
@@ -17,6 +19,7 @@ from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus,
 __all__ = ["AbstractEngine", "as_token_ids"]
 
 _INPUTS = ("input_ids", "text", "messages")
+_CHAT = tuple(f.name for f in fields(ChatOptions))
 
 
 class AbstractEngine(ABC):
@@ -66,7 +69,10 @@ class AbstractEngine(ABC):
 
         inputs: {"input_ids": X}, X a DLPack capsule, anything with __dlpack__, a NumPy array or a list of ints, of
         shape [n] or [1, n]; or {"text": str}; or {"messages": [{"role": …, "content": …}, …]}. With the latter two the
-        engine tokenizes. `want_text`: whether elements carry text as well; None: unless the prompt is ids.
+        engine tokenizes. `want_text`: whether elements carry text as well; None: unless the prompt is ids. Messages are
+        OpenAI's, with content parts and tool calls; beside them may be "tools", "tool_choice", "parallel_tool_calls",
+        "chat_template_kwargs" and "chat_format" (ChatOptions). What the answer's text holds, allspark_server.chat takes
+        apart.
         """
         return self._start(request_spec(model_name, inputs, generate_config, want_text))
 
@@ -260,19 +266,22 @@ def _prompt(model_name: str, inputs: Any) -> RequestSpec:
     spec = RequestSpec(model=model_name)
     if not isinstance(inputs, dict):
         raise TypeError(f"inputs must be a dict such as {{'input_ids': ids}}, not {type(inputs).__name__}")
+    known = (*_INPUTS, *(_CHAT if "messages" in inputs else ()))
     for key in inputs:
-        if key not in _INPUTS:
-            raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(_INPUTS)}"
-                             f"{nearest_name(key, _INPUTS)}")
-    if len(inputs) != 1:
-        raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; "
-                         f"it has {', '.join(inputs) or 'none'}")
+        if key not in known:
+            raise ValueError(f"inputs has no key {key!r}; allowed: {', '.join(known)}{nearest_name(key, known)}")
+    prompts = [key for key in inputs if key in _INPUTS]
+    if len(prompts) != 1:
+        raise ValueError(f"inputs must have exactly one of {', '.join(_INPUTS)}; it has {', '.join(prompts) or 'none'}")
     if "input_ids" in inputs:
         spec.input_ids = as_token_ids(inputs["input_ids"])
     elif "text" in inputs:
         spec.text, spec.want_text = _text(inputs["text"]), True
     else:
-        spec.messages, spec.want_text = _messages(inputs["messages"]), True
+        spec.messages, spec.want_text = check_messages(inputs["messages"]), True
+        options = {key: inputs[key] for key in _CHAT if inputs.get(key) is not None}
+        if options:
+            spec.chat = ChatOptions(**options).check()
     return spec
 
 
@@ -288,17 +297,3 @@ def _text(text: Any) -> str:
     if not text:
         raise ValueError("text is empty; a prompt needs at least one token")
     return valid_unicode("text", text)
-
-
-def _messages(messages: Any) -> list[dict[str, str]]:
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"messages must be a list of {{'role': …, 'content': …}}, not {type(messages).__name__}")
-    if not messages:
-        raise ValueError("messages is empty; a chat needs at least one message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"} \
-                or not all(isinstance(v, str) for v in message.values()):
-            raise ValueError(f"messages[{i}] must be a dict of two str, 'role' and 'content', not {message!r:.80}")
-        for key in message:
-            valid_unicode(f"messages[{i}][{key!r}]", message[key])
-    return [dict(m) for m in messages]

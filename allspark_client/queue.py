@@ -38,6 +38,8 @@ class ResultQueue:
         self._length = 0
         self._tasks = LoopWaiters()
         self.stat = StatInfo()
+        #: what the chat's template has begun of the answer, such as "<think>\n"; known once the request is started
+        self.opened = ""
 
     # --- the consumer's side -------------------------------------------------------------------------------------
 

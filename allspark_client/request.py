@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from .chat import ChatOptions
 from .config import GenerateConfig
 from .fields import valid_unicode
 
@@ -17,7 +19,9 @@ class RequestSpec:
     input_ids: list[int] | None = None
     text: str | None = None
     #: a chat: [{"role": "user", "content": "…"}, …], put through the checkpoint's chat template
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
+    #: beside messages, and beside the ids that they became; None: a plain chat, or none
+    chat: ChatOptions | None = None
     config: GenerateConfig = field(default_factory=GenerateConfig)
     #: tokens that another group has already produced and the client has: they are not emitted again
     generated: list[int] = field(default_factory=list)
@@ -25,6 +29,8 @@ class RequestSpec:
     want_text: bool = False
     #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
     tenant: str = ""
+    #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
+    opened: str = ""
 
     def set_prompt(self, ids: list[int]) -> None:
         """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on

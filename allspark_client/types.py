@@ -240,6 +240,7 @@ class ModelInfo:
     host_cache_bytes: int = 0           #: of the second tier, on rank 0
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
     embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
+    chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
     #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
     #: door applies them (HTTP's does)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

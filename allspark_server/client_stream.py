@@ -164,6 +164,7 @@ class ClientStream:
             handle = self._engine.submit(spec, _RequestSink(self, request_id))
             if not as_ids:      # they are in the spec now
                 started.prompt_ids.extend(spec.input_ids)
+                started.opened = spec.opened
         except Exception as error:  # whatever it is, it is this client's to see
             if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                 logger.exception("submitting a request failed")

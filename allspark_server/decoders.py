@@ -71,7 +71,7 @@ def token_bytes(decoder: dict | None, token: str) -> bytes:
         kind = entry.get("type")
         if kind == "ByteLevel":
             try:
-                return bytes([_ByteLevel.BYTES[c] for c in token])
+                return bytes([BYTE_CHARACTERS[c] for c in token])
             except KeyError:  # an added token, spelled in plain text
                 return token.encode()
         if kind == "ByteFallback" and (byte := _ByteFallback._byte(token)) is not None:
@@ -87,6 +87,11 @@ def _prepends(entry: dict) -> bool:
     if "prepend_scheme" in entry:
         return entry["prepend_scheme"] != "never"
     return entry.get("add_prefix_space", True)
+
+
+def is_mark(content: str) -> bool:
+    """Whether an added token of this text is taken for a special one even if it does not say so."""
+    return content.startswith("<") and content.endswith(">")
 
 
 class Step(abc.ABC):
@@ -189,17 +194,18 @@ def _byte_characters() -> dict[str, int]:
     return {**{chr(byte): byte for byte in plain}, **{chr(0x100 + i): byte for i, byte in enumerate(other)}}
 
 
+BYTE_CHARACTERS = _byte_characters()
+
+
 class _ByteLevel(Step):
     """Tokens spelled in bytes; text comes out as its characters are complete, invalid bytes as U+FFFD."""
-
-    BYTES = _byte_characters()
 
     def __init__(self):
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: str) -> list[str]:
         try:
-            data = bytes([self.BYTES[c] for c in token])
+            data = bytes([BYTE_CHARACTERS[c] for c in token])
         except KeyError:  # an added token, spelled in plain text
             data = token.encode()
         return [self.decoder.decode(data)]

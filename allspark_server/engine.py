@@ -34,6 +34,7 @@ from allspark_client.types import (
 )
 from allspark_client.version import __version__
 
+from .chat import chat_format_of
 from .fingerprint import fingerprint
 from .output import End, OutputStage
 from .pipeline import Pipeline
@@ -243,7 +244,9 @@ class Engine(AbstractEngine):
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
         results = ResultQueue()
-        return _SUCCESS, self.submit(spec, QueueSink(results)), results
+        handle = self.submit(spec, QueueSink(results))
+        results.opened = spec.opened
+        return _SUCCESS, handle, results
 
     def stop_request(self, model_name: str, request_handle: int) -> AsStatus:
         model, request = self._request(check_handle(request_handle), model_name)
@@ -439,6 +442,7 @@ class Engine(AbstractEngine):
                     from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+                    info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
                 model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans())
                 model.running = start
                 self._call(lambda: self._publish(config, model))

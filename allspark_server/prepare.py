@@ -7,14 +7,17 @@ import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Iterable, Optional
 
+from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
+from .chat import formats
+from .chat import prompt as chats
 from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
 from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
@@ -81,10 +84,18 @@ def prepare(
     """
     check_available(spec.config)
     config = spec.config.with_seed()
+    chat_format = None
+    if spec.chat is not None:
+        chat_format = formats.chat_format(spec.chat.chat_format or info.chat_format or "plain")
+    of_chat = spec.messages is not None
     prompt = list(prompt_ids(spec, tokenizer, info.max_length))
     if not prompt:
         raise ValueError("the prompt is empty; it needs at least one token")
     spec.set_prompt(prompt)
+    if chat_format is not None and of_chat:
+        spec.opened = chats.opened(tokenizer, prompt)
+    if chat_format is not None and spec.chat.forced:
+        raise not_available("tool_choice that forces a call (guided output)")
     generated = list(spec.generated)
     check_ids("input_ids", prompt, info.vocab_size)
     check_ids("generated", generated, info.vocab_size)
@@ -108,7 +119,7 @@ def prepare(
         frozenset(eos) if config.early_stopping else frozenset(),
         tuple(tuple(word) for word in config.stop_words_ids),
     )
-    texts = _output_texts(spec, tokenizer)
+    texts = _output_texts(spec, tokenizer, () if chat_format is None else chat_format.markers)
     root, chain = b"", []
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
@@ -158,13 +169,15 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
     return Probe(int(Flag.PROMPT), True)
 
 
-def _output_texts(spec: RequestSpec, tokenizer: Optional[Tokenizer]) -> list[Optional[OutputText]]:
+def _output_texts(
+    spec: RequestSpec, tokenizer: Optional[Tokenizer], markers: Iterable[str]
+) -> list[Optional[OutputText]]:
     config = spec.config
     if not spec.want_text and not config.stop:
         return [None] * config.n
     tokenizer = need_tokenizer(tokenizer, spec.model)
     stops = StopStrings(config.stop) if config.stop else None
-    texts = [OutputText(tokenizer.detokenizer(), stops, spec.want_text) for _ in range(config.n)]
+    texts = [OutputText(tokenizer.detokenizer(markers), stops, spec.want_text) for _ in range(config.n)]
     if spec.generated:
         texts[0].push(spec.generated)   # the client has its text, but for what was held back
     return texts
@@ -192,7 +205,7 @@ def prompt_ids(
         return spec.input_ids
     tokenizer = need_tokenizer(tokenizer, spec.model)
     chat = spec.messages is not None
-    text = tokenizer.apply_chat_template(spec.messages) if chat else spec.text
+    text = chats.render(tokenizer, spec.messages, spec.chat or ChatOptions()) if chat else spec.text
     longest = tokenizer.longest_text(max_length)
     if longest is not None and len(text) > longest:
         raise _exceeds(

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from datetime import datetime
 from typing import Any, Mapping
 
@@ -142,9 +143,15 @@ def _answer(template: str, variables: dict[str, Any]) -> tuple[str, str]:
     except jinja2.TemplateSyntaxError as error:
         return "error", f"has an error in line {error.lineno}: {error.message}"
     except jinja2.TemplateError as error:
-        return "error", f"refused the messages: {error}"
+        return "error", f"refused the messages{_line(error)}: {error}"
     except Exception as error:  # a template can bring about any
-        return "error", f"failed on the messages: {type(error).__name__}: {str(error)[:1000]}"
+        return "error", f"failed on the messages{_line(error)}: {type(error).__name__}: {str(error)[:1000]}"
+
+
+def _line(error: Exception) -> str:
+    """Where in the template an error came up."""
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return f" in line {lines[-1]}" if lines else ""
 
 
 def main() -> None:

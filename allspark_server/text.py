@@ -51,7 +51,9 @@ class Tokenizer:
         self._exact = decoders.chain(decoder) is not None
         if not self._exact:
             logger.info("%s: decoder %s is streamed by decoding a window again", source, decoder.get("type"))
-        self._special_texts = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self._special_texts = {token.content for token in added.values() if token.special}
+        self._marks = {token.content: i for i, token in added.items() if token.special or decoders.is_mark(token.content)}
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -115,9 +117,13 @@ class Tokenizer:
         """Characters beyond which every text has more than so many tokens; None if the tokenizer sets no bound."""
         return None if self._characters_per_token is None else tokens * self._characters_per_token
 
-    def detokenizer(self) -> "StreamDetokenizer":
-        """A new one, for the ids of one sequence as they come."""
-        return StreamDetokenizer(self)
+    def detokenizer(self, keep: Iterable[str] = ()) -> "StreamDetokenizer":
+        """A new one, for the ids of one sequence as they come. keep: special tokens that are text here."""
+        return StreamDetokenizer(self, keep=keep)
+
+    def mark_id(self, text: str) -> int | None:
+        """The id of a token that marks something, such as <|python_tag|> or <tool_call>; None for other text."""
+        return self._marks.get(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids; those that the tokenizer does not know are passed over. Invalid UTF-8 comes out as U+FFFD.
@@ -155,7 +161,6 @@ class Tokenizer:
             isinstance(tools, (list, tuple)) and all(isinstance(tool, dict) for tool in tools)
         ):
             raise ValueError("tools must be a list of JSON schemas (dicts)")
-        name = "tool_use" if tools is not None and "tool_use" in self.chat_templates else "default"
         variables = {
             **self.special_tokens,
             "documents": None,
@@ -164,7 +169,7 @@ class Tokenizer:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
-        template = self._template(name)
+        template = self.chat_template(tools is not None)
         try:
             return renderer().render(template, variables)
         except ValueError as error:
@@ -174,7 +179,9 @@ class Tokenizer:
         """Ids of rendered messages; the template writes the special tokens itself. kwargs: see apply_chat_template."""
         return self.encode(self.apply_chat_template(messages, **kwargs), add_special_tokens=False)
 
-    def _template(self, name: str) -> str:
+    def chat_template(self, tools: bool) -> str:
+        """The source of the template for chats with tools, or without. ValueError if there is none."""
+        name = "tool_use" if tools and "tool_use" in self.chat_templates else "default"
         if name not in self.chat_templates:
             raise ValueError(
                 f"{self._source} has no chat template"
@@ -305,9 +312,9 @@ class StreamDetokenizer:
     taken back.
     Constant time for each id. Not thread-safe: one for each sequence."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, keep: Iterable[str] = ()):
         self._backend = tokenizer.backend
-        self._special = tokenizer._special_texts if skip_special_tokens else frozenset()
+        self._special = tokenizer._special_texts.difference(keep) if skip_special_tokens else frozenset()
         self._chain = decoders.chain(tokenizer._decoder)
         self._window = None if self._chain is not None else decoders.Window(tokenizer.backend)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import allspark_client as a
+import allspark_client.chat as a_chat
 from allspark_client import convert
 from allspark_client.config import check_available
 from allspark_client.environment import check_environment
@@ -99,6 +100,14 @@ def test_generate_config_defaults():
         ("cache_salt", "\ud800", ValueError, "cache_salt is no valid Unicode"),
         ("vocab_type", 9, ValueError, "VOCAB_TYPE_BPE"),
         ("response_format", "json", TypeError, "dict"),
+        ("response_format", {"type": "jsonobject"}, ValueError, r"response_format.type='jsonobject'.*json_object"),
+        ("response_format", {"type": "json_object", "x": 1}, ValueError, "response_format.x"),
+        ("response_format", {"type": "regex"}, ValueError, "response_format.regex is missing"),
+        ("response_format", {"type": "regex", "regex": 5}, TypeError, "response_format.regex"),
+        ("response_format", {"type": "choice", "choice": []}, TypeError, "response_format.choice"),
+        ("response_format", {"type": "grammar", "grammar": "x", "syntax": "peg"}, ValueError, "lark, ebnf"),
+        ("response_format", {"type": "json_schema", "json_schema": "{"}, ValueError, "json_schema is not valid JSON"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": 5}}, TypeError, r"json_schema\.schema"),
         ("min_p", 1.5, ValueError, "min_p=1.5 is out of range"),
         ("min_p", "0.1", TypeError, "min_p must be a number"),
         ("logit_bias", [1], TypeError, "logit_bias must be a dict"),
@@ -487,7 +496,7 @@ def test_bad_token_ids(ids, error, text):
             logprobs=True,
             top_logprobs=20,
             lora_name="l",
-            response_format={"type": "json_object", "x": [1, {"ü": None}]},
+            response_format={"type": "json_schema", "json_schema": {"enum": [1, {"ü": None}]}},
             vocab={"a": 0, "b": 1},
             vocab_type=a.VocabType.VOCAB_TYPE_BPE,
             uuid="u",
@@ -532,6 +541,11 @@ def test_model_config_crosses_the_wire():
         RequestSpec("m", input_ids=[1, 2], generated=[3], config=a.GenerateConfig(top_k=3)),
         RequestSpec("m", text="ü", want_text=True),
         RequestSpec("m", messages=[{"role": "user", "content": "x"}], want_text=True),
+        RequestSpec("m", messages=[{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "é"}],
+                    want_text=True, chat=a_chat.ChatOptions(chat_template_kwargs={"a": [1, None]})),
+        RequestSpec("m", input_ids=[1], chat=a_chat.ChatOptions(
+            tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="required", chat_format="hermes",
+            parallel_tool_calls=False)),
     ],
 )
 def test_requests_cross_the_wire(spec):

@@ -227,6 +227,25 @@ def test_chat(engine, tokenizer):
     )
 
 
+def test_chat_with_tools(engine, tokenizer):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    options = {"tools": tools, "chat_template_kwargs": {"add_generation_prompt": False}}
+    _, results = start(engine, inputs={"messages": messages, **options}, **GREEDY, max_new_tokens=8)
+    rendered = tokenizer.encode_chat(
+        [{"role": "user", "content": "one\ntwo"}], tools=tools, add_generation_prompt=False
+    )
+    assert collect(results).ids_from_generate == run(engine, rendered, **GREEDY, max_new_tokens=8)
+    assert results.opened == "" and engine.get_model_info(NAME).chat_format == "hermes"
+    for wrong, match in ((["x"], r"tools\[0\]"), ({"x": 1}, "tools must be a list")):
+        with pytest.raises(TypeError, match=match):
+            start(engine, inputs={"messages": messages, "tools": wrong})
+    with pytest.raises(ValueError, match="chat_format='x' is not known; allowed: hermes"):
+        start(engine, inputs={"messages": messages, "chat_format": "x"})
+    with pytest.raises(ValueError, match="inputs has no key 'tools'"):
+        start(engine, inputs={"text": "x", "tools": tools})
+
+
 def test_config_builder(engine, tiny_model):
     builder = AsModelRuntimeConfigBuilder().model_name("built").model_dir(str(tiny_model))
     config = builder.compute_unit(TargetDevice.CPU, [0], 0).max_length(64).max_batch(2).build()

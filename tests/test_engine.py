@@ -550,7 +550,10 @@ class CountingTokenizer:
     def longest_text(self, tokens):
         return tokens
 
-    def apply_chat_template(self, messages):
+    def chat_template(self, tools):
+        return ""
+
+    def apply_chat_template(self, messages, tools):
         return messages[0]["content"]
 
     def encode(self, text, add_special_tokens=True):

@@ -56,7 +56,7 @@ def test_an_answer_that_ends_by_itself(api):
 
 
 def test_content_parts_and_developers(api, story):
-    parts = [{"type": "text", "text": "Tell me a story "}, {"type": "text", "text": "about a fox."}]
+    parts = [{"type": "text", "text": STORY[0]["content"]}]
     answer = api.chat.completions.create(messages=[{"role": "user", "content": parts}], **GREEDY)
     assert answer.choices[0].message.content == story[0]
     both = [api.chat.completions.create(messages=[{"role": role, "content": "Be brief."}, *STORY], **GREEDY)
@@ -140,6 +140,72 @@ def test_logprobs_of_completions(api):
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
         assert 2 <= len(top) <= 3 and top[token] == logprob == max(top.values())
     assert api.completions.create(prompt="A", logprobs=0, **GREEDY).choices[0].logprobs.top_logprobs is None
+
+
+def test_stop_strings(api, story):
+    """Across tokens, not in the text, as it comes, too."""
+    words = story[0].split()
+    stop = " ".join(words[4:7])[1:-1]   # begins and ends within words
+    expected = story[0][:story[0].index(stop)]
+    for ask in ({"stop": stop}, {"stop": ["never in there", stop]}):
+        choice = api.chat.completions.create(messages=STORY, **ask, **GREEDY).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+        chunks = list(api.chat.completions.create(messages=STORY, stream=True, **ask, **GREEDY))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
+        assert chunks[-1].choices[0].finish_reason == "stop"
+    both = api.completions.create(prompt="Once upon a time", n=2, stop="\n", **{**GREEDY, "temperature": 1.5, "seed": 3})
+    reasons = {choice.finish_reason for choice in both.choices}
+    assert reasons <= {"stop", "length"} and all("\n" not in choice.text for choice in both.choices)
+
+
+def test_biases(api, http_door):
+    ids = http_door.engine.tokenize(MODEL, {"text": " fox"})
+    banned = api.chat.completions.create(messages=STORY, logit_bias={str(i): -100 for i in ids}, **GREEDY)
+    assert " fox" not in banned.choices[0].message.content
+    forced = api.completions.create(prompt="A", logit_bias={str(ids[0]): 100}, **{**GREEDY, "max_tokens": 3})
+    assert forced.choices[0].text == 3 * http_door.engine.detokenize(MODEL, ids[:1]).text
+
+
+def test_echo_with_logprobs(api, http_door):
+    prompt = "Once upon a time there was a fox"
+    ids = http_door.engine.tokenize(MODEL, {"text": prompt})
+    ask = {**GREEDY, "max_tokens": 4, "prompt": prompt, "echo": True, "logprobs": 2}
+    found = api.completions.create(**ask).choices[0]
+    logprobs = found.logprobs
+    assert "".join(logprobs.tokens) == found.text and len(logprobs.tokens) == len(ids) + 4
+    assert [found.text[at:at + len(t)] for at, t in zip(logprobs.text_offset, logprobs.tokens)] == logprobs.tokens
+    assert logprobs.token_logprobs[0] is None is logprobs.top_logprobs[0]
+    for token, logprob, top in zip(logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:]):
+        assert top[token] == logprob <= 0 and len(top) in (2, 3)
+    continued = api.completions.create(prompt=ids[:-1], logprobs=2, **{**GREEDY, "max_tokens": 1})
+    if continued.choices[0].text == logprobs.tokens[len(ids) - 1]:
+        assert continued.choices[0].logprobs.token_logprobs[0] == logprobs.token_logprobs[len(ids) - 1]
+    scored = api.completions.create(**{**ask, "max_tokens": 0})
+    assert scored.choices[0].logprobs.token_logprobs == logprobs.token_logprobs[:len(ids)]
+    assert scored.choices[0].text == prompt and scored.usage.completion_tokens == 0
+    pieces = [chunk.choices[0] for chunk in api.completions.create(stream=True, **ask) if chunk.choices]
+    assert "".join(piece.text for piece in pieces) == found.text
+    assert [t for piece in pieces if piece.logprobs for t in piece.logprobs.tokens] == logprobs.tokens
+    assert [o for piece in pieces if piece.logprobs for o in piece.logprobs.text_offset] == logprobs.text_offset
+
+
+def test_embeddings(api, http_door):
+    texts = ["A fox in the woods", "A fox in a wood", "What is 2+3?"]
+    found = api.embeddings.create(model=MODEL, input=texts)
+    assert [entry.index for entry in found.data] == [0, 1, 2]
+    one, two, three = (entry.embedding for entry in found.data)
+    assert abs(sum(x * x for x in one) - 1) < 1e-5
+    ids = [http_door.engine.tokenize(MODEL, {"text": text}) for text in texts]
+    assert found.usage.prompt_tokens == sum(map(len, ids)) == found.usage.total_tokens
+    assert [entry.embedding for entry in api.embeddings.create(model=MODEL, input=ids).data] == [one, two, three]
+    plain = api.embeddings.create(model=MODEL, input=texts[0], encoding_format="float").data[0].embedding
+    assert plain == pytest.approx(one, abs=1e-7)
+    mean = api.embeddings.create(model=MODEL, input=texts[0], extra_body={"pooling": "mean"}).data[0].embedding
+    assert len(mean) == len(one) and mean != one
+    assert api.embeddings.create(model=MODEL, input=texts[0], dimensions=len(one)).data[0].embedding == one
+    with pytest.raises(openai.BadRequestError) as wrong:
+        api.embeddings.create(model=MODEL, input=texts[0], dimensions=3)
+    assert wrong.value.param == "dimensions"
 
 
 def test_models(api):

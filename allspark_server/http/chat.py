@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
+from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
@@ -13,11 +14,12 @@ from .choices import DONE, fingerprint, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
 from .sampling import check_room, check_stream_options, config_of, response_format
-from .talk import Content, Event, Reasoning, Talk, Talks, ToolCallBegin, chat_spec
+from .talk import Talk, Talks, chat_spec, effort_kwargs
 
 _REFUSED = {
     "audio": "it generates text",
     "web_search_options": "it has no web search",
+    "moderation": "it moderates nothing",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
@@ -46,11 +48,7 @@ def _check(request: ChatRequest) -> None:
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
     """What the template is told; the effort by the names that templates have for it."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return request.chat_template_kwargs
-    known: dict[str, Any] = {"enable_thinking": effort != "none", "reasoning_effort": effort}
-    return {**known, **(request.chat_template_kwargs or {})}
+    return {**effort_kwargs(request.reasoning_effort), **(request.chat_template_kwargs or {})} or None
 
 
 async def chat(call: Call, request: ChatRequest) -> None:
@@ -135,16 +133,20 @@ class _Stream:
             if self._request.logprobs:
                 logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
                 events = events or [Content("")]    # of what is held back until more is known
-            if events:      # not of a part of a character, or a special token
-                await call.write(self._events(talk, events, logprobs).encode())
-        last = []
-        for talk in talks.all:
-            last.append(self._events(talk, talk.finish()))
-            last.append(self._chunk(talk, "{}", reason=f'"{talk.finish_reason(talks.choices)}"'))
+            chunks = self._events(talk, events, logprobs)
+            if elements.finish_reason is not None:
+                chunks += self._last(talk)
+            if chunks:      # not of a part of a character, or a special token
+                await call.write(chunks.encode())
+        last = [self._last(talk) for talk in talks.all if talk.choice.ended is None]
         if self._wants_usage:
             counts = usage([talks.choices], reasoning=await talks.reasoning_tokens())
             last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
         await call.write("".join(last).encode() + DONE, more=False)
+
+    def _last(self, talk: Talk) -> str:
+        reason = talk.finish_reason(self._talks.choices)
+        return self._events(talk, talk.finish()) + self._chunk(talk, "{}", reason=f'"{reason}"')
 
     def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
         """A chunk each; the first has the logprobs."""

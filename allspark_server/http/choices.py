@@ -22,6 +22,9 @@ class Choice:
     index: int
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    #: why it ended, in the engine's words, and at which stop string; None while it has not, or at none
+    ended: str | None = None
+    stop_string: str | None = None
     #: what was generated, if its logprobs are wanted
     elements: GeneratedElements = field(default_factory=GeneratedElements)
 
@@ -29,6 +32,8 @@ class Choice:
         """Notes what has come."""
         self.ids += elements.ids_from_generate
         self.texts.append(elements.text)
+        if elements.finish_reason is not None:
+            self.ended, self.stop_string = elements.finish_reason, elements.stop_string
         if logprobs:
             self.elements.extend(elements)
 
@@ -60,12 +65,8 @@ class Choices:
         return self
 
     def finish_reason(self, choice: Choice) -> str:
-        """Why a choice ended, in OpenAI's words; all have."""
-        if len(self.all) == 1:
-            return _REASONS.get(self.answer.finish_reason or "", "stop")
-        wanted = self.answer.spec.config.max_new_tokens or self.info.max_length
-        limit = min(wanted, self.info.max_length - len(self.answer.prompt_ids))
-        return "length" if len(choice.ids) >= limit and choice.ids[-1] not in self.info.eos_token_ids else "stop"
+        """Why a choice ended, in OpenAI's words."""
+        return _REASONS.get(choice.ended or self.answer.finish_reason or "", "stop")
 
     @property
     def tokens(self) -> int:

@@ -210,13 +210,17 @@ class _Writer:
             logprobs = "null"
             if request.logprobs is not None:
                 logprobs = json.dumps(await part.of(call.pool, elements.sample_index, elements))
-            elif not elements.text:
-                continue
-            if self._wanted:
-                await call.write(chunk(choice, elements.text, logprobs))
+            data = b""
+            if self._wanted and (elements.text or request.logprobs is not None):
+                data = chunk(choice, elements.text, logprobs)
+            if choice.ended is not None:
+                data += chunk(choice, "", reason=f'"{self._reason(part, choice)}"')
+            if data:
+                await call.write(data)
         for part in self._parts:
             for choice in part.choices.all:
-                await call.write(chunk(choice, "", reason=f'"{self._reason(part, choice)}"'))
+                if choice.ended is None:
+                    await call.write(chunk(choice, "", reason=f'"{self._reason(part, choice)}"'))
         last = DONE
         if wants_usage:
             last = f'{head}],"usage":{json.dumps(self._usage())}}}\n\n'.encode() + DONE

@@ -1,0 +1,21 @@
+"""Chat formats: how families of models write tool calls and reasoning into the text of their answers.
+
+Rank 0 renders a chat's prompt and, for a forced tool call, constrains the answer to the format's grammar. Whoever
+shows the answer takes its text apart again, in any process: nothing here needs an engine. So a door does
+
+    options = {"messages": [...], "tools": [...], "tool_choice": "auto", ...}     # see allspark_client.chat.ChatOptions
+    _, handle, queue = engine.start_request(model, options, config)
+    parser = chat_format(engine.get_model_info(model).chat_format).parser(tools, tool_choice, queue.opened)
+    for elements in queue:                                  # one parser for each sample
+        for event in parser.feed(elements.text): ...        # Content, Reasoning, ToolCallBegin, ToolCallArguments
+    for event in parser.finish(): ...
+
+`options` must have at least one key beside messages (say, "tool_choice": "auto"), for special tokens that mark calls to
+be in the text.
+"""
+
+from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+from .formats import FORMATS, ChatFormat, chat_format, chat_format_of
+
+__all__ = ["FORMATS", "ChatFormat", "Content", "Event", "Reasoning", "ToolCallArguments", "ToolCallBegin",
+           "chat_format", "chat_format_of"]

@@ -1,0 +1,174 @@
+"""The formats by name, which of them a checkpoint has, and their grammars for forced calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Mapping, Optional, Type
+
+from .families import GlmParser, HermesParser, LlamaParser, MistralParser
+from .parser import OutputParser
+
+#: how forced arguments are written: as json.dumps does, which is what templates show models
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_THINKS = re.compile(r"(<think>|\[THINK\])\s*\Z")
+_HAS_THOUGHT = re.compile(r"(</think>|\[/THINK\])\s*\Z")
+
+#: the Lark text for a literal, which may be a special token
+Literal = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How a family's answers hold tool calls and reasoning."""
+
+    name: str
+    _parser: Type[OutputParser]
+    #: the Lark rules `calls` (one or several calls) of functions that rules `name_I` and `arguments_I` describe
+    _calls: Optional[Callable[[list[dict[str, Any]], bool, Literal], str]]
+    #: texts that matter here even where they are special tokens
+    markers: tuple[str, ...] = ()
+
+    def parser(
+        self, tools: Iterable[dict[str, Any]] = (), tool_choice: Any = None, opened: str = ""
+    ) -> OutputParser:
+        """For one answer to a chat of these tools and tool_choice. opened: what the prompt has begun of the answer
+        (ResultQueue.opened)."""
+        tools = [] if tool_choice == "none" else list(tools)
+        return (self._parser if tools else _plain(self._parser))(tools, opened)
+
+    def grammar(
+        self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, thinks: bool, literal: Literal
+    ) -> str:
+        """A Lark grammar of answers that call a tool, as tool_choice "required" or a named function demands, after a
+        rendered prompt. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
+        if self._calls is None:
+            raise ValueError(f"tool_choice: the chat format {self.name!r} has no tool calls; allowed: 'auto', 'none'")
+        if isinstance(tool_choice, dict):
+            tools = [t for t in tools if t["function"]["name"] == tool_choice["function"]["name"]]
+        functions = [tool["function"] for tool in tools]
+        rules = [self._calls(functions, parallel and not isinstance(tool_choice, dict), literal)]
+        start = "calls"
+        begin, end = self._parser.REASONING[-1]
+        if match := _THINKS.search(prompt):
+            end = dict(self._parser.REASONING).get(match[1], end)
+            start = "reasoning calls"
+        elif thinks and not _HAS_THOUGHT.search(prompt):
+            start = f"({literal(begin)} reasoning)? calls"
+        if "reasoning" in start:
+            rules.append(_reasoning_rule(end, literal))
+        return "\n".join([f"start: {start}", *rules])
+
+
+def opened_in(prompt: str) -> str:
+    """What the end of a rendered prompt has begun of the answer: reasoning, or nothing."""
+    match = _THINKS.search(prompt)
+    return match[0] if match else ""
+
+
+def _plain(parser: Type[OutputParser]) -> Type[OutputParser]:
+    """Of a format's answers where there are no tools."""
+    return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
+
+
+def _reasoning_rule(end: str, literal: Literal) -> str:
+    if literal(end).startswith("<"):  # a special token is no part of a lexeme
+        return f"reasoning: THOUGHT {literal(end)} /\\s{{0,4}}/\nTHOUGHT: /(?s:.*)/"
+    pattern = re.escape(end).replace("/", r"\/")
+    return f"reasoning: thought /\\s{{0,4}}/\nthought[lazy]: /(?s:.*){pattern}/"
+
+
+def _json_rule(schema: Any) -> str:
+    schema = schema if isinstance(schema, dict) and schema else {"type": "object"}
+    return "%json " + json.dumps({**schema, "x-guidance": _JSON})
+
+
+def _objects(functions: list[dict[str, Any]], key: str) -> str:
+    """Rules `object` and its parts: {"name": ..., KEY: {...}} for one of the functions."""
+    lines = ["object: " + " | ".join(f"object_{i}" for i in range(len(functions)))]
+    for i, function in enumerate(functions):
+        head = json.dumps(json.dumps({"name": function["name"]})[:-1] + f', "{key}": ')
+        lines.append(f'object_{i}: {head} arguments_{i} "}}"')
+        lines.append(f"arguments_{i}: {_json_rule(function.get('parameters'))}")
+    return "\n".join(lines)
+
+
+def _hermes(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+    call = rf'{literal("<tool_call>")} "\n" object "\n" {literal("</tool_call>")}'
+    several = r' ("\n" call)*' if parallel else ""
+    return f"calls: call{several}\ncall: {call}\n{_objects(functions, 'arguments')}"
+
+
+def _llama(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+    several = ' ("; " object)*' if parallel else ""
+    return f"calls: object{several}\n{_objects(functions, 'parameters')}"
+
+
+def _mistral(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+    several = ' (", " object)*' if parallel else ""
+    return f'calls: {literal("[TOOL_CALLS]")} "[" object{several} "]"\n{_objects(functions, "arguments")}'
+
+
+def _glm(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
+    several = r' ("\n" call)*' if parallel else ""
+    lines = [f"calls: call{several}",
+             f'call: {literal("<tool_call>")} ({" | ".join(f"call_{i}" for i in range(len(functions)))}) '
+             f'{literal("</tool_call>")}']
+    for i, function in enumerate(functions):
+        schema = function.get("parameters") or {}
+        parts = [json.dumps(function["name"] + "\n")]
+        for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
+            part = (rf'{literal("<arg_key>")} {json.dumps(key)} {literal("</arg_key>")} "\n" '
+                    rf'{literal("<arg_value>")} value_{i}_{j} {literal("</arg_value>")} "\n"')
+            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            lines.append(f"value_{i}_{j}: {_glm_value(value, schema)}")
+        lines.append(f"call_{i}: " + " ".join(parts))
+    return "\n".join(lines)
+
+
+def _glm_value(value: Any, schema: dict[str, Any]) -> str:
+    """A value: text as it is, without markup; otherwise JSON."""
+    if isinstance(value, dict) and value.get("type") == "string":
+        if "enum" in value or "const" in value:
+            return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
+        most = value.get("maxLength", "")
+        return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return _json_rule({**value, **definitions} if isinstance(value, dict) else value)
+
+
+FORMATS: dict[str, ChatFormat] = {
+    f.name: f
+    for f in (
+        ChatFormat("hermes", HermesParser, _hermes, ("<tool_call>", "</tool_call>", "<think>", "</think>")),
+        ChatFormat("llama3", LlamaParser, _llama, ("<|python_tag|>", "<think>", "</think>")),
+        ChatFormat("mistral", MistralParser, _mistral,
+                   ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>")),
+        ChatFormat("glm45", GlmParser, _glm,
+                   ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+                    "<think>", "</think>")),
+        ChatFormat("plain", OutputParser, None, ("<think>", "</think>")),
+    )
+}
+
+#: of templates, in order: what only this format's have
+_SIGNS = (("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
+          ('"parameters": ', "llama3"))
+_ARCHITECTURES = {"mistral": "mistral", "mixtral": "mistral", "glm4_moe": "glm45"}
+
+
+def chat_format(name: str) -> ChatFormat:
+    """The format of this name; ValueError with the known ones."""
+    if name not in FORMATS:
+        raise ValueError(f"chat_format={name!r} is not known; allowed: {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def chat_format_of(templates: Mapping[str, str], architecture: str) -> str:
+    """The name of the format that a checkpoint's templates speak; otherwise its family's."""
+    for sign, name in _SIGNS:
+        if any(sign in template for template in templates.values()):
+            return name
+    found = (name for prefix, name in _ARCHITECTURES.items() if architecture.lower().startswith(prefix))
+    return next(found, "hermes")

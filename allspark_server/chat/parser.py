@@ -1,0 +1,260 @@
+"""Takes apart an answer's text as it comes.
+
+A format's parser is one generator, `_run`, which reads as if the whole text were there: where it needs more, it yields,
+and `feed` goes on with it. What it makes of a text does not depend on how the text is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any, Callable, Generator, Iterable, Optional, Sequence
+
+from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin
+
+Steps = Generator[None, None, Any]
+THINK = (("<think>", "</think>"),)
+
+
+class OutputParser:
+    """Of an answer that holds no calls: content, after reasoning at its beginning if there is any. For one sequence."""
+
+    REASONING: Sequence[tuple[str, str]] = THINK
+
+    def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
+        """tools: those that the model was told of, in OpenAI's form. opened: what the prompt has begun of the
+        answer."""
+        #: parameters' schemas by function
+        self.functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
+        self.calls = 0
+        self._text = opened
+        self._ended = False
+        self._events: list[Event] = []
+        self._space = ""  # the end of the content, held back: between content and calls it is dropped
+        self._taken: Optional[list[str]] = None  # what was consumed, while that may yet turn out to be content
+        self._steps = self._all()
+        next(self._steps)
+
+    def feed(self, text: str) -> list[Event]:
+        """Takes more of the answer; returns what is certain now."""
+        self._text += text
+        next(self._steps, None)
+        return self._take_events()
+
+    def finish(self) -> list[Event]:
+        """The answer has ended: what was held back."""
+        self._ended = True
+        next(self._steps, None)
+        if self._space and not self.calls:
+            self._events.append(Content(self._space))
+        self._space = ""
+        return self._take_events()
+
+    def _all(self) -> Steps:
+        yield from self._reasoning()
+        yield from self._run()
+        while True:  # whatever a format leaves is content
+            yield from self._scan((), self._content)
+            if self._ended:
+                return
+
+    def _run(self) -> Steps:
+        """A format's own way with what follows the reasoning."""
+        return
+        yield
+
+    def _reasoning(self) -> Steps:
+        while True:
+            start = self._text.lstrip()
+            pair = next(((begin, end) for begin, end in self.REASONING if start.startswith(begin)), None)
+            if pair is not None:
+                break
+            if self._ended or not any(begin.startswith(start) for begin, _ in self.REASONING):
+                return
+            yield
+        self._text = start[len(pair[0]) :]
+        yield from self._peek()
+        held = ""
+
+        def emit(text: str) -> None:
+            nonlocal held
+            text = held + text
+            kept = text.rstrip()
+            held = text[len(kept) :]
+            if kept:
+                self._events.append(Reasoning(kept))
+
+        yield from self._scan((pair[1],), emit)
+        yield from self._peek()
+
+    # ---- events ----
+
+    def _take_events(self) -> list[Event]:
+        """Those since the last call, of each kind in one piece."""
+        events: list[Event] = []
+        for event in self._events:
+            last = events[-1] if events else None
+            if isinstance(event, (Content, Reasoning)) and type(last) is type(event):
+                events[-1] = type(event)(last.text + event.text)
+            elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments) \
+                    and last.index == event.index:
+                events[-1] = ToolCallArguments(event.index, last.delta + event.delta)
+            else:
+                events.append(event)
+        self._events = []
+        return events
+
+    def _content(self, text: str) -> None:
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._events.append(Content(kept))
+
+    def _begin(self, name: str, id: Optional[str] = None) -> Callable[[str], None]:
+        """A call begins; returns what takes more of its arguments."""
+        index, self._space = self.calls, ""
+        self.calls += 1
+        self._events.append(ToolCallBegin(index, id or self._new_id(), name))
+        return lambda text: self._events.append(ToolCallArguments(index, text)) if text else None
+
+    @staticmethod
+    def _new_id() -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    # ---- reading ----
+
+    def _consume(self, count: int) -> str:
+        text, self._text = self._text[:count], self._text[count:]
+        if self._taken is not None:
+            self._taken.append(text)
+        return text
+
+    def _peek(self) -> Steps:
+        """Skips white space; returns the next character, "" at the end."""
+        while True:
+            self._consume(len(self._text) - len(self._text.lstrip()))
+            if self._text or self._ended:
+                return self._text[:1]
+            yield
+
+    def _scan(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps:
+        """Passes on the text up to the first of the markers, and consumes that; returns it, None at the end."""
+        while True:
+            found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
+            if found:
+                at, marker = min(found)
+                emit(self._consume(at))
+                self._consume(len(marker))
+                return marker
+            held = 0 if self._ended else _beginning_at_end(self._text, markers)
+            emit(self._consume(len(self._text) - held))
+            if self._ended:
+                return None
+            yield
+
+    def _collect(self, markers: Sequence[str]) -> Steps:
+        """The text up to the first of the markers, and the marker."""
+        parts: list[str] = []
+        marker = yield from self._scan(markers, parts.append)
+        return "".join(parts), marker
+
+    def _json_value(self, emit: Callable[[str], None]) -> Steps:
+        """Passes on the text of the JSON value that begins with the next character; returns whether it has ended."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            for at, c in enumerate(self._text):
+                if in_string:
+                    if escaped:
+                        escaped = False
+                    elif c == "\\":
+                        escaped = True
+                    elif c == '"':
+                        in_string = False
+                elif c == '"':
+                    in_string = True
+                elif c in "{[":
+                    depth += 1
+                elif c in "}]" and depth:
+                    depth -= 1
+                elif not depth and (c in ",}]" or c.isspace()):  # after a number or the like
+                    emit(self._consume(at))
+                    return True
+                if not depth and not in_string and c in '"}]':
+                    emit(self._consume(at + 1))
+                    return True
+            emit(self._consume(len(self._text)))
+            if self._ended:
+                return False
+            yield
+
+    def _json_string(self) -> Steps:
+        """The string that begins with the next character; None if it is none."""
+        parts: list[str] = []
+        ended = yield from self._json_value(parts.append)
+        try:
+            value = json.loads("".join(parts)) if ended else None
+        except ValueError:
+            value = None
+        return value if isinstance(value, str) else None
+
+    def _call(self, known: bool = False, before: str = "") -> Steps:
+        """A call as an object {"name": ..., "arguments" or "parameters": {...}} that begins here; returns whether it is
+        one. If not, it goes to the content, after `before`. known: only if there is a function of that name."""
+        self._taken = []
+        begun = yield from self._call_object(known)
+        taken, self._taken = self._taken, None
+        if not begun:
+            self._content(before + "".join(taken))
+        return begun
+
+    def _call_object(self, known: bool) -> Steps:
+        if (yield from self._peek()) != "{":
+            return False
+        self._consume(1)
+        arguments: Optional[Callable[[str], None]] = None
+        early: list[str] = []  # arguments that came before the name
+        given = False
+        while (c := (yield from self._peek())) and c != "}":
+            if c == ",":
+                self._consume(1)
+                continue
+            key = (yield from self._json_string()) if c == '"' else None
+            if key is None or (yield from self._peek()) != ":":
+                return arguments is not None
+            self._consume(1)
+            c = yield from self._peek()
+            if key == "name" and arguments is None:
+                name = (yield from self._json_string()) if c == '"' else None
+                if name is None or (known and name not in self.functions):
+                    return False
+                arguments = self._begin(name)
+                self._taken = None
+                arguments("".join(early))
+            elif key in ("arguments", "parameters") and not given:
+                given = True
+                emit = arguments or early.append
+                if c == "{":
+                    yield from self._json_value(emit)
+                elif c == '"':  # JSON in a string
+                    emit((yield from self._json_string()) or "{}")
+                else:
+                    emit("{}")
+                    yield from self._json_value(lambda text: None)
+            else:
+                yield from self._json_value(lambda text: None)
+        if c:
+            self._consume(1)
+            if arguments is not None and not given:
+                arguments("{}")
+        return arguments is not None
+
+
+def _beginning_at_end(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a marker."""
+    longest = max(map(len, markers), default=1) - 1
+    for count in range(min(longest, len(text)), 0, -1):
+        tail = text[-count:]
+        if any(marker.startswith(tail) for marker in markers):
+            return count
+    return 0

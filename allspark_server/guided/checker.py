@@ -1,0 +1,269 @@
+"""Grammars as llguidance takes them, tried out in a process that may be killed.
+
+A grammar is its sender's program. llguidance's limits bound most of what one can do, but not all: an intersection of
+expressions may take minutes, and deep recursion the whole process. So each is first compiled, and walked for some
+steps, in a process forked for it alone, which is limited in time and memory; what that survives, this one survives,
+too. This file is that process' whole program, too.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Optional
+
+import llguidance
+
+# Seconds for a grammar: of a processor, and of the clock for one that gets none; bytes beyond the tokenizer's.
+CPU_SECONDS, SECONDS, MEMORY_BYTES = 0.6, 0.9, 256 << 20
+STEP_SECONDS = 0.025  # of a processor, that a mask may take; it must not hold up the batch
+WALK_STEPS, SLOW_STEPS = 24, 3  # of the trial; how many of them may take longer
+MAX_BYTES = 512 << 10  # of a response_format
+START_SECONDS = 30.0  # for the process to read the tokenizer
+STACK_BYTES = 1 << 20  # half of what the threads have that later use the grammar
+RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 30_000,
+    "step_lexer_fuel": 100_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
+    """Of the text of a tokenizer.json."""
+    return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
+
+
+def grammar_text(response_format: dict[str, Any]) -> str:
+    """What llguidance compiles for a response_format that GenerateConfig has checked. ValueError: its grammar cannot be
+    read."""
+    kind = response_format["type"]
+    options = {"whitespace_flexible": not response_format.get("disable_any_whitespace", False)}
+    if kind == "json_object":
+        return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options)
+    if kind == "json_schema":
+        schema, lenient = _schema(response_format["json_schema"])
+        if not isinstance(schema, dict):
+            schema = {"allOf": [schema]}
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={**options, "lenient": lenient})
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(response_format["regex"])
+    if kind == "choice":
+        choices = " | ".join(map(json.dumps, response_format["choice"]))
+        return llguidance.LLMatcher.grammar_from_lark(f"start: {choices}")
+    text = response_format["grammar"]
+    if response_format.get("syntax", "lark") == "ebnf":
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # of its own type, and others
+            raise ValueError(str(error)) from error
+    return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _schema(given: Any) -> tuple[Any, bool]:
+    """The schema itself, and whether keywords that are not known are passed over."""
+    if isinstance(given, str):
+        given = json.loads(given)
+    if isinstance(given, dict) and "schema" in given and set(given) <= {"name", "description", "schema", "strict"}:
+        return given["schema"], given.get("strict") is False
+    return given, False
+
+
+def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
+    """At the beginning of a grammar, with its first mask computed. ValueError says why it cannot be."""
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().replace("<non-verbose/>", "").strip() or "it cannot be compiled")
+    if matcher.is_stopped() and not matcher.is_accepting():
+        raise ValueError("nothing satisfies it")
+    return matcher
+
+
+class Checker:
+    """The process that tries out grammars for one tokenizer. Safe to use from several threads, which do not wait for
+    each other."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: list[int]):
+        """Of the text of a tokenizer.json."""
+        self._tokenizer = json.dumps([tokenizer, vocab_size, eos_ids]).encode()
+        self._lock = threading.Lock()
+        self._process: Optional[subprocess.Popen[bytes]] = None
+        self._control: Optional[socket.socket] = None
+        self._owner = 0
+
+    def start(self) -> None:
+        """Starts the process unless it runs, so that the first request need not wait for it."""
+        with self._lock:
+            self._running()
+
+    def close(self) -> None:
+        """Ends the process."""
+        with self._lock:
+            if self._process is not None and self._owner == os.getpid():
+                self._control.close()
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def check(self, response_format: dict[str, Any]) -> tuple[str, int]:
+        """What llguidance compiles for it, and how many bytes that took; ValueError says why it cannot, or must not."""
+        try:
+            data = json.dumps(response_format).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"takes what JSON can hold: {error}") from None
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"has {len(data)} bytes as JSON; allowed: at most {MAX_BYTES}")
+        mine, theirs = socket.socketpair()
+        with mine:
+            with theirs, self._lock:
+                socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
+            answer = _ask(mine, data, time.monotonic() + SECONDS)
+        if not answer:
+            raise ValueError(
+                f"is too complex: it takes more than {CPU_SECONDS:g} s or {MEMORY_BYTES >> 20} MiB to compile"
+            )
+        text, error, size = json.loads(answer)
+        if error:
+            raise ValueError(error)
+        return text, size
+
+    def _running(self) -> socket.socket:
+        if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
+            # It ends when it can read no more from this one.
+            self._owner = os.getpid()
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", RUN, __file__],
+                    cwd="/",
+                    stdin=theirs,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            self._control.settimeout(START_SECONDS)
+            self._control.sendall(len(self._tokenizer).to_bytes(8, "little") + self._tokenizer)
+            if not self._control.recv(1):
+                raise ValueError("cannot be compiled: the tokenizer cannot be used for grammars")
+        return self._control
+
+
+def _ask(connection: socket.socket, data: bytes, deadline: float) -> bytes:
+    """The answer; empty when the process ended, or was too late."""
+    answer = bytearray()
+    with contextlib.suppress(OSError):  # a timeout, too
+        connection.settimeout(SECONDS)
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while True:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = connection.recv(1 << 16)
+            if not part:
+                return bytes(answer)
+            answer += part
+    return b""
+
+
+# ---- what runs in the process --------------------------------------------------------------------------------
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _try(tokenizer: llguidance.LLTokenizer, response_format: dict[str, Any]) -> str:
+    """Raises ValueError unless the grammar, which is returned, can be used."""
+    text = grammar_text(response_format)
+    matcher = new_matcher(tokenizer, text)
+    slow = 0
+    draw = random.Random(0)
+    for _ in range(WALK_STEPS):
+        began = time.thread_time()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        slow += time.thread_time() - began > STEP_SECONDS
+        if slow > SLOW_STEPS:
+            raise ValueError(f"is too complex: masks take more than {1e3 * STEP_SECONDS:g} ms each")
+        if matcher.is_stopped() or not mask:
+            break
+        # The first allowed id after a random one; no uniform draw, but every kind of token comes up.
+        at = draw.randrange(mask.bit_length())
+        later = mask >> at
+        if not matcher.consume_token(at + (later & -later).bit_length() - 1):
+            break
+    if matcher.is_error():
+        raise ValueError("is too complex: " + matcher.get_error().splitlines()[0])
+    return text
+
+
+def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
+    """Answers one request with (grammar, error, bytes)."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    data = bytearray()
+    connection.settimeout(SECONDS)
+    while part := connection.recv(1 << 16):
+        data += part
+    # Their signals end the process, whatever that is in.
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    before = _resident()
+    answer = ["", "", 0]
+
+    def run() -> None:
+        try:
+            answer[0] = _try(tokenizer, json.loads(data))
+        except (ValueError, RecursionError) as error:
+            answer[1] = str(error)[:1000]
+
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    answer[2] = max(_resident() - before, 0)
+    if answer[0] or answer[1]:
+        connection.sendall(json.dumps(answer).encode())
+
+
+def main() -> None:
+    """Reads a tokenizer, then answers each connection that it is sent, in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=os.dup(0))
+    with control.makefile("rb") as stream:
+        tokenizer = read_tokenizer(*json.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
+    control.sendall(b"+")
+    size = array.array("i").itemsize
+    while True:
+        message, ancillary, _, _ = control.recvmsg(1, socket.CMSG_SPACE(size))
+        if not message:
+            return
+        for _, _, data in ancillary:
+            connection = socket.socket(fileno=int.from_bytes(data[:size], sys.byteorder))
+            if os.fork() == 0:
+                try:
+                    control.close()
+                    _serve(connection, tokenizer)
+                finally:
+                    os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Compiled grammars, and where each sequence is in its grammar."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Iterable, Optional
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from allspark_client.types import VocabType
+
+from .checker import Checker, new_matcher, read_tokenizer
+from .vocabulary import tokenizer_of_vocab, without_marks
+
+logger = logging.getLogger(__name__)
+
+CACHED_GRAMMARS, CACHED_BYTES = 256, 512 << 20
+CACHED_VOCABULARIES = 2  # beside the checkpoint's
+
+
+class MatcherError(Exception):
+    """A sequence can go on in its grammar no more: a token that it does not allow, or a limit of llguidance's."""
+
+
+class Matcher:
+    """Where one sequence is in its grammar. Not thread-safe, but several threads may each have one of one grammar."""
+
+    def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int]):
+        """end_ids: those that end the sequence; they are allowed where the grammar may end, and nowhere else."""
+        #: llguidance's own, for its calls that take several at once
+        self.inner = inner
+        self._end = tokenizer.eos_token
+        self._end_ids = end_ids
+        # Ids whose bits of llguidance's masks are not what they are for this request.
+        own = frozenset(tokenizer.eos_tokens)
+        self._patched = () if end_ids == own else tuple((i, i in end_ids) for i in sorted(end_ids | own))
+
+    def accept(self, ids: Iterable[int]) -> None:
+        """Further ids of the sequence, sampled or received; MatcherError if they do not fit."""
+        ids = [self._end if i in self._end_ids else i for i in ids]
+        if ids and not self.inner.consume_tokens(ids):
+            raise self.error() or MatcherError("the grammar has ended")
+
+    def fill(self, row: np.ndarray) -> None:
+        """Writes the mask of the next token into a uint32 row: bit i % 32 of word i / 32 is 1 if id i is allowed."""
+        self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.patch(row)
+
+    def patch(self, row: np.ndarray) -> None:
+        """Puts the request's end-of-sequence ids in the place of the tokenizer's, in a mask of the present state that
+        llguidance has written; MatcherError if it could not."""
+        error = self.error()
+        if error is not None:
+            raise error
+        if self._patched:
+            may_stop = self.inner.is_accepting()
+            for i, is_end in self._patched:
+                bit = np.uint32(1 << i % 32)
+                if is_end and may_stop:
+                    row[i // 32] |= bit
+                else:
+                    row[i // 32] &= ~bit
+
+    @property
+    def patches(self) -> bool:
+        """Whether masks that llguidance writes need `patch`."""
+        return bool(self._patched)
+
+    def forced(self) -> list[int]:
+        """The ids that follow now if the text that the grammar leaves no choice for is tokenized as usual. They are
+        drafts: masks may allow other ids for the same text."""
+        return self.inner.compute_ff_tokens()
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether what there is satisfies the grammar."""
+        return self.inner.is_accepting()
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return self.inner.is_stopped()
+
+    def fork(self) -> "Matcher":
+        """Another one in the same state."""
+        copy = object.__new__(Matcher)
+        copy.__dict__ = dict(self.__dict__, inner=self.inner.deep_copy())
+        return copy
+
+    def error(self) -> Optional[MatcherError]:
+        """What is wrong, if anything is: it stays so."""
+        if not self.inner.is_error():
+            return None
+        return MatcherError(self.inner.get_error().splitlines()[0][:300])
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled response_format."""
+
+    _beginning: LLMatcher
+    _tokenizer: LLTokenizer
+
+    def matcher(self, end_ids: Iterable[int], ids: Iterable[int] = ()) -> Matcher:
+        """A sequence's, after ids that it has generated already."""
+        matcher = Matcher(self._beginning.deep_copy(), self._tokenizer, frozenset(end_ids))
+        matcher.accept(ids)
+        return matcher
+
+
+class Guide:
+    """Compiles the response_formats of a model's requests. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]):
+        """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded."""
+        self._vocab_size = vocab_size
+        # llguidance needs one to tell of the end; without any, an id that no text has.
+        self._eos_ids = [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
+        self._text = without_marks(tokenizer)
+        self._checker = Checker(self._text, vocab_size, self._eos_ids)
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, bytes], Future[tuple[Grammar, int]]] = OrderedDict()
+
+    def start(self) -> None:
+        """Reads the tokenizer, here and in the checker's process, so that the first request need not wait for it.
+        Returns at once."""
+        def run() -> None:
+            try:
+                self._checker.start()
+                self._tokenizer(None, None)
+            except (ValueError, OSError) as error:
+                logger.warning("guided output will not be available: %s", error)
+
+        threading.Thread(target=run, name="allspark-guide", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the checker's process."""
+        self._checker.close()
+
+    def compile(
+        self, response_format: dict[str, Any], vocab: Optional[dict[str, int]] = None,
+        vocab_type: Optional[VocabType] = None,
+    ) -> Grammar:
+        """The grammar of a response_format, over the checkpoint's vocabulary or the one given. ValueError names what is
+        wrong with it, after a second at the most."""
+        digest = b"" if vocab is None else _digest(vocab, vocab_type)
+        key = (json.dumps(response_format), digest)
+        with self._lock:
+            entry = self._grammars.get(key)
+            mine = entry is None
+            if mine:
+                entry = self._grammars[key] = Future()
+            self._grammars.move_to_end(key)
+        if mine:
+            try:
+                entry.set_result(self._compile(response_format, digest, vocab, vocab_type))
+            except ValueError as error:
+                entry.set_exception(error)  # the next who tries it need not wait
+            except BaseException as error:
+                with self._lock:
+                    self._grammars.pop(key, None)
+                entry.set_exception(error)
+            self._shrink()
+        return entry.result()[0]
+
+    def _compile(
+        self, response_format: dict[str, Any], digest: bytes, vocab: Optional[dict[str, int]],
+        vocab_type: Optional[VocabType],
+    ) -> tuple[Grammar, int]:
+        name = "response_format." + _FIELDS.get(response_format["type"], "type")
+        try:
+            text, size = self._checker.check(response_format)
+            tokenizer = self._tokenizer(vocab, vocab_type, digest)
+            return Grammar(new_matcher(tokenizer, text), tokenizer), size + len(text)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def _tokenizer(
+        self, vocab: Optional[dict[str, int]], vocab_type: Optional[VocabType], digest: bytes = b""
+    ) -> LLTokenizer:
+        with self._reading:
+            tokenizer = self._tokenizers.get(digest)
+            if tokenizer is None:
+                if vocab is None:
+                    tokenizer = read_tokenizer(self._text, self._vocab_size, self._eos_ids)
+                else:
+                    tokenizer = tokenizer_of_vocab(vocab, vocab_type, self._vocab_size, self._eos_ids)
+                self._tokenizers[digest] = tokenizer
+                while len(self._tokenizers) > 1 + CACHED_VOCABULARIES:
+                    del self._tokenizers[next(key for key in self._tokenizers if key)]
+            return tokenizer
+
+    def _shrink(self) -> None:
+        """Forgets the grammars that were not used for longest."""
+        with self._lock:
+            done = [(key, entry) for key, entry in self._grammars.items() if entry.done()]
+            sizes = [entry.result()[1] if entry.exception() is None else len(key[0]) for key, entry in done]
+            total = sum(sizes)
+            for (key, _), size in zip(done[:-1], sizes):
+                if len(self._grammars) <= CACHED_GRAMMARS and total <= CACHED_BYTES:
+                    break
+                del self._grammars[key]
+                total -= size
+
+
+_FIELDS = {"json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "choice"}
+
+
+def _digest(vocab: dict[str, int], vocab_type: Optional[VocabType]) -> bytes:
+    text = json.dumps([vocab_type, sorted(vocab.items())])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

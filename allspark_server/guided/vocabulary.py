@@ -1,0 +1,95 @@
+"""Tokenizers as llguidance needs them: the checkpoint's, and of a vocabulary that comes with a request, as DashInfer's
+do, for its grammar to use instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Optional
+
+from llguidance import LLTokenizer
+
+from allspark_client.types import VocabType
+
+from ..decoders import BYTE_CHARACTERS, is_mark
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
+
+
+_NO_TEXT = "\ufdd0"  # a code point that is no character
+
+
+def without_marks(tokenizer: str) -> str:
+    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>). llguidance's drafts
+    are tokenized text, and it takes such tokens in them for the text that they are spelled with, but accepts them only
+    as <[id]>."""
+    value = json.loads(tokenizer)
+    renamed = {}
+    for token in value.get("added_tokens") or []:
+        content = token["content"]
+        if token.get("special") or is_mark(content):
+            renamed[content] = token["content"] = _NO_TEXT + content
+            token["special"] = True
+    vocab = value["model"].get("vocab")
+    if isinstance(vocab, dict):
+        value["model"]["vocab"] = {renamed.get(text, text): i for text, i in vocab.items()}
+    elif isinstance(vocab, list):
+        value["model"]["vocab"] = [[renamed.get(text, text), score] for text, score in vocab]
+    value["post_processor"] = None
+    return json.dumps(value)
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer that it does not know."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int], eos_id: int):
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos_id
+        self._ids = {token: i for i, token in reversed(list(enumerate(tokens))) if token}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of a text, the longest first: drafts alone depend on it."""
+        data, ids = text.encode() if isinstance(text, str) else text, []
+        while data:
+            length = next((n for n in range(min(self._longest, len(data)), 0, -1) if data[:n] in self._ids), 0)
+            if not length:
+                break
+            ids.append(self._ids[data[:length]])
+            data = data[length:]
+        return ids
+
+
+def tokenizer_of_vocab(
+    vocab: dict[str, int], vocab_type: Optional[VocabType], vocab_size: int, eos_ids: list[int]
+) -> LLTokenizer:
+    """A tokenizer of these tokens; ids that have none, and end-of-sequence ids, stand for no text. vocab_type None:
+    byte-level BPE's spelling. ValueError for ids that the model does not have."""
+    tokens, special = [b""] * vocab_size, sorted(eos_ids)
+    for token, i in vocab.items():
+        if i >= vocab_size:
+            raise ValueError(f"vocab has id {i} ({token!r}); the model's go to {vocab_size - 1}")
+        tokens[i] = token_bytes(token, vocab_type)
+        if i not in eos_ids and _SPECIAL.fullmatch(token):
+            special.append(i)
+    for i, token in enumerate(tokens):
+        if not token:
+            tokens[i] = f"<[{i}]>".encode()
+            special.append(i)
+    return LLTokenizer(_Vocabulary(tokens, sorted(set(special)), eos_ids[0]), n_vocab=vocab_size, eos_token=eos_ids)
+
+
+def token_bytes(token: str, vocab_type: Optional[VocabType]) -> bytes:
+    """The bytes that a token stands for, as a tokenizer of this family spells them."""
+    if vocab_type in (VocabType.VOCAB_TYPE_SPM, VocabType.VOCAB_TYPE_UGM):
+        byte = _BYTE.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+    if vocab_type == VocabType.VOCAB_TYPE_WPM:
+        # Words go without the spaces between that decoding puts there, and which grammars need not know.
+        return token.removeprefix("##").encode()
+    if all(character in BYTE_CHARACTERS for character in token):
+        return bytes(BYTE_CHARACTERS[character] for character in token)
+    return token.encode()

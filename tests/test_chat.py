@@ -1,0 +1,346 @@
+"""Chat formats: recorded answers taken apart however they are cut, prompts, and grammars of forced calls."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tokenizers
+
+from allspark_client.chat import ChatOptions, check_messages
+from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCallBegin, chat_format, chat_format_of
+from allspark_server.chat.formats import opened_in
+from allspark_server.chat.prompt import forced_calls, opened, render
+from allspark_server.guided import Guide
+from allspark_server.text import Tokenizer
+from test_guided import EOS, FABLE, VOCAB, walk
+
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "The weather of a place.",
+    "parameters": {"type": "object", "properties": {
+        "city": {"type": "string", "maxLength": 10}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["city"], "additionalProperties": False}}}
+TIME = {"type": "function", "function": {"name": "now", "parameters": {
+    "type": "object", "properties": {"zone": {"$ref": "#/$defs/zone"}}, "required": ["zone"],
+    "additionalProperties": False, "$defs": {"zone": {"enum": ["UTC", "CET"]}}}}}
+TOOLS = [WEATHER, TIME]
+
+
+def joined(events):
+    """(content, reasoning, [(name, arguments)]) of events."""
+    content, reasoning, calls = "", "", []
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, ToolCallBegin):
+            assert event.index == len(calls) and event.id
+            calls.append([event.name, ""])
+        else:
+            assert isinstance(event, ToolCallArguments) and event.index == len(calls) - 1 and event.delta
+            calls[event.index][1] += event.delta
+    return content, reasoning, [tuple(call) for call in calls]
+
+
+def parse(name, pieces, tools=TOOLS, choice=None, opened=""):
+    parser = chat_format(name).parser(tools, choice, opened)
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return joined(events + parser.finish())
+
+
+PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": 2}'
+# What models of these families have written, in the form that their model cards and templates publish.
+RECORDED = [
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", "",
+     [("get_weather", PARIS)]),
+    ("hermes", 'I will look.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+     '<tool_call>\n{"arguments": {"city": "Berlin", "days": 2}, "name": "get_weather"}\n</tool_call>',
+     "I will look.", "",
+     [("get_weather", PARIS), ("get_weather", BERLIN)]),
+    ("hermes", '<think>\nThe user asks.\nSo I call.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n'
+     "</tool_call>", "", "The user asks.\nSo I call.", [("now", "{}")]),
+    ("hermes", "<think>\n\n</think>\n\nIt is 12 o'clock.\n", "It is 12 o'clock.\n", "", []),
+    ("hermes", "a < b and <tool_calls> are no calls  ", "a < b and <tool_calls> are no calls  ", "", []),
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": "{\\"zone\\": \\"UTC\\"}"}\n</tool_call>', "", "",
+     [("now", '{"zone": "UTC"}')]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call> Done.', " Done.", "", [("now", "{}")]),
+    ("hermes", 'So <tool_call>\n{"name": 5}</tool_call>', 'So <tool_call>\n{"name": 5}</tool_call>', "", []),
+    ("hermes", "<tool_call>\nnow()\n</tool_call>", "<tool_call>\nnow()\n</tool_call>", "", []),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a}\\"]\\u00e9<\\/tool_call>", '
+     '"x": [{}, {"y": [1]}]}}\n</tool_call>', "", "",
+     [("get_weather", '{"city": "a}\\"]\\u00e9<\\/tool_call>", "x": [{}, {"y": [1]}]}')]),
+    ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par', "", "",
+     [("get_weather", '{"city": "Par')]),
+    ("hermes", '<tool_call>\n{"name": "get_we', '<tool_call>\n{"name": "get_we', "", []),
+    ("llama3", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", "", [("get_weather", PARIS)]),
+    ("llama3", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": '
+     '{"zone": "UTC"}}', "", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
+    ("llama3", '{"type": "function", "name": "now", "parameters": {"zone": "UTC"}}\n', "", "",
+     [("now", '{"zone": "UTC"}')]),
+    ("llama3", '{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', "", []),
+    ("llama3", ' {"answer": 42} is it.', ' {"answer": 42} is it.', "", []),
+    ("llama3", 'Sure: {"name": "now", "parameters": {}}', 'Sure: {"name": "now", "parameters": {}}', "", []),
+    ("llama3", '<|python_tag|>brave_search.call(query="x")', 'brave_search.call(query="x")', "", []),
+    ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", "",
+     [("get_weather", PARIS)]),
+    ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "VvvODy9mT"}, '
+     '{"name": "now", "arguments": {"zone": "UTC"}}]', "", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
+    ("mistral", 'Let me see.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{"zone": "UTC"}',
+     "Let me see.", "", [("get_weather", PARIS), ("now", '{"zone": "UTC"}')]),
+    ("mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}', "", "", [("get_weather", PARIS)]),
+    ("mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}', "", "", [("get_weather", PARIS)]),
+    ("mistral", "[THINK]Hm, hm.[/THINK]The answer [TOOL] is 5.", "The answer [TOOL] is 5.", "Hm, hm.", []),
+    ("glm45", "<think>I should look.</think>\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+     "<arg_value>Paris</arg_value>\n</tool_call>", "", "I should look.", [("get_weather", PARIS)]),
+    ("glm45", "\n<think></think>\nOK\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Berlin</arg_value>\n"
+     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>", "OK", "",
+     [("get_weather", BERLIN), ("now", "{}")]),
+    ("glm45", '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>12 "a"\nb</arg_value>\n'
+     '<arg_key>more</arg_key>\n<arg_value>{"x":[1,"y"]}</arg_value>\n<arg_key>word</arg_key>\n'
+     '<arg_value>a word</arg_value>\n</tool_call>', "", "",
+     [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
+    ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
+     [("get_weather", '{"city": "Par')]),
+    ("plain", "<think>a</think>b<tool_call>", "b<tool_call>", "a", []),
+]
+
+
+@pytest.mark.parametrize("name, text, content, reasoning, calls", RECORDED)
+def test_recorded_answers_however_they_are_cut(name, text, content, reasoning, calls):
+    expected = (content, reasoning, calls)
+    assert parse(name, [text]) == expected
+    assert parse(name, text) == expected
+    for at in range(len(text)):
+        assert parse(name, [text[:at], text[at:]]) == expected, at
+    draw = random.Random(0)
+    for _ in range(20):
+        cuts = sorted(draw.sample(range(len(text)), min(4, len(text) - 1)))
+        assert parse(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == expected
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "plain"])
+def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
+    draw = random.Random(name)
+    parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}",
+             "[", "]", '"', '{"name": "now", ', '"arguments": ', '"parameters": ', "{}", ",", ":", ";", "\n", " ",
+             "now", "5", "\\", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\u00e9", "[CALL_ID]", "[THINK]",
+             "<", "</"]
+    for _ in range(300):
+        text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
+        whole = parse(name, [text])
+        assert parse(name, text) == whole, text
+        cut = draw.randrange(len(text))
+        assert parse(name, [text[:cut], "", text[cut:]]) == whole, text
+
+
+def test_arguments_and_content_come_as_they_are_written():
+    parser = chat_format("hermes").parser(TOOLS)
+    assert parser.feed("Hello <") == [Content("Hello")] and parser.feed("b") == [Content(" <b")]
+    assert parser.feed('<tool_call>{"name": "now"') == [ToolCallBegin(0, ANY, "now")]
+    assert parser.feed(', "arguments": {"zo') == [ToolCallArguments(0, '{"zo')]
+    assert parser.feed('ne"') == [ToolCallArguments(0, 'ne"')]
+    thinking = chat_format("hermes").parser(TOOLS, opened="<think>\n")
+    assert thinking.feed("Well") == [Reasoning("Well")]
+    assert joined(thinking.feed(" then\n</think>\n\nfine")) == ("fine", " then", [])
+
+
+class _Any:
+    def __eq__(self, other):
+        return True
+
+
+ANY = _Any()
+
+
+def test_without_tools_nothing_is_a_call():
+    text = '<think>x</think><tool_call>{"name": "now"}</tool_call>'
+    assert parse("hermes", text, tools=[]) == (text[16:], "x", [])
+    assert parse("hermes", text, choice="none") == (text[16:], "x", [])
+
+
+def test_the_format_is_the_checkpoints():
+    assert chat_format_of({"default": "... <tool_call> ... "}, "qwen2") == "hermes"
+    assert chat_format_of({"default": "<tool_call><arg_key>"}, "glm4_moe") == "glm45"
+    assert chat_format_of({"default": "", "tool_use": "[TOOL_CALLS]"}, "llama") == "mistral"
+    assert chat_format_of({"default": "<|python_tag|>"}, "llama") == "llama3"
+    assert chat_format_of({}, "qwen3") == "hermes" and chat_format_of({}, "mistral") == "mistral"
+    with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, pl"):
+        chat_format("gpt")
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------
+
+
+QWEN = (
+    "{%- if tools %}{{- 'TOOLS\\n' }}{%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}{%- endif %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + (m.content or '') }}"
+    "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' }}{{- c.function.name }}{{- c.function.arguments | tojson }}"
+    "{%- endfor %}{{- '<|im_end|>\\n' }}{%- endfor %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- if open %}{{- '<think>\\n' }}{%- endif %}"
+)
+
+
+def with_template(template):
+    backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    return Tokenizer(backend, {}, {"default": template}, "it")
+
+
+CALLED = {"role": "assistant", "content": None, "tool_calls": [
+    {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}]}
+
+
+def test_tools_parts_and_calls_are_in_the_prompt():
+    tokenizer = with_template(QWEN)
+    messages = check_messages([
+        {"role": "user", "content": [{"type": "text", "text": "When?"}, {"type": "text", "text": "Now?"}]}, CALLED,
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}])
+    text = render(tokenizer, messages, ChatOptions(tools=[TIME]))
+    assert text.startswith('TOOLS\n{"type": "function", "function": {"name": "now"')
+    assert "When?\nNow?" in text and '<tool_call>now{"zone": "UTC"}' in text and "tool\n12:00" in text
+    assert "TOOLS" not in render(tokenizer, messages, ChatOptions(tools=[TIME], tool_choice="none"))
+    text = render(tokenizer, messages, ChatOptions(chat_template_kwargs={"enable_thinking": False}))
+    assert text.endswith("</think>\n\n") and opened_in(text) == ""
+    text = render(tokenizer, messages, ChatOptions(chat_template_kwargs={"open": True}))
+    assert opened(tokenizer, tokenizer.encode(text)) == "<think>\n"
+    parts = with_template("{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}")
+    assert render(parts, messages[:1], ChatOptions()) == "[When?][Now?]"
+
+
+@pytest.mark.parametrize("template, error", [
+    ("{{ 1 }}\n\n{{ raise_exception('no tools here') }}", "refused the messages in line 3: no tools here"),
+    ("{{ 1 }}\n{{ messages[0].nothing.more }}", "refused the messages in line 2: .*nothing"),
+    ("x\n{{ 1 / 0 }}", "failed on the messages in line 2: ZeroDivisionError"),
+    ("{% for %}", "has an error in line 1"),
+])
+def test_errors_of_templates_name_the_line(template, error):
+    with pytest.raises(ValueError, match=f"the chat template of it {error}"):
+        render(with_template(template), [{"role": "user", "content": "x"}], ChatOptions())
+
+
+@pytest.mark.parametrize("values, kind, error", [
+    ({"tools": {}}, TypeError, "tools must be a list"),
+    ({"tools": [5]}, TypeError, r"tools\[0\] must be a dict"),
+    ({"tools": [{"type": "code"}]}, ValueError, r"tools\[0\]\.type='code'"),
+    ({"tools": [{"type": "function"}]}, TypeError, r"tools\[0\]\.function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, ValueError, r"tools\[0\]\.function\.name='a b'"),
+    ({"tools": [TIME, TIME]}, ValueError, r"tools\[1\]\.function\.name='now' is the name of another"),
+    ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 5}}]}, TypeError, r"function\.parameters"),
+    ({"tool_choice": "any"}, ValueError, "tool_choice='any' is not known; allowed: auto, none, required"),
+    ({"tool_choice": "required"}, ValueError, "needs tools"),
+    ({"tool_choice": 5}, TypeError, "tool_choice"),
+    ({"tools": [TIME], "tool_choice": {"type": "function", "function": {"name": "x"}}}, ValueError,
+     r"tool_choice\.function\.name='x' is none of the tools: now"),
+    ({"chat_template_kwargs": {"tools": []}}, ValueError, "chat_template_kwargs must not hold 'tools'"),
+    ({"chat_template_kwargs": {"x": {1}}}, ValueError, "chat_template_kwargs is not plain JSON"),
+    ({"parallel_tool_calls": "no"}, TypeError, "parallel_tool_calls"),
+])
+def test_wrong_options_are_named(values, kind, error):
+    with pytest.raises(kind, match=error):
+        ChatOptions(**values).check()
+
+
+@pytest.mark.parametrize("message, kind, error", [
+    (5, TypeError, r"messages\[0\] must be a dict"),
+    ({"role": "user"}, ValueError, r"messages\[0\] has no 'content'"),
+    ({"role": 5, "content": ""}, ValueError, r"messages\[0\]\['role'\]"),
+    ({"role": "user", "content": 5}, TypeError, r"messages\[0\]\['content'\] must be a str or a list"),
+    ({"role": "user", "content": [{"type": "image_url"}]}, ValueError, r"\['content'\]\[0\]\.type='image_url'"),
+    ({"role": "user", "content": [{"type": "text"}]}, TypeError, r"\['content'\]\[0\]\.text"),
+    ({"role": "assistant", "tool_calls": [{}]}, ValueError, r"\['tool_calls'\]\[0\]"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}, ValueError,
+     r"\[0\]\.function\.arguments is not valid JSON"),
+    ({"role": "user", "content": "\ud800"}, ValueError, "no valid Unicode"),
+])
+def test_wrong_messages_are_named(message, kind, error):
+    with pytest.raises(kind, match=error):
+        check_messages([message])
+
+
+# ---- forced calls -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guide():
+    guide = Guide((FABLE / "tokenizer.json").read_text(), VOCAB, [EOS])
+    yield guide
+    guide.close()
+
+
+def check_calls(calls, tools=TOOLS):
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+    assert calls
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), schemas[name])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45"])
+def test_forced_calls_are_calls(guide, name):
+    tokenizer = with_template("")
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+        options = ChatOptions(tools=TOOLS, tool_choice=choice).check()
+        grammar = guide.compile(forced_calls(tokenizer, chat_format(name), options, tokenizer.encode("Hello")))
+        for seed in range(6):
+            text = tokenizer.decode(walk(grammar.matcher([EOS]), seed, longest=3000))
+            content, reasoning, calls = parse(name, text, choice=choice)
+            check_calls(calls)
+            assert not content and not reasoning
+            if choice != "required":
+                assert [called for called, _ in calls] == ["now"]
+
+
+def test_forced_calls_after_what_the_prompt_has_begun(guide):
+    tokenizer = with_template("<think>")
+    options = ChatOptions(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+
+    def grammar(prompt):
+        return guide.compile(forced_calls(tokenizer, chat_format("hermes"), options, tokenizer.encode(prompt)))
+
+    text = 'Let me think.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    assert grammar("assistant\n<think>\n").matcher([EOS], tokenizer.encode(text)).must_stop
+    call = text[text.index("<tool_call>"):]
+    assert grammar("assistant\n<think>\n\n</think>\n\n").matcher([EOS], tokenizer.encode(call)).must_stop
+    assert grammar("assistant\n").matcher([EOS], tokenizer.encode(call)).must_stop
+    assert grammar("assistant\n").matcher([EOS], tokenizer.encode("<think>" + text)).must_stop
+
+
+def test_marks_that_are_special_tokens():
+    backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    backend.add_special_tokens(["[TOOL_CALLS]"])
+    backend.add_tokens(["<tool_call>", "</tool_call>"])  # as Qwen's: no special tokens
+    tokenizer = Tokenizer(backend, {}, {"default": ""}, "it")
+    guide = Guide(backend.to_str(), VOCAB, [EOS])
+    options = ChatOptions(tools=TOOLS, tool_choice="required")
+    try:
+        for name, text in (("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC"}}]'),
+                           ("hermes", '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>')):
+            form = chat_format(name)
+            ids = tokenizer.encode(text)
+            assert ids[0] >= 1536
+            grammar = guide.compile(forced_calls(tokenizer, form, options, tokenizer.encode("Hello")))
+            assert grammar.matcher([EOS], ids).may_stop
+            assert grammar.matcher([EOS]).forced()[0] == ids[0]
+            stream = tokenizer.detokenizer(form.markers)
+            pieces = [stream.push([i]) for i in ids] + [stream.finish()]
+            assert parse(name, pieces) == ("", "", [("now", '{"zone": "UTC"}')])
+        # Spelled in text, they are text.
+        matcher = guide.compile({"type": "choice", "choice": ["a<tool_call>b"]}).matcher([EOS])
+        assert len(walk(matcher, 0)) > 4 and matcher.must_stop
+    finally:
+        guide.close()
+
+
+def test_the_parser_needs_no_engine():
+    import subprocess
+    import sys
+
+    program = ("import sys, allspark_server.chat\n"
+               "bad = {'tokenizers', 'llguidance', 'numpy.random', 'mpi4py', 'torch', 'allspark_server._native'}\n"
+               "print(sorted(bad & set(sys.modules)))")
+    root = Path(__file__).parents[1]
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
+    assert found.stdout.strip() == "[]", found.stderr
