@@ -224,12 +224,15 @@ def requirements() -> dict:
         "jsonschema>=4.20",
         "matplotlib>=3.7",
         "httpx>=0.27",
-        "openai>=1.60",
+        "openai>=1.66",
+        "anthropic>=0.40",
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
     ]
+    # What tests/test_http_clients.py and its like bring to the doors, each skipped where it is not installed.
+    clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}
+            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
 
 
 def options() -> dict:
