@@ -36,6 +36,7 @@ from allspark_client.version import __version__
 
 from .chat import chat_format_of
 from .fingerprint import fingerprint
+from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
 from .prepare import Obstacle, prepare, size_before
@@ -89,7 +90,7 @@ class Engine(AbstractEngine):
     # --- models ---
 
     def install_model(self, config: AsModelConfig) -> AsStatus:
-        config = copy.deepcopy(check_config(config))
+        config = with_local_paths(check_config(config))
         check_available(config)
         self._install(config)
         return _SUCCESS

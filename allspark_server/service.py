@@ -28,6 +28,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 
 from .access import Access, Client, ModelRoots, Role
+from .hub import with_local_paths
 from .listen import listen
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
 
@@ -438,7 +439,7 @@ class Service:
             raise ValueError(f"what was sent is no {message_type.DESCRIPTOR.name} message: {error}") from None
 
     def _install(self, request: pb.InstallModelRequest) -> pb.Done:
-        config = convert.model_config_from_pb(request.config)
+        config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)
         self._roots.check_model(config)
         try:
             self._engine.install_model(config)

@@ -46,7 +46,7 @@ def describe(endpoints: list[tuple[str, str, Endpoint]]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "allspark", "version": __version__,
-                 "description": "OpenAI's API, Anthropic's messages, and what vLLM adds, in front of a pool of engines."},
+                 "description": "OpenAI's API, Anthropic's messages, and what vLLM adds, before a pool of engines."},
         "paths": paths,
         "components": {
             "schemas": {**definitions.get("$defs", {}), "Error": _ERROR},
