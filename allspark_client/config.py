@@ -92,6 +92,8 @@ class AsModelConfig(Checked):
     target_token_latency: float = float_field(0.0, 0.0)
     #: requests that may wait before new ones are refused
     max_queue: int = int_field(10_000, 0, INT32_MAX)
+    #: bytes that they may take; 0: chosen
+    max_queue_memory: int = int_field(0, 0, INT64_MAX)
     speculation: str = choice_field("off", ("off", "prompt_lookup", "draft"))
     #: checkpoint for speculation="draft"
     draft_model: str = path_field("")
@@ -317,6 +319,8 @@ class GenerateConfig(Checked):
     user_request_id: str = str_field("")
     #: higher goes first: one level is worth 30 s of waiting, and levels beyond ±10 count as ±10
     priority: int = int_field(0, -INT32_MAX, INT32_MAX)
+    #: seconds after which a request that has not begun ends with an error; 0: it waits however long it takes
+    queue_timeout: float = float_field(0.0, 0.0)
     #: prefix-cache entries are shared only within one salt
     cache_salt: str = str_field("")
     #: samples of the prompt
@@ -347,6 +351,11 @@ class GenerateConfig(Checked):
         """Check what concerns several fields; returns self, raises ValueError."""
         if self.max_length is not None and self.min_length > self.max_length:
             raise ValueError(f"min_length={self.min_length} exceeds max_length={self.max_length}")
+        if self.pooling is not None:
+            for name, neutral in (("n", 1), ("logprobs", False), ("prompt_logprobs", None), ("response_format", None)):
+                if getattr(self, name) != neutral:
+                    raise ValueError(f"pooling={self.pooling!r} makes an embedding, for which nothing is drawn: "
+                                     f"{name}={getattr(self, name)!r} has no meaning with it")
         return self
 
     def with_seed(self) -> "GenerateConfig":
@@ -552,9 +561,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
             raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
-        for name in ("prompt_logprobs", "pooling"):
-            if getattr(config, name) is not None:
-                raise not_available(name)
         for name in ("vocab", "vocab_type"):
             if getattr(config, name) is not None:
                 raise not_available(f"{name} (guided output)")

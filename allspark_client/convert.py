@@ -60,7 +60,8 @@ def as_allspark_error(error: pb.Error) -> AllSparkError:
 _SAME = ("do_sample", "seed", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty",
          "frequency_penalty", "suppress_repetition_in_generation", "no_repeat_ngram_size", "min_length", "max_length",
          "max_new_tokens", "early_stopping", "logprobs", "top_logprobs", "lora_name", "vocab_type", "uuid",
-         "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling")
+         "user_request_id", "priority", "cache_salt", "n", "min_p", "prompt_logprobs", "pooling",
+         "queue_timeout")
 
 
 def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
@@ -136,7 +137,7 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
-                                 want_text=spec.want_text)
+                                 want_text=spec.want_text, tenant=spec.tenant)
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
@@ -180,7 +181,8 @@ def _from_json(name: str, text: str) -> Any:
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     """Raises ValueError for a request that no engine would take."""
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
-                       generated=list(message.generated), want_text=message.want_text)
+                       generated=list(message.generated), want_text=message.want_text, tenant=message.tenant)
+    spec.check_tenant()
     kind = message.WhichOneof("prompt")
     if kind == "input_ids":
         spec.input_ids = list(message.input_ids.ids)

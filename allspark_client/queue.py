@@ -123,7 +123,7 @@ class ResultQueue:
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise AllSparkError(self._error.status, self._error.message)
+            raise AllSparkError(self._error.status, self._error.message, self._error.retryable)
 
     # --- the engine's side ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from .chat import ChatOptions
 from .config import GenerateConfig
+from .fields import valid_unicode
+
+MAX_TENANT_BYTES = 256
 
 
 @dataclass
@@ -26,11 +29,19 @@ class RequestSpec:
     want_text: bool = False
     #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
     opened: str = ""
+    #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
+    tenant: str = ""
 
     def set_prompt(self, ids: list[int]) -> None:
         """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on
         another day, may become others."""
         self.input_ids, self.text, self.messages = ids, None, None
+
+    def check_tenant(self) -> None:
+        """Raises ValueError for a name that is too long, or cannot be sent."""
+        size = len(valid_unicode("tenant", self.tenant).encode())
+        if size > MAX_TENANT_BYTES:
+            raise ValueError(f"tenant={self.tenant[:40]!r}… has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
 
     @property
     def prompt_len(self) -> int:

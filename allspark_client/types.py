@@ -226,6 +226,7 @@ class ModelInfo:
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
     chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
+    embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
     #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
     #: door applies them (HTTP's does)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
                        help="a checkpoint, or an AsModelConfig as JSON, to load and start; repeatable")
     rank0.add_argument("--state-file", help="what is installed is kept here, and restored from here")
     rank0.add_argument("--token-file", help="clients must present a token of this file: a line 'ROLE TOKEN' for each, "
-                                            "with a role of read, generate and admin; or one token, of an admin")
+                                            "with a role of read, generate, door or admin; or one token, of an admin")
     rank0.add_argument("--tls-cert", help="PEM certificate of the server")
     rank0.add_argument("--tls-key", help="PEM key of the server")
     rank0.add_argument("--tls-ca", help="PEM certificates that sign clients; makes client certificates required")

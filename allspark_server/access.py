@@ -32,7 +32,28 @@ class Role(enum.Enum):
 
     READ = "read"           # information and statistics
     GENERATE = "generate"   # that, and requests
+    DOOR = "door"           # that, and requests for tenants that it names: of a door in front of the group
     ADMIN = "admin"         # everything
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who a call comes from: what it may do, and whose shares and limits its requests count for. `tenant` is empty
+    where nothing tells clients apart but their connections."""
+
+    role: Role
+    tenant: str = ""
+
+    def tenant_of(self, named: str, connection: str) -> str:
+        """The tenant of a request of this client's, which may name one. AllSparkError if it may not."""
+        own = self.tenant or connection
+        if not named or named == own:
+            return own
+        if self.role not in (Role.DOOR, Role.ADMIN):
+            raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                                f"a request for tenant {named[:80]!r} needs the role {Role.DOOR.value} or "
+                                f"{Role.ADMIN.value}; this client's is {self.role.value}")
+        return named
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -41,7 +62,7 @@ class Role(enum.Enum):
 def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
     """The tokens of a file and the role of each.
 
-    One `ROLE TOKEN` a line, roles read, generate and admin; blank lines and lines that begin with # do not count. A
+    One `ROLE TOKEN` a line, roles read, generate, door and admin; blank lines and lines that begin with # do not count. A
     file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
@@ -172,19 +193,22 @@ class Access:
         """Whether clients need a token or a certificate."""
         return bool(self.tokens) or self.tls is not None and self.tls.ca is not None
 
-    def role(self, context: Any) -> Role | None:
-        """Of the client behind a gRPC call; None if it shows no valid token where one is needed."""
+    def client(self, context: Any) -> Client | None:
+        """Behind a gRPC call; None if it shows no valid token where one is needed."""
         if self._digests:
-            given = dict(context.invocation_metadata() or ()).get("authorization", "")
-            given = given.encode() if isinstance(given, str) else given
-            digest, role = _digest(given), None
-            for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
-                if hmac.compare_digest(digest, expected):
-                    role = its_role
-            return role
+            return self.bearer(dict(context.invocation_metadata() or ()).get("authorization", ""))
         if self.tls is not None and self.tls.ca is not None and not is_unix(context.peer()):
-            return self.tls_role
-        return Role.ADMIN
+            names = b",".join(context.peer_identities() or ()).decode(errors="replace")
+            return Client(self.tls_role, f"certificate:{names[:200]}" if names else "")
+        return Client(Role.ADMIN)
+
+    def bearer(self, header: str | bytes) -> Client | None:
+        """Who shows this authorization header; None if there is no such token."""
+        digest, role = _digest(header.encode() if isinstance(header, str) else header), None
+        for expected, its_role in self._digests:    # all of them: the time does not tell which one it was
+            if hmac.compare_digest(digest, expected):
+                role = its_role
+        return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
 
 
 def _digest(header: bytes) -> bytes:

@@ -14,7 +14,11 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
+from .sinks import prompt_elements
+
 if TYPE_CHECKING:
+    import numpy as np
+
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -26,6 +30,10 @@ MAX_PENDING = 4_000_000
 MAX_PENDING_OF_ALL = 2 * MAX_PENDING
 #: News that may wait for the event loop before the output stage merges them itself.
 _MAX_FILED = 1 << 14
+
+
+def _values(tensors: list[dict[str, Any]]) -> int:
+    return sum(array.size for tensor in tensors for array in tensor.values())
 
 
 @dataclass
@@ -41,6 +49,14 @@ class _Pending:
     error: AllSparkError | None = None
     stat: dict[str, float] | None = None
     reason: str = ""
+
+    def add_prompt(self, elements: GeneratedElements) -> int:
+        """Takes what was wanted of the prompt; returns its size."""
+        self.elements.append(elements)
+        self.texts.append([])
+        size = sum(map(len, elements.prompt_logprobs_list)) + _values(elements.tensors_from_model_inference)
+        self.size += size
+        return size
 
     def add(self, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]], text: str | None,
             cached: int) -> int:
@@ -72,6 +88,10 @@ class _RequestSink:
                  text: str | None, cached: int) -> None:
         self._stream.file((self._id, sample, token, logprob, top, text, cached))
 
+    def on_prompt(self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]],
+                  embedding: np.ndarray | None) -> None:
+        self._stream.file((self._id, _OF_PROMPT, prompt_elements(sample, logprobs, embedding), None, None, "", 0))
+
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
 
@@ -81,9 +101,9 @@ class _RequestSink:
 
 
 #: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached), or, of a status or an end,
-#: (id, _NO_SAMPLE, status, error, stat, reason, 0).
+#: (id, _NO_SAMPLE, status, error, stat, reason, 0), or of a prompt (id, _OF_PROMPT, elements, None, None, "", 0).
 _News = tuple[int, int, Any, Any, Any, Any, int]
-_NO_SAMPLE = -1
+_NO_SAMPLE, _OF_PROMPT = -1, -2
 
 
 class Backlog:
@@ -200,6 +220,8 @@ class ClientStream:
                 pending.status = news[2]
                 if news[4] is not None:
                     pending.error, pending.stat, pending.reason = news[3:6]
+            elif news[1] == _OF_PROMPT:
+                self._size += pending.add_prompt(news[2])
             else:
                 self._size += pending.add(*news[1:])
             if pending.answered:

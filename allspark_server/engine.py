@@ -43,7 +43,7 @@ from .chat import chat_format_of
 from .fingerprint import fingerprint
 from .output import End, OutputStage
 from .pipeline import Pipeline
-from .prepare import Obstacle, prepare
+from .prepare import Obstacle, prepare, size_before
 from .request import Request
 from .runtime.group import Group, LocalGroup
 from .served_model import ServedModel
@@ -197,21 +197,21 @@ class Engine(AbstractEngine):
         `obstacle`: what it waits for before it may be computed."""
         model = self._model(spec.model)
         model.check_running()
-        queue, samples, tokens = model.queue, spec.config.n, 0
-        queue.reserve(samples)  # before the work of reading the prompt
+        spec.check_tenant()
+        queue, samples, size = model.queue, spec.config.n, size_before(spec)
+        queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
         try:
             prepared = prepare(spec, model.info, model.tokenizer, model.keys)
             prepared.obstacle = obstacle
-            queue.reserve_tokens(prepared.tokens)
-            tokens = prepared.tokens
+            queue.resize(spec.tenant, size, prepared.size)
+            size = prepared.size
             request = Request(next(self._handles), sink, prepared)
             with self._lock:
                 self._post(functools.partial(model.enqueue, request))
                 self._requests[request.handle] = (model, request)
                 self._forget_old()
         except BaseException:
-            queue.unreserve(samples)
-            queue.unreserve_tokens(tokens)
+            queue.unreserve(spec.tenant, samples, size)
             raise
         if obstacle is not None:
             obstacle.gone.add_done_callback(lambda _: self._post_quietly(functools.partial(model.unblock, request)))
@@ -477,7 +477,12 @@ class Engine(AbstractEngine):
             if idle or not self._commands.empty():
                 if idle and self._commands.empty():
                     self.busy_since = 0.0
-                command = self._commands.get()
+                try:
+                    command = self._commands.get(timeout=self._seconds_to_deadline() if idle else None)
+                except queue.Empty:
+                    for model in self._models.values():
+                        model.expire()
+                    continue
                 self.busy_since = time.monotonic()
                 if command is None:
                     break
@@ -485,6 +490,11 @@ class Engine(AbstractEngine):
                 continue  # all that is known goes into the next step
             self.busy_since = time.monotonic()
             pipeline.advance(stepping)
+
+    def _seconds_to_deadline(self) -> Optional[float]:
+        """How long the thread may sleep: until a request that cannot begin must end."""
+        return min((left for model in self._models.values() if (left := model.seconds_to_deadline()) is not None),
+                   default=None)
 
     def _perish(self, message: str) -> None:
         """The end of the engine's thread by an error."""

@@ -142,6 +142,13 @@ class OutputStage:
 
     def _deliver(self, output: StepOutput) -> None:
         outcome, result, now = output.outcome, output.result, output.now
+        for probed in outcome.probed:
+            request = probed.sequence.owner.request
+            if request.sink is not None:
+                try:
+                    request.deliver_prompt(probed)
+                except Exception as error:
+                    self._give_up(request, error)
         ended = {index for index, _ in outcome.ended}
         tokens = result.tokens.tolist()
         logprobs: Optional[list[float]] = None

@@ -3,6 +3,8 @@ the callers' threads."""
 
 from __future__ import annotations
 
+import math
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Iterable, Optional
@@ -16,11 +18,16 @@ from allspark_client.types import ModelInfo
 from .cache import SpanKeys
 from .chat import formats
 from .chat import prompt as chats
-from .runtime.plan import SamplingParams
-from .scheduler import Sequence, StopRules
+from .queue_limits import SEQUENCE_BYTES
+from .runtime.plan import Flag, SamplingParams
+from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
 
 if TYPE_CHECKING:
     from .text import StreamDetokenizer, Tokenizer
+
+
+#: Log probabilities of one prompt, the likeliest ones included, that one message carries.
+MAX_PROMPT_PAIRS = 1_000_000
 
 
 @dataclass
@@ -36,17 +43,34 @@ class Obstacle:
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
     spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted."""
+    wanted; when it ends if it has not begun, on the monotonic clock."""
 
     sequences: list[Sequence]
     top_logprobs: int
     detokenizers: list[Optional[StreamDetokenizer]]
+    prompt_logprobs: int = 0  # how many of the likeliest are wanted beside each token of the prompt, if they are
+    pooling: Optional[str] = None
+    deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
 
     @property
-    def tokens(self) -> int:
-        """Of all sequences."""
-        return sum(len(sequence.tokens) for sequence in self.sequences)
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self.sequences[0].tenant
+
+    @property
+    def size(self) -> int:
+        """Bytes that all sequences take in this process."""
+        return sum(sequence.size for sequence in self.sequences)
+
+
+def size_before(spec: RequestSpec) -> int:
+    """Bytes that a request takes in this process until it is prepared, about."""
+    words = sum(map(len, (*spec.config.stop_words_ids, *spec.config.bad_words_ids))) + len(spec.config.logit_bias)
+    size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + len(spec.generated))
+    if spec.input_ids is not None:
+        return size + TOKEN_BYTES * len(spec.input_ids)
+    return size + len(str(spec.text or spec.messages))
 
 
 def prepare(
@@ -87,6 +111,7 @@ def prepare(
             f"{len(prompt) + len(generated)} tokens can never fit the cache of model {info.name!r}: "
             f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
         )
+    probe = _probe(config, prompt, generated, info)
     eos = eos_ids(config, info)
     stop = StopRules(
         limit,
@@ -99,25 +124,51 @@ def prepare(
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
         keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
+    words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
     sequences: list[Sequence] = []
     for index in range(config.n):
-        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size])
+        sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
         sequences.append(
             Sequence(
                 tokens=prompt + generated,
                 prompt_len=len(prompt),
-                sampling=sampling.encode(),
+                sampling=sampling,
                 stop=stop,
                 priority=config.priority,
                 salt=config.cache_salt,
-                leader=sequences[0] if sequences else None,
+                probe=None if sequences else probe,  # one sample is enough
+                draws=config.pooling is None,
+                tenant=spec.tenant,
+                extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
                 keys=list(chain),
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
     markers = () if chat_format is None else chat_format.markers
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer, markers) for _ in sequences])
+    timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
+    deadline = time.monotonic() + timeout if timeout else math.inf
+    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer, markers) for _ in sequences],
+                           config.prompt_logprobs or 0, config.pooling, deadline)
+
+
+def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
+    """What is wanted of the prompt's rows; None: nothing, or the client has it already."""
+    if config.pooling is not None:
+        if not info.embeddings:
+            raise AllSparkError(
+                AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                f"model {info.name!r} was serialized without the op that hands out hidden states: pooling="
+                f"{config.pooling!r} needs it; convert its checkpoint again",
+            )
+        return Probe(int(Flag.HIDDEN), config.pooling == "mean")
+    if config.prompt_logprobs is None or generated or len(prompt) == 1:
+        return None
+    pairs = len(prompt) * (1 + config.prompt_logprobs)
+    if pairs > MAX_PROMPT_PAIRS:
+        raise _exceeds(f"prompt_logprobs={config.prompt_logprobs} of {len(prompt)} tokens are {pairs} log "
+                       f"probabilities; at most {MAX_PROMPT_PAIRS} are given")
+    return Probe(int(Flag.PROMPT), True)
 
 
 def _detokenizer(
@@ -180,6 +231,8 @@ def length_limit(config: GenerateConfig, prompt_len: int, generated: int, info: 
         if config.max_length > limit:
             raise _exceeds(f"max_length={config.max_length} exceeds engine_max_length={limit} of model {info.name!r}")
         limit = config.max_length
+    if config.pooling is not None and prompt_len <= limit:
+        return prompt_len
     if prompt_len >= limit:
         which = "engine_max_length" if limit == info.max_length else "max_length"
         raise _exceeds(

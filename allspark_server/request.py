@@ -8,11 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
+import numpy as np
+
 from allspark_client.errors import AllSparkError
 from allspark_client.types import GenerateRequestStatus
 
 from .prepare import Obstacle, PreparedRequest
-from .scheduler import FinishReason, Sequence
+from .scheduler import FinishReason, Probed, Sequence
 from .sinks import Sink
 
 if TYPE_CHECKING:
@@ -23,6 +25,37 @@ logger = logging.getLogger(__name__)
 _STATUS_WITH_TOKEN = {1: GenerateRequestStatus.ContextFinished, 2: GenerateRequestStatus.Generating}
 
 
+class PromptResults:
+    """What rows of one prompt gave, as it comes."""
+
+    def __init__(self, sequence: Sequence, top: int, pooling: Optional[str]):
+        """top: how many of the likeliest tokens are wanted beside each of the prompt's own."""
+        self._follows = sequence.tokens[1 : sequence.prompt_len]
+        self._top, self._pooling = top, pooling
+        self._sum: Optional[np.ndarray] = None  # of hidden states, in the order of the positions; or the last one
+        self._rows = 0
+        #: of each token but the first: its own and the likeliest, as pairs of id and log probability
+        self.logprobs: list[list[tuple[int, float]]] = []
+
+    def add(self, probed: Probed) -> None:
+        if probed.logprobs is not None:
+            top = zip(probed.top_ids[:, : self._top].tolist(), probed.top_logprobs[:, : self._top].tolist())
+            for value, (ids, values) in zip(probed.logprobs.tolist(), top):
+                own = self._follows[len(self.logprobs)]
+                self.logprobs.append([(own, value), *((i, v) for i, v in zip(ids, values) if i >= 0)])
+        if probed.hidden is not None:
+            if self._pooling == "last":
+                self._sum, self._rows = probed.hidden[-1].astype(np.float64), 1
+                return
+            for row in probed.hidden:  # one by one: the sum does not depend on where the prompt was cut
+                self._sum = row.astype(np.float64) if self._sum is None else self._sum + row
+                self._rows += 1
+
+    def embedding(self) -> Optional[np.ndarray]:
+        """float32 [hidden size]; None if none is wanted."""
+        return None if self._sum is None else (self._sum / self._rows).astype(np.float32)
+
+
 @dataclass
 class Sample:
     """One of a request's sequences, with what its output needs: the owner of the `Sequence`."""
@@ -31,6 +64,7 @@ class Sample:
     index: int
     top_logprobs: int  # -1: no logprobs wanted
     detokenizer: Optional[StreamDetokenizer]
+    prompt: Optional[PromptResults] = None
 
 
 class Request:
@@ -44,14 +78,30 @@ class Request:
         self.obstacle: Optional[Obstacle] = prepared.obstacle
         for index, (sequence, detokenizer) in enumerate(zip(prepared.sequences, prepared.detokenizers)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, detokenizer)
+            if sequence.probe is not None:
+                sequence.owner.prompt = PromptResults(sequence, prepared.prompt_logprobs, prepared.pooling)
         self.samples = self.unfinished = len(prepared.sequences)
-        self.tokens = prepared.tokens  # of all samples, when it was made
+        self.tenant, self.size = prepared.tenant, prepared.size  # the size that it has in the queue at first
+        self.deadline = prepared.deadline  # on the monotonic clock: if it has not begun by then it ends
         self.ended = False  # nothing more is computed for it
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
         self.generated = 0
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
         self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
+
+    def deliver_prompt(self, probed: Probed) -> None:
+        """Takes results of rows of the prompt, and hands all to the sink when they are complete."""
+        sample: Sample = probed.sequence.owner
+        sample.prompt.add(probed)
+        if probed.complete:
+            self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
+            sample.prompt = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether something was computed for it; and when nothing more will be."""
+        return self.ended or self.first_step > 0
 
     def deliver(
         self,

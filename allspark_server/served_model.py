@@ -3,6 +3,8 @@ except what says otherwise."""
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from typing import TYPE_CHECKING, Optional
 
@@ -54,7 +56,8 @@ class ServedModel:
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation]
         )
         self.scheduler = Scheduler(limits, pool, prefix)
-        self.queue = QueueLimits(info.name, self.scheduler, config.max_queue)
+        self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
 
     # Any thread.
 
@@ -116,14 +119,15 @@ class ServedModel:
 
     def enqueue(self, request: Request) -> None:
         """Hands a request, for which there is room in the queue, to the scheduler."""
-        self.queue.unreserve(request.samples)
-        self.queue.unreserve_tokens(request.tokens)
+        self.queue.unreserve(request.tenant, request.samples, request.size)
         if request.ended:  # cancelled before it came here
             return
         if not self.running or self.failure is not None:
             self.end(request, GenerateRequestStatus.GenerateInterrupted)
             return
         self.live.add(request)
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.handle, request))
         for sequence in request.sequences:
             complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
                 sequence.tokens, sequence.prompt_len
@@ -168,8 +172,32 @@ class ServedModel:
         for request in list(self.live):
             self.end(request, status, error)
 
+    def seconds_to_deadline(self) -> Optional[float]:
+        """How long until `expire` has something to do, at the earliest; None: never, as things are."""
+        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+
+    def expire(self) -> None:
+        """Ends the requests that have not begun in the time they had for that."""
+        deadlines = self._deadlines
+        while deadlines and (deadlines[0][2].begun or deadlines[0][0] <= time.monotonic()):
+            request = heapq.heappop(deadlines)[2]
+            if not request.begun:
+                waited = time.monotonic() - request.arrival
+                error = AllSparkError(
+                    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR,
+                    f"the request has waited for {waited:.1f} s in the queue of model {self.name!r}, longer than its "
+                    "queue_timeout allows",
+                    retryable=True,
+                )
+                self.end(request, GenerateRequestStatus.InternalError, error)
+        if len(deadlines) > 2 * len(self.live) + 64:  # nobody may ever meet those that have begun
+            deadlines[:] = [entry for entry in deadlines if not entry[2].begun]
+            heapq.heapify(deadlines)
+
     def plan(self) -> Optional[Step]:
         """The next step, if one can be planned before results of those that run."""
+        if self._deadlines:
+            self.expire()
         budget = self.budget
         step = self.scheduler.plan(budget.rows, budget.price) if budget.adaptive else self.scheduler.plan()
         for sequence in self.scheduler.take_unfit():
@@ -196,9 +224,13 @@ class ServedModel:
             end = self._ended_sequence(outcome.sequences[index], reason)
             if end is not None:
                 output.ends.append(end)
+        for sequence in outcome.computed:
+            end = self._ended_sequence(sequence, FinishReason.EOS)
+            if end is not None:
+                output.ends.append(end)
         generated = self.scheduler.counters.generated_tokens - generated
         self.throughput.add(output.now, step.rows, generated)
-        if generated:
+        if generated or outcome.probed or outcome.computed:
             self._output.put(output)
         for index in outcome.failed:  # the sampler found nothing to draw from; other rows are not harmed
             failure = AllSparkError(

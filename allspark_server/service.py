@@ -9,6 +9,7 @@ of their clients, and after each step wakes the loop once, which sends each clie
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .access import Access, ModelRoots, Role
+from .access import Access, Client, ModelRoots, Role
 from .listen import listen
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
 
@@ -75,10 +76,10 @@ _CODES = {
     AsStatus.ALLSPARK_REQUEST_DENIED: grpc.StatusCode.PERMISSION_DENIED,
 }
 _EVERY_ROLE = frozenset(Role)
-_REQUESTS = frozenset((Role.GENERATE, Role.ADMIN))
+_REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 _ADMIN = frozenset((Role.ADMIN,))
-#: a method's other half: called with the context and the client's role once that is known to be allowed
-_Method = Callable[[grpc.aio.ServicerContext, "Role | None"], Awaitable[None]]
+#: a method's other half: called with the context and the client once that is known to be allowed
+_Method = Callable[[grpc.aio.ServicerContext, "Client | None"], Awaitable[None]]
 
 
 class Service:
@@ -118,6 +119,7 @@ class Service:
         self._dirty: set[ClientStream] = set()
         self._dirty_lock = threading.Lock()
         self._streams: set[ClientStream] = set()
+        self._sessions = itertools.count(1)
         self._backlog = Backlog()
         self._health = health.aio.HealthServicer()
         self._reflection = reflection.aio.ReflectionServicer(
@@ -236,7 +238,7 @@ class Service:
 
     # --- streams -------------------------------------------------------------------------------------------------
 
-    async def _session(self, context: grpc.aio.ServicerContext, role: Role) -> None:
+    async def _session(self, context: grpc.aio.ServicerContext, client: Client) -> None:
         stream = self._open()
         stream.task = asyncio.current_task()
         reader = None
@@ -251,7 +253,7 @@ class Service:
                     AsStatus.ALLSPARK_REQUEST_DENIED,
                     f"this server speaks version {convert.PROTOCOL} of the protocol, the client announced {spoken}"))
             await context.write(pb.SessionResponse(info=self._info()).SerializeToString())
-            reader = asyncio.create_task(self._read(context, stream, role))
+            reader = asyncio.create_task(self._read(context, stream, client))
             reader.add_done_callback(lambda _: stream.ready.set())
             while True:
                 await stream.ready.wait()
@@ -273,8 +275,9 @@ class Service:
                 reader.cancel()
             self._close(stream)
 
-    async def _read(self, context: grpc.aio.ServicerContext, stream: ClientStream, role: Role) -> None:
+    async def _read(self, context: grpc.aio.ServicerContext, stream: ClientStream, client: Client) -> None:
         loop = asyncio.get_running_loop()
+        connection = f"session {next(self._sessions)}"
         while (data := await context.read()) is not grpc.aio.EOF:
             pool = self._input_pool(data)
             if pool is self._input:
@@ -283,10 +286,10 @@ class Service:
                 message = await loop.run_in_executor(pool, self._parse, pb.SessionRequest, data, context)
             action = message.WhichOneof("action")
             if action == "start":
-                if role in _REQUESTS:
-                    await loop.run_in_executor(pool, self._start, stream, message.start)
+                if client.role in _REQUESTS:
+                    await loop.run_in_executor(pool, self._start, stream, message.start, client, connection)
                 else:
-                    stream.refuse(message.start.id, _denied("a request", _REQUESTS, role))
+                    stream.refuse(message.start.id, _denied("a request", _REQUESTS, client.role))
             elif action == "stop":
                 stream.stop(message.stop)
             elif action == "release":
@@ -297,22 +300,23 @@ class Service:
     def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
         return self._input if len(data) < _LARGE_MESSAGE else self._large_input
 
-    def _start(self, stream: ClientStream, message: pb.StartRequest) -> None:
+    def _start(self, stream: ClientStream, message: pb.StartRequest, client: Client, connection: str) -> None:
         try:
             spec = convert.request_from_pb(message.request)
+            spec.tenant = client.tenant_of(spec.tenant, connection)
         except (ValueError, TypeError, AllSparkError) as error:
             stream.refuse(message.id, error)
             return
         stream.start(message.id, spec)
 
-    async def _generate(self, context: grpc.aio.ServicerContext, role: Role) -> None:
+    async def _generate(self, context: grpc.aio.ServicerContext, client: Client) -> None:
         stream = self._open()
         stream.task = asyncio.current_task()
         try:
             try:
                 data = await _receive(context)
                 await asyncio.get_running_loop().run_in_executor(
-                    self._input_pool(data), self._start_only, stream, data, context)
+                    self._input_pool(data), self._start_only, stream, data, context, client)
             except (ValueError, TypeError, AllSparkError) as error:
                 await _abort(context, error)
             while not stream.idle:
@@ -330,8 +334,11 @@ class Service:
         finally:
             self._close(stream)
 
-    def _start_only(self, stream: ClientStream, data: bytes, context: grpc.aio.ServicerContext) -> None:
-        stream.start(0, convert.request_from_pb(self._parse(pb.GenerateRequest, data, context)))
+    def _start_only(self, stream: ClientStream, data: bytes, context: grpc.aio.ServicerContext,
+                    client: Client) -> None:
+        spec = convert.request_from_pb(self._parse(pb.GenerateRequest, data, context))
+        spec.tenant = client.tenant_of(spec.tenant, context.peer())
+        stream.start(0, spec)
 
     def _open(self) -> ClientStream:
         stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog)
@@ -391,24 +398,24 @@ class Service:
     def _method(self, name: str, roles: frozenset[Role] | None, method: _Method) -> grpc.RpcMethodHandler:
         """A method for clients of these roles; for anyone if None."""
         async def handler(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-            role = None
+            client = None
             if roles is not None:
-                role = self._access.role(context)
-                if role is None:
+                client = self._access.client(context)
+                if client is None:
                     given = "authorization" in dict(context.invocation_metadata() or ())
                     self._refused(context.peer())
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED,
                                         "a wrong bearer token" if given else "a bearer token is needed")
-                if role not in roles:
-                    await _abort(context, _denied(name, roles, role))
-            await method(context, role)
+                if client.role not in roles:
+                    await _abort(context, _denied(name, roles, client.role))
+            await method(context, client)
 
         return grpc.stream_stream_rpc_method_handler(handler)
 
     def _unary(self, name: str, request_type: type[Message], pool: ThreadPoolExecutor | None,
                call: Callable[[Any], Message]) -> _Method:
         """A method that answers one message with one, by a call in a thread of `pool`; None: as its size demands."""
-        async def method(context: grpc.aio.ServicerContext, _: Role | None) -> None:
+        async def method(context: grpc.aio.ServicerContext, _: Client | None) -> None:
             try:
                 data = await _receive(context)
                 request = self._parse(request_type, data, context)
@@ -458,15 +465,15 @@ class Service:
         except (ValueError, AllSparkError) as error:
             await _abort(context, error)
 
-    async def _check_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+    async def _check_health(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         request = await self._health_request(context)
         await context.write((await self._health.Check(request, context)).SerializeToString())
 
-    async def _follow_health(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+    async def _follow_health(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         request = await self._health_request(context)
         await self._health.Watch(request, _Writer(context))
 
-    async def _reflect(self, context: grpc.aio.ServicerContext, _: Role | None) -> None:
+    async def _reflect(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         async def requests() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
             while (data := await context.read()) is not grpc.aio.EOF:
                 yield self._parse(reflection_pb2.ServerReflectionRequest, data, context)

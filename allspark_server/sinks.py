@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Optional, Protocol
 
+import numpy as np
+
 from allspark_client.errors import AllSparkError
 from allspark_client.queue import ResultQueue
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
@@ -25,6 +27,12 @@ class Sink(Protocol):
         """A new token of one sample; `logprob` is None unless they are wanted, `text` what became decodable, None
         unless the spec wants text. `cached`: prompt tokens that came from the prefix cache."""
 
+    def on_prompt(
+        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+    ) -> None:
+        """What was wanted of the prompt itself, before any token: the log probabilities of its tokens but the first,
+        with the likeliest ones (empty if they are not wanted); its embedding."""
+
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         """Progress short of the end: ContextFinished with the first token, Generating with the second."""
 
@@ -38,6 +46,14 @@ class Sink(Protocol):
     ) -> None:
         """The last call for this request. `reason`: "stop" (end of sequence), "length" or "stop_word", of the sample
         that ended last; "interrupted" or "error"."""
+
+
+def prompt_elements(
+    sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+) -> GeneratedElements:
+    """What `on_prompt` was told, as the API has it."""
+    tensors = [] if embedding is None else [{"embedding": embedding}]
+    return GeneratedElements(sample_index=sample, prompt_logprobs_list=logprobs, tensors_from_model_inference=tensors)
 
 
 class QueueSink:
@@ -63,6 +79,11 @@ class QueueSink:
         if text is not None:
             elements.text = text
         self._results.put(elements)
+
+    def on_prompt(
+        self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
+    ) -> None:
+        self._results.put(prompt_elements(sample, logprobs, embedding))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._results.set_status(status)

@@ -141,7 +141,7 @@ def test_a_pool_with_an_open_door_is_not_installed(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, message", [
     ("", "holds no token"), (" \n\t\n", "holds no token"), ("# admin x\n", "holds no token"),
-    ("admin a\nroot b\n", "line 2 .*does not begin with a role; known: read, generate, admin"),
+    ("admin a\nroot b\n", "line 2 .*does not begin with a role; known: read, generate, door, admin"),
     ("admin a\nb\n", "line 2 .*must be 'ROLE TOKEN'"), ("admin\n", "line 1 .*must be 'ROLE TOKEN'"),
     ("admin a b\n", "line 1 .*must be 'ROLE TOKEN'"), ("admin a\n\n# more\nread a\n", "line 4 .*stands in the file"),
     ("admin \u00e4\n", "printable ASCII"),
@@ -240,7 +240,7 @@ def test_roles_of_engines():
                                                         "this client's is (read|generate)$"):
                     client.stop_model("m")
             with pytest.raises(AllSparkError, match="^ALLSPARK_REQUEST_DENIED: a request needs the role generate or "
-                                                    "admin; this client's is read$"):
+                                                    "door or admin; this client's is read$"):
                 reader.start_request("m", {"input_ids": [1]})
             _, handle, queue = asker.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})
             assert tokens(queue) == expected([1], 3)

@@ -472,6 +472,7 @@ def test_bad_token_ids(ids, error, text):
 @pytest.mark.parametrize(
     "config",
     [
+        a.GenerateConfig(pooling="mean", cache_salt="s"),
         a.GenerateConfig(),
         a.GenerateConfig(eos_token_id=-1),
         a.GenerateConfig(eos_token_id=5),
@@ -507,7 +508,6 @@ def test_bad_token_ids(ids, error, text):
             min_p=0.25,
             logit_bias={"7": -100, 8: 0.5},
             prompt_logprobs=0,
-            pooling="mean",
         ),
     ],
 )

@@ -102,6 +102,15 @@ def test_top_k_1_is_greedy(engine):
     assert run(engine, top_k=1, eos_token_id=-1, max_new_tokens=16) == run(engine, **GREEDY, max_new_tokens=16)
 
 
+def test_min_p_and_logit_bias(engine):
+    greedy = run(engine, do_sample=False, max_new_tokens=6)
+    assert run(engine, min_p=1.0, temperature=3.0, seed=2, max_new_tokens=6) == greedy
+    assert run(engine, logit_bias={7: 100}, do_sample=False, max_new_tokens=4) == [7] * 4
+    assert greedy[0] not in run(engine, logit_bias={str(greedy[0]): -100}, do_sample=False, max_new_tokens=1)
+    with pytest.raises(ValueError, match="logit_bias.*is not in the vocabulary"):
+        run(engine, logit_bias={10**6: 1})
+
+
 def test_lengths(engine):
     assert len(run(engine, prompt_of(9), eos_token_id=-1, max_length=20)) == 11
     assert len(run(engine, prompt_of(9), eos_token_id=-1, max_new_tokens=7)) == 7

@@ -434,19 +434,19 @@ def test_handles_that_nobody_releases_do_not_pile_up(make_engine, monkeypatch):
     refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.release_request, "m", started[0][0])
 
 
-def test_waiting_prompts_are_limited_in_tokens(make_engine, monkeypatch):
+def test_waiting_prompts_are_limited_in_bytes(make_engine, monkeypatch):
     engine = make_engine(config(engine_max_batch=1, cache_span_size=16), num_spans=60, delay=0.01)
-    monkeypatch.setattr(engine._models["m"].queue, "max_tokens", 1000)
+    monkeypatch.setattr(engine._models["m"].queue, "max_bytes", 45_000)
     generate = {"eos_token_id": -1, "max_new_tokens": 20}
     first = engine.start_request("m", {"input_ids": [1]}, generate)[2]
     first.Get()
     queues = [engine.start_request("m", {"input_ids": [i] * 400}, generate)[2] for i in (2, 3)]
     one_more = ("m", {"input_ids": [4] * 400}, generate)
-    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *one_more, match="its limit of 1000 tokens")
+    refused(AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, engine.start_request, *one_more, match="max_queue_memory=45000")
     assert [collect(queue) for queue in queues] == [expected_output([i] * 400, 20) for i in (2, 3)]
     assert len(run(engine, [4] * 400, max_new_tokens=1)) == 1
     model = engine._models["m"]
-    assert model.queue.incoming == model.queue.incoming_tokens == model.scheduler.waiting_tokens == 0
+    assert model.queue.incoming == model.queue.incoming_bytes == model.scheduler.waiting_bytes == 0
 
 
 def test_a_failed_model_is_loaded_again_by_start_model(make_engine, tmp_path):

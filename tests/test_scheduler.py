@@ -384,7 +384,7 @@ def test_cancelled_ones_do_not_pile_up_behind_a_long_request():
     last = rig.add(prompt_of(6), 2)
     for i in range(500):
         rig.scheduler.cancel(rig.add(prompt_of(4, seed=i)))
-    assert rig.scheduler.waiting == 1 and len(rig.scheduler._queue._ranked) < 100
+    assert rig.scheduler.waiting == 1 and len(last.account.ranked) < 100
     rig.run()
     assert len(output(long)) == 20 and len(output(last)) == 2
 
@@ -435,7 +435,7 @@ def test_samples_of_one_prompt_share_its_spans():
     rig = Rig(max_batch=4)
     prompt = prompt_of(21)
     first = rig.add(prompt)
-    others = [rig.add(prompt, leader=first) for _ in range(3)]
+    others = [rig.add(prompt) for _ in range(3)]
     rig.run()
     assert [s.prefix_len for s in others] == [20, 20, 20]
     rows = rig.scheduler.counters.computed_rows

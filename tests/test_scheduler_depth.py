@@ -6,6 +6,7 @@ import numpy as np
 
 from allspark_server.runtime.plan import DRAW, MAX_STEP_DRAFTS, Flag
 from allspark_server.scheduler import FinishReason, State, StopRules
+from allspark_server.scheduler.sequence import TOKEN_BYTES
 from allspark_server.scheduler.speculation import DraftLengths
 from fake_group import expected_output
 from test_scheduler import Rig, output, prompt_of
@@ -44,9 +45,9 @@ def test_what_a_preempted_sequence_drew_is_kept():
     while not second.preemptions:
         rig.step()
     drawn = len(rig.output[second])
-    assert second.state is State.WAITING and second.in_flight == 1 and rig.scheduler.waiting_tokens == 6 + drawn
+    assert second.state is State.WAITING and second.in_flight == 1 and rig.scheduler.waiting_bytes == TOKEN_BYTES * (6 + drawn)
     rig.step()
-    assert second.in_flight == 0 and len(rig.output[second]) == drawn + 1 == rig.scheduler.waiting_tokens - 6
+    assert second.in_flight == 0 and len(rig.output[second]) == drawn + 1 == rig.scheduler.waiting_bytes / TOKEN_BYTES - 6
     rig.run()
     for sequence in (first, second):
         prompt = sequence.tokens[:sequence.prompt_len]
@@ -144,7 +145,7 @@ def test_nothing_is_planned_while_all_are_blocked():
     assert rig.pool.used == 0 and sequence.blocked_on and not rig.scheduler.has_work
     assert rig.step() is None and not rig.running  # what was in flight is kept
     drawn = len(rig.output[sequence])
-    assert drawn == 4 and rig.scheduler.waiting_tokens == 9 + drawn
+    assert drawn == 4 and rig.scheduler.waiting_bytes == TOKEN_BYTES * (9 + drawn)
     rig.scheduler.block(sequence, "twice is once")
     rig.scheduler.unblock(sequence)
     rig.scheduler.unblock(sequence)

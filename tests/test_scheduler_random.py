@@ -63,6 +63,7 @@ class Run:
             max_step_tokens=rng.choice([8, 20, 64]), max_chunk=rng.choice([1, 5, 64]), prefix=rng.random() < 0.7,
             depth=rng.choice([1, 2, 2, 2, 3]), draft_kind=int(kind), executor=executor, ttl=rng.choice([0.5, 100.0]),
         )  # fmt: skip
+        self.tenants = [f"tenant {i}" for i in range(rng.choice([1, 1, 2, 5]))]
         self.live: list[Sequence] = []
         self.cancelled: set[Sequence] = set()
         self.blocked: list[Sequence] = []
@@ -80,12 +81,12 @@ class Run:
         words = tuple(tuple(rng.choices(vocabulary, k=rng.randrange(1, 4))) for _ in range(rng.choice([0, 0, 1, 2])))
         stop = StopRules(len(prompt) + rng.randrange(1, 16), eos, words)
         blocked = "a grammar" if rng.random() < 0.1 else ""
-        leader = None
-        if self.live and rng.random() < 0.1:
-            leader = rng.choice(self.live)
-            prompt = leader.tokens[: leader.prompt_len]
+        if self.live and rng.random() < 0.1:  # another sample
+            other = rng.choice(self.live)
+            prompt = other.tokens[: other.prompt_len]
             stop = StopRules(len(prompt) + 9)
-        sequence = self.rig.add(prompt, stop=stop, priority=rng.randrange(2), leader=leader, blocked_on=blocked)
+        tenant = rng.choice(self.tenants)
+        sequence = self.rig.add(prompt, stop=stop, priority=rng.randrange(2), tenant=tenant, blocked_on=blocked)
         self.live.append(sequence)
         if blocked:
             self.blocked.append(sequence)
@@ -121,6 +122,7 @@ class Run:
             self.disturb()
             before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
             rig.step()
+            self.seen["waited for a prefix"] += sum(s.awaited is not None for s in self.live)
             self.seen["preempted in flight"] += sum(s.preemptions - n for s, n in before)
             rig.clock.now += 0.2
         while self.blocked:
@@ -131,7 +133,7 @@ class Run:
 
     def check(self) -> None:
         rig, scheduler = self.rig, self.rig.scheduler
-        assert scheduler.waiting == scheduler.waiting_tokens == scheduler.blocked == scheduler.running == 0
+        assert scheduler.waiting == scheduler.waiting_bytes == scheduler.blocked == scheduler.running == 0
         for sequence in self.live:
             prompt = sequence.tokens[: sequence.prompt_len]
             token = self.token or (lambda history: expected_output(history, 1)[0])
@@ -143,6 +145,8 @@ class Run:
             else:
                 assert (got, rig.finished.get(sequence)) == (tokens, reason)
                 assert (sequence in rig.failed) == (reason is None)
+            assert not sequence.followers and sequence.awaited is None
+        assert not scheduler._coming._of and not len(scheduler._tenants)
         counters, executor = scheduler.counters, rig.executor
         assert counters.generated_tokens == sum(map(len, rig.output.values()))
         assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens
@@ -167,6 +171,6 @@ def test_random_traffic(chunk):
             error.add_note(f"seed {seed}")
             raise
     wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
-              "unblocked", "blocked while running", "found in the prefix cache", "failed", "unfit",
+              "unblocked", "blocked while running", "waited for a prefix", "found in the prefix cache", "failed", "unfit",
               "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen

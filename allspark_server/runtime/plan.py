@@ -23,6 +23,8 @@ import numpy as np
 
 #: Drafts in one step at most: their rows have logits, which take memory.
 MAX_STEP_DRAFTS = 64
+#: Rows of prompts in one step at most whose log probabilities or hidden states are wanted: they have logits, too.
+MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
 

@@ -14,10 +14,11 @@ from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
-from allspark_server.runtime.plan import MAX_STEP_DRAFTS
+from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
+from allspark_server.runtime.steps import DEPTH
 from allspark_server.weights.checkpoint import model_hash
 from allspark_server.weights.loader import Progress
 
@@ -111,7 +112,8 @@ class ModelRunner:
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
-            self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor)
+            self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor,
+                                    masks=DEPTH * outputs)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
         self._check_placement()
@@ -126,6 +128,7 @@ class ModelRunner:
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
+            embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
     def step(self, plan: bytes, want_logits: bool = False):
@@ -134,6 +137,12 @@ class ModelRunner:
         if switch is not None:
             self._executor.set_profiling(switch)
         return self._executor.step(plan, want_logits)
+
+    @property
+    def masks(self):
+        """Rank 0's native Masks, which draws may be made under: as many as the outputs of all steps that are under
+        way."""
+        return self._executor.masks
 
     def submit(self, stepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
         """Has a native Stepper run a step plan, after publishing prefix + plan in `window` (None: no other ranks)."""
@@ -179,7 +188,7 @@ class ModelRunner:
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""
         drafts = 0 if self.config.speculation == "off" else MAX_STEP_DRAFTS
-        return min(self._rows_of_step(), self.config.engine_max_batch + drafts)
+        return min(self._rows_of_step(), self.config.engine_max_batch + drafts + MAX_STEP_PROBES)
 
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus

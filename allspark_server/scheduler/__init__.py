@@ -4,10 +4,13 @@
 oldest one has drawn.
 """
 
+from .probe import Probe, Probed
 from .scheduler import Scheduler
-from .sequence import FinishReason, Sequence, State, StopRules
+from .sequence import TOKEN_BYTES, FinishReason, Sequence, State, StopRules
 from .step import Counters, Limits, Outcome, Step
 
 __all__ = [
-    "Counters", "FinishReason", "Limits", "Outcome", "Scheduler", "Sequence", "State", "Step", "StopRules",
+    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Outcome", "Probe", "Probed", "Scheduler", "Sequence",
+    "State", "Step",
+    "StopRules",
 ]

@@ -6,25 +6,31 @@ import heapq
 from typing import Optional
 
 from .sequence import Sequence, State
+from .tenants import Account, Tenants
+
+ShortEntry = tuple[int, int, Sequence]
 
 
 class WaitingQueue:
-    """Waiting sequences by rank and by length, and the blocked ones beside them.
+    """Waiting sequences, by rank within each tenant and by length, and the blocked ones beside them.
 
-    Two heaps hold the same sequences; those that do not wait any more are dropped when met.
+    The heaps hold the same sequences; those that do not wait any more are dropped when met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Tenants) -> None:
         self.waiting = 0  # sequences that could be admitted
         self.blocked = 0  # sequences that wait for something else first
-        self.tokens = 0  # of both
+        self.bytes = 0  # of both
+        self._tenants = tenants
         self._entries = 0
-        self._ranked: list[tuple[tuple[float, int], int, Sequence]] = []
-        self._by_length: list[tuple[int, int, Sequence]] = []
+        self._turns: list[tuple[float, int, Account]] = []  # by times, which have grown since for some
+        self._by_length: list[ShortEntry] = []
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence, as waiting or as blocked if it says what it is blocked on."""
-        self.tokens += len(sequence.tokens)
+        size = sequence.size
+        self.bytes += size
+        sequence.account = self._tenants.enter_queue(sequence.tenant, size)
         if sequence.blocked_on:
             sequence.state = State.BLOCKED
             self.blocked += 1
@@ -36,34 +42,64 @@ class WaitingQueue:
         self.blocked -= 1
         self._push(sequence)
 
+    def block(self, sequence: Sequence) -> None:
+        """A waiting sequence is blocked from now on."""
+        self.waiting -= 1
+        sequence.account.waiting -= 1
+        self.blocked += 1
+        sequence.state = State.BLOCKED
+        self._compact(sequence.account)
+
     def remove(self, sequence: Sequence, state: State) -> None:
         """Takes a waiting or blocked sequence out, into `state`."""
-        self.tokens -= len(sequence.tokens)
+        account, size = sequence.account, sequence.size
+        self.bytes -= size
         if sequence.state is State.BLOCKED:
             self.blocked -= 1
-            sequence.state = state
-            return
-        self.waiting -= 1
+        else:
+            self.waiting -= 1
+            account.waiting -= 1
         sequence.state = state
-        for heap in (self._ranked, self._by_length):
-            if len(heap) > 2 * self.waiting + 64:  # nobody may ever meet those that have left
-                heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]
-                heapq.heapify(heap)
+        self._tenants.leave_queue(account, size, state is State.RUNNING)
+        self._compact(account)
 
-    def pop_first(self) -> Optional[Sequence]:
-        """The waiting sequence of the lowest rank, which still counts as waiting: remove it or put it back."""
-        while self._ranked:
-            sequence = heapq.heappop(self._ranked)[-1]
-            if sequence.state is State.WAITING:
-                return sequence
+    def note_growth(self, sequence: Sequence, size: int) -> None:
+        """A sequence in the queue has become so many bytes larger."""
+        self.bytes += size
+        sequence.account.queued_bytes += size
+
+    def first(self) -> Optional[Sequence]:
+        """Of the tenant whose turn it is, the waiting sequence of the lowest rank. It stays where it is: remove it,
+        block it or set it aside."""
+        turns = self._turns
+        while turns:
+            time, _, account = turns[0]
+            ranked = account.ranked
+            while ranked and ranked[0][-1].state is not State.WAITING:
+                heapq.heappop(ranked)
+            if not ranked:
+                heapq.heappop(turns)
+                account.listed = False
+            elif account.time > time:
+                heapq.heapreplace(turns, (account.time, self._entry(), account))
+            else:
+                return ranked[0][-1]
         return None
 
-    def put_back(self, sequence: Sequence) -> None:
-        """Undoes pop_first."""
-        self._entries += 1
-        heapq.heappush(self._ranked, (sequence.rank, self._entries, sequence))
+    def set_aside(self, sequence: Sequence) -> Sequence:
+        """Lets the next one be the first. The sequence still counts as waiting: put it back."""
+        heapq.heappop(sequence.account.ranked)
+        return sequence
 
-    def pop_shortest(self, longest: int) -> Optional[tuple[int, int, Sequence]]:
+    def put_back(self, sequence: Sequence) -> None:
+        """Undoes `set_aside`."""
+        account = sequence.account
+        heapq.heappush(account.ranked, (sequence.rank, self._entry(), sequence))
+        if not account.listed:
+            account.listed = True
+            heapq.heappush(self._turns, (account.time, self._entry(), account))
+
+    def pop_shortest(self, longest: int) -> Optional[ShortEntry]:
         """The entry (tokens, number, sequence) of the shortest waiting sequence, if it has at most `longest` tokens."""
         heap = self._by_length
         while heap and heap[0][0] <= longest:
@@ -72,12 +108,29 @@ class WaitingQueue:
                 return entry
         return None
 
-    def put_back_shortest(self, entry: tuple[int, int, Sequence]) -> None:
+    def put_back_shortest(self, entry: ShortEntry) -> None:
         """Undoes pop_shortest."""
         heapq.heappush(self._by_length, entry)
+
+    def _entry(self) -> int:
+        self._entries += 1
+        return self._entries
 
     def _push(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         self.waiting += 1
+        sequence.account.waiting += 1
         self.put_back(sequence)
-        heapq.heappush(self._by_length, (len(sequence.tokens), self._entries, sequence))
+        heapq.heappush(self._by_length, (len(sequence.tokens), self._entry(), sequence))
+
+    def _compact(self, account: Account) -> None:
+        """Nobody may ever meet those that have left."""
+        for heap, waiting in ((account.ranked, account.waiting), (self._by_length, self.waiting)):
+            if len(heap) > 2 * waiting + 64:
+                heap[:] = [entry for entry in heap if entry[-1].state is State.WAITING]
+                heapq.heapify(heap)
+        if len(self._turns) > 2 * len(self._tenants) + 64:
+            for _, _, other in self._turns:
+                other.listed = other.waiting > 0
+            self._turns[:] = [entry for entry in self._turns if entry[-1].listed]
+            heapq.heapify(self._turns)

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from typing import Callable, Optional
 
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
-from ..runtime.plan import MAX_STEP_DRAFTS, DRAW, NewSlot, WorkTable
+from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
+from .coming import ComingSpans
+from .draft import NOBODY, Draft
+from .probe import ProbeResults
 from .queue import WaitingQueue
-from .sequence import FinishReason, Sequence, State
+from .sequence import TOKEN_BYTES, FinishReason, Sequence, State
 from .slots import SlotTable
 from .speculation import DraftLengths
 from .step import Counters, Limits, Outcome, Step
+from .tenants import Account, Tenants
 
 # A level of priority is worth so many seconds of waiting, and there are so many levels up and down: whoever has waited
 # longer than the highest is worth goes before all that come later.
 PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
 # A prompt is short beside another if what is left of it is at most this part of what is left of the other.
 SHORT_PART = 4
-
-_NOBODY = np.zeros(0, np.int64)
-
+# Of the rows beside a long prompt, short ones get their part only if their tenant had at most so many more, in steps.
+BURST_STEPS = 4
+# Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
+OVERTAKING_PART = 8
 
 class Scheduler:
     """Waiting and running sequences of one model.
 
-    Order is by arrival, made earlier or later by the priority, everywhere: who is admitted first, whose rows come first
-    in a step, and, last to first, who gives up its spans when the cache is full. So the first sequence always advances,
+    Tenants take turns: whoever had the fewest rows so far is admitted first and has its prompt's rows first in a step.
+    Of one tenant order is by arrival, made earlier or later by the priority. Who gives up its spans when the cache is
+    full is the last one of the tenant that has most of them, and never the first of all: so that one always advances,
     and nobody starves. Only short prompts do not wait until a long one is computed: they get up to half of its rows.
+
+    What a running sequence computes is not computed by another one as well: that one waits until it is there.
 
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
     way), and one more whenever its output may have filled the last.
@@ -54,13 +63,16 @@ class Scheduler:
         self.counters = Counters()
         self._clock = clock
         self._arrivals = 0
-        self._queue = WaitingQueue()
+        self._tenants = Tenants(limits.max_batch)
+        self._queue = WaitingQueue(self._tenants)
+        self._coming = ComingSpans()
+        self._overtakers: list[Sequence] = []  # those that went before one that waits for spans
         self._departures = 0  # of running sequences
         self._short_of_spans: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_short
         self._running: list[Sequence] = []  # by rank
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
-        self._decoding_slots = _NOBODY
+        self._decoding_slots = NOBODY
         self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
@@ -73,9 +85,14 @@ class Scheduler:
         return self._queue.waiting + self._queue.blocked
 
     @property
-    def waiting_tokens(self) -> int:
-        """Tokens of the sequences in the queue."""
-        return self._queue.tokens
+    def waiting_bytes(self) -> int:
+        """What the sequences in the queue take in this process."""
+        return self._queue.bytes
+
+    def waiting_of(self, tenant: str) -> tuple[int, int]:
+        """A tenant's sequences in the queue, and their bytes. Any thread."""
+        account = self._tenants.get(tenant)
+        return (account.queued, account.queued_bytes) if account is not None else (0, 0)
 
     @property
     def blocked(self) -> int:
@@ -114,12 +131,11 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self._leave(sequence, State.WAITING)
         else:
-            self._queue.remove(sequence, State.WAITING)
-        self._queue.add(sequence)
+            self._queue.block(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
         """What the sequence waited for is there. Nothing happens if it does not wait for anything."""
-        sequence.blocked_on = ""
+        sequence.blocked_on, sequence.awaited = "", None
         if sequence.state is State.BLOCKED:
             self._queue.unblock(sequence)
 
@@ -138,29 +154,25 @@ class Scheduler:
         before it. Running sequences always get their next row, and prompts those that the batch leaves.
         """
         limits = self.limits
+        if self._queue.waiting and not self._free_slots and len(self._tenants) > 1:
+            self._share_slots()
         preemptions = self.counters.preemptions
-        draft = _Draft()
+        draft = Draft()
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
         budget = limits.max_step_tokens - draft.rows
         if self._drafts is not None:
             budget -= int(draft.drafts.sum())
-        prompts = list(self._prompts)
+        prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
             rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
             budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
-        for sequence in prompts:
-            if budget <= 0:
-                break
-            count = min(len(sequence.tokens) - sequence.planned, limits.max_chunk, budget)
-            self._plan_chunk(draft, sequence, count)
-            budget -= count
-        if self._queue.waiting and may_admit:
-            self._admit(draft, budget)
+        if prompts or self._free_slots and self._queue.waiting:
+            self._plan_prompts(draft, prompts, budget, may_admit)
         if not draft.rows:
             return None
         free, self._slots_to_free = self._slots_to_free, []
@@ -169,11 +181,18 @@ class Scheduler:
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
         table, counters = self._slots, self.counters
+        probes, probed, computed = ProbeResults(step, result), [], []
         for index in range(step.decoding, len(step.sequences)):
             sequence, slot = step.sequences[index], int(step.work.columns[WorkTable.SLOT, index])
-            if sequence.slot == slot and table.epoch[slot] == step.epochs[index]:
+            here = sequence.slot == slot and bool(table.epoch[slot] == step.epochs[index])
+            if sequence.probe is not None and (found := probes.take(index, sequence, sequence.computed, here)):
+                probed.append(found)
+            if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
                 self._enter_prefix(sequence)
+                if not sequence.draws and sequence.computed == len(sequence.tokens):
+                    computed.append(sequence)
+                    self._leave(sequence, State.ENDED)
         counts, tokens = result.counts, result.tokens
         several = len(tokens) != len(counts)
         drew, epochs, slots = step.sequences, step.epochs, step.work.columns[WorkTable.SLOT]
@@ -181,7 +200,7 @@ class Scheduler:
             drew = [drew[i] for i in step.drawing.tolist()]
             epochs, slots = epochs[step.drawing], slots[step.drawing]
         first = np.cumsum(counts) - counts if several else np.arange(len(counts))
-        outcome = Outcome(drew, first, counts.copy())
+        outcome = Outcome(drew, first, counts.copy(), probed=probed, computed=computed)
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
@@ -278,7 +297,7 @@ class Scheduler:
             sequence.computed = len(sequence.tokens) - 1
             self._enter_prefix(sequence)
         else:
-            self._queue.tokens += kept
+            self._queue.note_growth(sequence, kept * TOKEN_BYTES)
         if reason is not None:
             outcome.ended.append((index, reason))
         if reason is not None or kept < len(tokens):
@@ -291,12 +310,15 @@ class Scheduler:
         self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
         for index in range(sequence.entered, full):
             self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
+        if sequence.announced > sequence.entered:
+            for follower in self._coming.arrived(sequence, sequence.entered, full):
+                self.unblock(follower)
         sequence.entered = full
         self._slots.note_entered(sequence)
 
     # --- running sequences ---
 
-    def _plan_decoding(self, draft: "_Draft") -> None:
+    def _plan_decoding(self, draft: Draft) -> None:
         """A row for each sequence whose history the ranks have, unless its maximum length may have been reached."""
         table, budget = self._slots, self.limits.max_step_tokens
         if self._decoding is None:
@@ -317,6 +339,8 @@ class Scheduler:
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
         table.longest[slots] = longest + 1 + drafts
         table.pending[slots] += 1
+        if len(self._tenants) > 1:  # nobody is compared with the only one
+            self._tenants.charge_slots(slots)
         draft.sequences, draft.slots, draft.drafts = sequences, slots, drafts
         draft.rows += len(slots)
         draft.context += int(longest.sum()) - len(slots)
@@ -334,11 +358,10 @@ class Scheduler:
             drafts[np.cumsum(drafts) > left] = 0
         return drafts
 
-    def _make_room(self, draft: "_Draft", short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
+    def _make_room(self, draft: Draft, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
                    longest: np.ndarray, drafts: np.ndarray) -> tuple:
         """Gives spans to those that are short of them, to some at the cost of others; returns who is left, as given."""
-        counts = np.zeros(len(slots), np.int64)
-        flat: list[list[int]] = []
+        given: dict[int, list[int]] = {}
         keep = np.ones(len(slots), bool)
         for i in short.tolist():
             sequence = sequences[i]
@@ -350,14 +373,16 @@ class Scheduler:
             if not self._has_room(sequence, positions):
                 keep[i] = False
                 continue
-            counts[i] = len(sequence.spans) - sequence.sent_spans
-            flat.append(sequence.spans[sequence.sent_spans :])
+            given[i] = sequence.spans[sequence.sent_spans :]
             sequence.sent_spans = len(sequence.spans)
-        if self._decoding is None or not keep.all():  # somebody has left
+        counts = np.zeros(len(slots), np.int64)
+        counts[list(given)] = [len(spans) for spans in given.values()]
+        if self._decoding is None or not keep.all():  # somebody has left, with or without what it was given
             keep &= np.fromiter((sequence.state is State.RUNNING for sequence in sequences), bool, len(slots))
             sequences = [sequences[i] for i in np.flatnonzero(keep).tolist()]
             slots, longest, drafts, counts = slots[keep], longest[keep], drafts[keep], counts[keep]
-        draft.span_counts, draft.spans = counts, [span for spans in flat for span in spans]
+            given = {i: spans for i, spans in given.items() if keep[i]}
+        draft.span_counts, draft.spans = counts, [span for spans in given.values() for span in spans]
         return sequences, slots, longest, drafts
 
     def _extend(self, sequence: Sequence, positions: int) -> bool:
@@ -375,22 +400,48 @@ class Scheduler:
         """Sees to it that so many positions have spans, at others' cost if need be. False: it had to leave itself, or
         must wait for what it drew."""
         while not self._extend(sequence, positions):
-            victim = self._running[-1]
+            victim = self._last_of_the_largest()
             if victim is sequence and len(self._running) == 1:
                 if self._slots.pending[sequence.slot] == 0:
                     self._leave(sequence, State.ENDED)
                     self._unfit.append(sequence)
                 return False
-            self._leave(victim, State.WAITING)
-            victim.preemptions += 1
-            self.counters.preemptions += 1
-            self._queue.add(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
+    def _last_of_the_largest(self) -> Sequence:
+        """Of the tenant with most spans, the last that runs; never the first of all, unless it is the only one."""
+        if len(self._tenants) == 1 or len(self._running) == 1:
+            return self._running[-1]
+        held: Counter = Counter()
+        for sequence in self._running[1:]:
+            held[sequence.account] += len(sequence.spans)
+        return self._last_of(max(held, key=held.__getitem__))
+
+    def _last_of(self, account: Account) -> Sequence:
+        return next(sequence for sequence in reversed(self._running) if sequence.account is account)
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._leave(victim, State.WAITING)
+        victim.preemptions += 1
+        self.counters.preemptions += 1
+
+    def _share_slots(self) -> None:
+        """All slots are taken: the tenant that has the most of them gives one to the tenant whose turn it is, if that
+        one has less than its share. Spans of who gives way stay in the prefix cache."""
+        claimant = self._queue.first()
+        if claimant is None or claimant.in_flight or self.prefix_cache is None:
+            return
+        share = max(1, self.limits.max_batch // len(self._tenants))
+        busiest = self._tenants.busiest()
+        needed = self.spans_for(len(claimant.tokens)) + len(self._running)
+        if claimant.account.running < share < busiest.running and needed <= self.pool.available:
+            self._preempt(self._last_of(busiest))
+
     def _leave(self, sequence: Sequence, state: State) -> None:
-        """Takes a running sequence's slot and spans away."""
+        """Takes a running sequence's slot and spans away. Unless it has ended it is in the queue then."""
         table, slot = self._slots, sequence.slot
         table.settle(sequence)
         sequence.in_flight = int(table.pending[slot])
@@ -402,73 +453,110 @@ class Scheduler:
         self.pool.release(sequence.spans, self._clock())
         self._slots_to_free.append(slot)
         self._free_slots.append(slot)
+        abandoned = self._coming.abandon(sequence) if sequence.announced else ()
         sequence.lose_cache()
         sequence.state = state
         self._departures += 1
+        if state is State.WAITING:
+            self._queue.add(sequence)
+        self._tenants.leave_slot(sequence.account)
+        for follower in abandoned:
+            self.unblock(follower)
 
-    def _plan_chunk(self, draft: "_Draft", sequence: Sequence, count: int) -> None:
-        """The next `count` rows of a history."""
-        last = sequence.planned + count == len(sequence.tokens)
-        draft.chunks.append((sequence, count, last, sequence.spans[sequence.sent_spans :]))
-        draft.rows += count
-        draft.context += count * (2 * sequence.planned + count - 1) // 2
-        sequence.sent_spans = len(sequence.spans)
-        sequence.planned += count
-        if last:
+    def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
+        """Up to `count` more rows of a history; returns how many."""
+        count, flags = draft.add_chunk(sequence, count)
+        self._tenants.serve(sequence.account, count)
+        if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+        if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None
+        return count
 
-    # --- admission ---
+    # --- prompts ---
 
-    def _admit(self, draft: "_Draft", budget: int) -> None:
-        """Moves waiting sequences, in order, into free slots, as long as their spans and the budget suffice."""
-        held_back = []
-        while self._free_slots and budget > 0 and (sequence := self._queue.pop_first()) is not None:
-            if self._must_wait(sequence):
-                held_back.append(sequence)
-                continue
-            if self._still_short(sequence) or not self._take_spans(sequence):
-                held_back.append(sequence)
+    def _plan_prompts(self, draft: Draft, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
+        """Gives `budget` rows to prompts, those in slots and waiting ones as it is their tenants' turn. A waiting one
+        whose spans do not suffice is not overtaken, unless by short ones."""
+        aside = []
+        prompts = prompts[::-1]
+        while budget > 0:
+            waiting = self._queue.first() if may_admit and self._free_slots and self._queue.waiting else None
+            if prompts and (waiting is None or prompts[-1].turn[0] <= waiting.account.time):
+                sequence = prompts.pop()
+                count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
+                budget -= self._plan_chunk(draft, sequence, count)
+            elif waiting is None:
                 break
-            budget -= self._start(draft, sequence, budget)
-        for sequence in held_back:
-            if sequence.state is State.WAITING:
-                self._queue.put_back(sequence)
+            elif waiting.in_flight:
+                aside.append(self._queue.set_aside(waiting))
+            elif not self._still_short(waiting) and self._take_spans(waiting):
+                budget -= self._start(draft, waiting, budget)
+            elif waiting.state is State.WAITING:
+                may_admit = False
+                last = waiting.account.time + BURST_STEPS * self.limits.max_step_tokens
+                budget -= self._admit_short(draft, len(waiting.tokens) // SHORT_PART, budget, last)
+        for sequence in aside:
+            self._queue.put_back(sequence)
 
-    def _share_with_short(self, draft: "_Draft", prompts: list[Sequence], room: int, may_admit: bool) -> int:
+    def _share_with_short(self, draft: Draft, prompts: list[Sequence], room: int, may_admit: bool) -> int:
         """Gives up to `room` rows to prompts that are short beside the first of `prompts`, and takes out of these those
         that got some; waiting ones may be admitted for it. Returns how many rows they got."""
         limit, left = (len(prompts[0].tokens) - prompts[0].planned) // SHORT_PART, room
+        last = prompts[0].turn[0] + BURST_STEPS * self.limits.max_step_tokens
         for sequence in prompts[1:]:
             rest = len(sequence.tokens) - sequence.planned
-            if rest <= limit and left > 0:
-                count = min(rest, self.limits.max_chunk, left)
-                self._plan_chunk(draft, sequence, count)
-                left -= count
+            if rest <= limit and left > 0 and sequence.turn[0] <= last:
+                left -= self._plan_chunk(draft, sequence, min(rest, self.limits.max_chunk, left))
                 prompts.remove(sequence)
-        # Nobody overtakes a sequence that waits for spans: it would wait for those of the newcomers too.
-        held_back = []
-        while may_admit and self._free_slots and left > 0:
-            if self._short_of_spans is not None and self._still_short(self._short_of_spans[0]):
-                break
-            entry = self._queue.pop_shortest(limit)
-            if entry is None:
-                break
-            sequence = entry[-1]
-            if self._must_wait(sequence) or not self._take_spans(sequence):
-                held_back.append(entry)
-                continue
-            left -= self._start(draft, sequence, left)
-        for entry in held_back:
-            self._queue.put_back_shortest(entry)
+        if may_admit and left > 0:
+            left -= self._admit_short(draft, limit, left, last)
         return room - left
 
-    def _start(self, draft: "_Draft", sequence: Sequence, budget: int) -> int:
+    def _admit_short(self, draft: Draft, limit: int, room: int, last: float) -> int:
+        """Admits waiting prompts of at most `limit` tokens, for up to `room` rows, of tenants whose time is at most
+        `last`. Returns how many rows they got."""
+        left, aside = room, []
+        while left > 0 and self._free_slots and (entry := self._queue.pop_shortest(limit)) is not None:
+            sequence = entry[-1]
+            if sequence.account.time > last:  # it must wait for its tenant's turn, from now on
+                continue
+            aside.append(entry)
+            if sequence.in_flight:
+                continue
+            if not self._has_room_beside(sequence):
+                break
+            short_of_spans = self._short_of_spans
+            if self._take_spans(sequence):
+                left -= self._start(draft, sequence, left)
+                if short_of_spans is not None:
+                    self._overtakers.append(sequence)
+            self._short_of_spans = short_of_spans
+        for entry in aside:
+            if entry[-1].state is State.WAITING:
+                self._queue.put_back_shortest(entry)
+        return room - left
+
+    def _has_room_beside(self, sequence: Sequence) -> bool:
+        """Whether there are spans for it, also beside a sequence that waits for its own: that one must get them though
+        short ones come again and again."""
+        if self.spans_for(len(sequence.tokens)) + len(self._running) > self.pool.available:
+            return False
+        first = self._short_of_spans[0] if self._short_of_spans is not None else None
+        if first is None or not self._still_short(first):
+            return True
+        self._overtakers = [one for one in self._overtakers if one.state is State.RUNNING]
+        taken = sum(self.spans_for(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
+        total = self.pool.num_spans
+        return taken <= min(total // OVERTAKING_PART, total - self.spans_for(len(first.tokens)))
+
+    def _start(self, draft: Draft, sequence: Sequence, budget: int) -> int:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
         self._queue.remove(sequence, State.RUNNING)
         sequence.slot = self._free_slots.pop()
+        self._tenants.enter_slot(sequence.account, sequence.slot)
         self._slots.start(sequence)
         if self._drafts is not None:
             self._drafts.start(sequence.slot)
@@ -477,8 +565,7 @@ class Scheduler:
         draft.admitted.append(sequence)
         draft.new.append(NewSlot(sequence.slot, sequence.tokens, sequence.sampling, sequence.planned))
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
-        self._plan_chunk(draft, sequence, count)
-        return count
+        return self._plan_chunk(draft, sequence, count)
 
     def _still_short(self, sequence: Sequence) -> bool:
         """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
@@ -489,27 +576,22 @@ class Scheduler:
         changed = departures != self._departures or (key is not None and key in self.prefix_cache)
         return sequence.state is State.WAITING and not changed
 
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """True while a token of it is to come from before it was preempted, or another sample of the same prompt
-        computes spans that this one can then share."""
-        if sequence.in_flight:
-            return True
-        leader = sequence.leader
-        if leader is None or self.prefix_cache is None or leader.state is not State.RUNNING:
-            return False
-        size = self.limits.span_size
-        return leader.computed < (sequence.prompt_len - 1) // size * size
-
     def _take_spans(self, sequence: Sequence) -> bool:
-        """Shared spans from the prefix cache and new ones for the rest of the history; False if there are too few."""
+        """Shared spans from the prefix cache and new ones for the rest of the history. False if there are too few; or
+        if the next one is being computed: then the sequence is blocked until it is there."""
         length = len(sequence.tokens)
         shared: list[int] = []
         self._short_of_spans = next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
-            full = (length - 1) // self.limits.span_size
+            full = 0 if sequence.probes_every_row else (length - 1) // self.limits.span_size
             self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
             shared = self.prefix_cache.match(sequence.keys[:full])
+            producer, end = self._coming.find(sequence.keys[:full], len(shared))
+            if producer is not None:
+                self._coming.wait(sequence, producer, end)
+                self.block(sequence, "spans that another request computes")
+                return False
             next_key = sequence.keys[len(shared)] if len(shared) < full else None
             self.pool.acquire(shared)
         needed = self.spans_for(length) - len(shared)
@@ -525,6 +607,8 @@ class Scheduler:
         sequence.spans = shared + self.pool.allocate(needed)
         sequence.entered = len(shared)
         sequence.planned = sequence.computed = len(shared) * self.limits.span_size
+        if self.prefix_cache is not None:
+            self._coming.announce(sequence, len(shared), full)
         if sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_len
@@ -532,44 +616,9 @@ class Scheduler:
         return True
 
 
-class _Draft:
-    """A step while it is planned."""
-
-    def __init__(self) -> None:
-        self.sequences: list[Sequence] = []  # with a single row and drafts
-        self.slots = self.drafts = _NOBODY  # of these
-        self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
-        self.spans: list[int] = []
-        self.chunks: list[tuple[Sequence, int, bool, list[int]]] = []  # rows, whether it draws, new spans
-        self.new: list[NewSlot] = []
-        self.admitted: list[Sequence] = []
-        self.rows = self.context = 0
-
-    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int) -> Step:
-        """What was planned."""
-        n, chunks = len(self.slots), self.chunks
-        columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
-        columns[WorkTable.SLOT, :n] = self.slots
-        columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
-        columns[WorkTable.FLAGS, :n] = DRAW
-        columns[WorkTable.ADAPTER] = -1
-        if draft_kind:
-            columns[WorkTable.DRAFTS, :n] = self.drafts
-            columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
-        if self.span_counts is not None:
-            columns[WorkTable.N_SPANS, :n] = self.span_counts
-        sequences, spans = self.sequences, self.spans
-        drawing = np.arange(n)
-        if chunks:
-            sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
-            for index, (sequence, rows, draws, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, draws, 0, DRAW * draws, -1, 0, 0, len(new_spans))
-                spans += new_spans
-            drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
-        table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])
-        return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
-                    self.rows, self.context)
-
-
 def _rank_of(sequence: Sequence) -> tuple[float, int]:
     return sequence.rank
+
+
+def _turn_of(sequence: Sequence) -> tuple[float, tuple[float, int]]:
+    return sequence.turn

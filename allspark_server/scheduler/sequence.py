@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
+
+from .probe import Probe
+
+if TYPE_CHECKING:
+    from .tenants import Account
+
+# What a token of a history takes in this process, its part of a key included: it is an object of its own.
+TOKEN_BYTES = 40
 
 
 class State(enum.Enum):
@@ -79,7 +88,10 @@ class Sequence:
     stop: StopRules
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
-    leader: Optional["Sequence"] = None  # the first sample of the same prompt; the others wait for its spans
+    probe: Optional[Probe] = None  # what is wanted of the prompt's rows
+    draws: bool = True  # False: it is complete when its prompt is computed
+    tenant: str = ""  # whose shares and limits count
+    extra: int = 0  # bytes that it takes in this process beside its tokens
     owner: Any = None  # the scheduler does not look at it
     blocked_on: str = ""  # what it waits for before it may wait for a slot
     root: bytes = b""
@@ -96,6 +108,28 @@ class Sequence:
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
     preemptions: int = 0
+    account: Optional["Account"] = None  # its tenant's
+    # Of ComingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn
+    # of these; whom it waits for itself.
+    announced: int = 0
+    followers: list[tuple[int, int, "Sequence"]] = field(default_factory=list)
+    pull: tuple[float, tuple[float, int]] = (math.inf, (math.inf, 0))
+    awaited: Optional["Sequence"] = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes in this process."""
+        return self.extra + TOKEN_BYTES * len(self.tokens)
+
+    @property
+    def turn(self) -> tuple[float, tuple[float, int]]:
+        """When it is its turn among those that run: the least goes first."""
+        return min((self.account.time, self.rank), self.pull)
+
+    @property
+    def probes_every_row(self) -> bool:
+        """Whether there are rows of its prompt left that all have to be computed for what they give."""
+        return self.probe is not None and self.probe.every and self.probe.received < self.prompt_len
 
     def lose_cache(self) -> None:
         """Back to nothing computed."""

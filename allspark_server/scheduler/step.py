@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..runtime.plan import NewSlot, WorkTable, encode_plan
+from .probe import Probed
 from .sequence import FinishReason, Sequence
 
 
@@ -53,7 +54,7 @@ class Outcome:
 
     Of sequence i, the tokens first[i] … first[i] + kept[i] - 1 of the results belong to its output; kept[i] is 0 where
     it had ended before. `ended`: (i, why) of those that are complete now. `failed`: those that had nothing to draw
-    from.
+    from. `probed`: what rows of prompts gave. `computed`: sequences that are complete without a draw.
     """
 
     sequences: list[Sequence]
@@ -61,6 +62,8 @@ class Outcome:
     kept: np.ndarray
     ended: list[tuple[int, FinishReason]] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
+    probed: list[Probed] = field(default_factory=list)
+    computed: list[Sequence] = field(default_factory=list)
 
 
 @dataclass

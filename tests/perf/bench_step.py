@@ -67,8 +67,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
         prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
         spec = RequestSpec("m", input_ids=prompt, config=GenerateConfig(seed=1, eos_token_id=-1))
         request = Request(i, _RequestSink(session, i), prepare(spec, info, None, model.keys))
-        model.queue.reserve(1)
-        model.queue.reserve_tokens(request.tokens)
+        model.queue.reserve("", 1, request.size)
         model.enqueue(request)
         session._pending[i].answered = True
     in_flight: deque = deque()

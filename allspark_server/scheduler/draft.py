@@ -1,0 +1,74 @@
+"""A step while it is planned."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import numpy as np
+
+from ..runtime.plan import DRAW, MAX_STEP_PROBES, NewSlot, WorkTable
+from .sequence import Sequence
+from .step import Step
+
+NOBODY = np.zeros(0, np.int64)
+
+
+class Draft:
+    """What has been planned so far."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []  # with a single row and drafts
+        self.slots = self.drafts = NOBODY  # of these
+        self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
+        self.spans: list[int] = []
+        self.chunks: list[tuple[Sequence, int, int, int, list[int]]] = []  # rows, flags, outputs, new spans
+        self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
+        self.new: list[NewSlot] = []
+        self.admitted: list[Sequence] = []
+        self.rows = self.context = 0
+
+    def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
+        """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
+        sequence that draws."""
+        probe, flags, outputs = sequence.probe, 0, 0
+        if sequence.probes_every_row:
+            count = outputs = min(count, sequence.prompt_len - sequence.planned, self.probes)
+            if not count:
+                return 0, 0
+            self.probes -= count
+            flags = probe.flags
+        elif probe is not None and probe.received < sequence.planned + count == sequence.prompt_len:
+            flags, outputs = probe.flags, 1
+        if sequence.draws and sequence.planned + count == len(sequence.tokens):
+            flags, outputs = flags | DRAW, max(outputs, 1)
+        self.chunks.append((sequence, count, flags, outputs, sequence.spans[sequence.sent_spans :]))
+        self.rows += count
+        self.context += count * (2 * sequence.planned + count - 1) // 2
+        sequence.sent_spans = len(sequence.spans)
+        sequence.planned += count
+        return count, flags
+
+    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int) -> Step:
+        """What was planned."""
+        n, chunks = len(self.slots), self.chunks
+        columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
+        columns[WorkTable.SLOT, :n] = self.slots
+        columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
+        columns[WorkTable.FLAGS, :n] = DRAW
+        columns[WorkTable.ADAPTER] = -1
+        if draft_kind:
+            columns[WorkTable.DRAFTS, :n] = self.drafts
+            columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
+        if self.span_counts is not None:
+            columns[WorkTable.N_SPANS, :n] = self.span_counts
+        sequences, spans = self.sequences, self.spans
+        drawing = np.arange(n)
+        if chunks:
+            sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
+            for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, -1, 0, 0, len(new_spans))
+                spans += new_spans
+            drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
+        table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])
+        return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
+                    self.rows, self.context)

@@ -1,0 +1,75 @@
+"""What is wanted of a prompt's rows beside the token that follows: their hidden states, the log probabilities of the
+prompt's own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+import numpy as np
+
+from ..runtime.plan import Flag, WorkTable
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
+    from .step import Step
+
+
+@dataclass
+class Probe:
+    """`flags`: HIDDEN or PROMPT of the plan; `every`: of every row of the prompt, else of the last alone. The results
+    of the first `received` positions are there."""
+
+    flags: int
+    every: bool
+    received: int = 0
+
+
+@dataclass
+class Probed:
+    """Results of some of a prompt's rows, in order; `complete`: they are the last. With PROMPT, `logprobs` [rows], of
+    the ids that follow, and the likeliest, `top_ids` and `top_logprobs` [rows, 20]; with HIDDEN, `hidden` [rows,
+    width]."""
+
+    sequence: Sequence
+    complete: bool
+    logprobs: Optional[np.ndarray] = None
+    top_ids: Optional[np.ndarray] = None
+    top_logprobs: Optional[np.ndarray] = None
+    hidden: Optional[np.ndarray] = None
+
+
+class ProbeResults:
+    """Hands the StepResult's rows of prompts out: `take` for each item in order."""
+
+    def __init__(self, step: Step, result: Any):
+        self._columns, self._result = step.work.columns, result
+        self._scores = self._hidden = 0  # taken so far
+
+    def take(self, index: int, sequence: Sequence, start: int, alive: bool) -> Optional[Probed]:
+        """Those of the item of this index, whose rows are positions from `start` on; None if there are no new ones.
+        `alive`: the sequence still has the slot that they were computed in."""
+        flags, rows, outputs = self._columns[[WorkTable.FLAGS, WorkTable.ROWS, WorkTable.OUTPUTS], index].tolist()
+        if not flags & (Flag.HIDDEN | Flag.PROMPT):
+            return None
+        scores, hidden = self._scores, self._hidden
+        inside = outputs - (1 if flags & Flag.DRAW else 0)
+        self._scores += inside if flags & Flag.PROMPT else 0
+        self._hidden += outputs if flags & Flag.HIDDEN else 0
+        if not alive:
+            return None
+        probe, end = sequence.probe, start + rows
+        new = min(end - max(probe.received, end - outputs), outputs)
+        probe.received = max(probe.received, end)
+        if new <= 0:
+            return None
+        probed = Probed(sequence, probe.received == sequence.prompt_len)
+        if flags & Flag.PROMPT:
+            cut = slice(scores + outputs - new, scores + inside)
+            if cut.stop > cut.start:
+                probed.logprobs = self._result.prompt_logprobs[cut]
+                probed.top_ids = self._result.prompt_top_ids[cut]
+                probed.top_logprobs = self._result.prompt_top_logprobs[cut]
+        if flags & Flag.HIDDEN:
+            probed.hidden = self._result.hidden[hidden + outputs - new : hidden + outputs]
+        return probed
