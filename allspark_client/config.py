@@ -557,10 +557,5 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     else:
         if config.lora_name:
             raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
-        if config.response_format is not None:
-            raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
-        for name in ("vocab", "vocab_type"):
-            if getattr(config, name) is not None:
-                raise not_available(f"{name} (guided output)")

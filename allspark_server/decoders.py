@@ -71,7 +71,7 @@ def token_bytes(decoder: dict | None, token: str) -> bytes:
         kind = entry.get("type")
         if kind == "ByteLevel":
             try:
-                return bytes([_ByteLevel.BYTES[c] for c in token])
+                return bytes([BYTE_CHARACTERS[c] for c in token])
             except KeyError:  # an added token, spelled in plain text
                 return token.encode()
         if kind == "ByteFallback" and (byte := _ByteFallback._byte(token)) is not None:

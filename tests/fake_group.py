@@ -219,6 +219,9 @@ class FakeGroup:
             model_hash="fake",
         )
 
+    def masks(self, name: str) -> None:
+        return None
+
     def submit(self, name: str, plan: bytes) -> None:
         assert len(self._submitted) < DEPTH, "too many steps in flight"
         self._submitted.append(self._thread.submit(self._step, name, plan))
