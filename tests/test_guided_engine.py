@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import struct
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,33 @@ def test_through_groups(engine_of, alone, kind):
                               ({"type": "regex", "regex": "((a{1000}){1000}){1000}"}, "too complex")):
             with pytest.raises(ValueError, match="(?s)" + match):
                 engine.start_request(name, {"text": "x"}, {"response_format": config})
+    finally:
+        engine.release_model(name)
+
+
+def test_a_hostile_format_holds_up_nobody_of_its_session(engine_of):
+    engine = engine_of("client-1")
+    name = next(_names)
+    engine.install_model(AsModelConfig(model_name=name, model_path=str(FABLE), engine_max_length=512, num_threads=1))
+    try:
+        engine.start_model(name)
+        collect(start(engine, name, REQUESTS[5]))  # the process that tries grammars out runs
+        hostile = {"response_format": {"type": "regex", "regex": "((a{1000}){1000}){999}"}}
+        ended: dict[str, float] = {}
+
+        def ask():
+            with pytest.raises(ValueError, match="too complex"):
+                engine.start_request(name, {"text": "x"}, hostile)
+            ended["hostile"] = time.monotonic()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.05)
+        for _ in range(3):
+            collect(start(engine, name, ({"text": "Once"}, {"max_new_tokens": 3})))
+        ended["others"] = time.monotonic()
+        thread.join()
+        assert ended["others"] < ended["hostile"]
     finally:
         engine.release_model(name)
 

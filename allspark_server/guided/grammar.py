@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -131,7 +132,7 @@ class Guide:
         self._vocab_size = vocab_size
         # llguidance needs one to tell of the end; without any, an id that no text has.
         self._eos_ids = [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
-        self._text = without_marks(tokenizer)
+        self._text = functools.cache(lambda: without_marks(tokenizer))
         self._checker = Checker(self._text, vocab_size, self._eos_ids)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -205,7 +206,7 @@ class Guide:
             tokenizer = self._tokenizers.get(digest)
             if tokenizer is None:
                 if vocab is None:
-                    tokenizer = read_tokenizer(self._text, self._vocab_size, self._eos_ids)
+                    tokenizer = read_tokenizer(self._text(), self._vocab_size, self._eos_ids)
                 else:
                     tokenizer = tokenizer_of_vocab(vocab, vocab_type, self._vocab_size, self._eos_ids)
                 self._tokenizers[digest] = tokenizer
