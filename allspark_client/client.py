@@ -15,7 +15,8 @@ from typing import Any, Callable, Iterable, Iterator, TypeVar
 from . import convert
 from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, check_available
-from .connection import Member, Request, Session, Unavailable, check_address
+from .connection import Member, Request, Session, Unavailable
+from .connection_options import environment_token, server_addresses, tls_config
 from .engine import AbstractEngine, check_config, check_handle
 from .errors import AllSparkError, AsStatus, closed_engine, forked_engine, illegal_handle, unknown_model
 from .local_group import SelfStartedGroup
@@ -37,7 +38,7 @@ _LOAD_AGE_SECONDS = 0.5
 #: how long a server may take to answer a question, s, and to profile a model, which measures the machine
 _ANSWER_SECONDS, _PROFILE_SECONDS = 30.0, 600.0
 #: how long stop_request waits for the server's word that a request has ended, s
-_STOP_SECONDS = 10.0
+STOP_SECONDS = 10.0
 
 
 class ClientEngine(AbstractEngine):
@@ -68,9 +69,9 @@ class ClientEngine(AbstractEngine):
         self._closing = threading.Event()
         self._members: list[Member] = []
         self._group: SelfStartedGroup | None = None
-        tls = _tls(tls)
-        token = _environment_token() if token is None else token
-        given = _addresses(addresses)
+        tls = tls_config(tls)
+        token = environment_token() if token is None else token
+        given = server_addresses(addresses)
         atexit.register(self.close)
         try:
             if not given:
@@ -156,6 +157,16 @@ class ClientEngine(AbstractEngine):
     # --- requests ------------------------------------------------------------------------------------------------
 
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
+        request = self._register(spec)
+        try:
+            self._submit(request)
+        except BaseException:
+            self._drop(request)
+            raise
+        return _SUCCESS, request.handle, request.queue
+
+    def _register(self, spec: RequestSpec) -> Request:
+        """A new request, of which no server knows yet."""
         self._check_open()
         if spec.config.mm_info is not None:     # has no form on the wire yet
             check_available(spec.config)
@@ -163,48 +174,91 @@ class ClientEngine(AbstractEngine):
         request = Request(next(self._handles), spec)
         with self._lock:
             self._requests[request.handle] = request
-        try:
-            self._retry(lambda member: member.session().start(request), lambda: self._by_load(spec.model))
-        except BaseException:
-            with self._lock:
-                self._requests.pop(request.handle, None)
-            raise
-        return _SUCCESS, request.handle, request.queue
+        return request
+
+    def _submit(self, request: Request) -> None:
+        """Start a request on some server and wait for its word."""
+        def start(member: Member) -> None:
+            session = member.session()
+            if not request.dropped:     # meanwhile
+                session.start(request)
+
+        self._retry(start, lambda: self._by_load(request.spec.model))
+        if request.dropped:     # while it was on its way
+            self._drop(request)
+
+    def _send_at_once(self, request: Request) -> Session | None:
+        """Send a request to the server that `_submit` would try first, if that is known and connected: then nothing has
+        to be waited for. The session has its answer; None if it was not sent."""
+        if len(self._members) > 1 and not all(member.knows_models(_LOAD_AGE_SECONDS)
+                                              for member in self._members if member.connected):
+            return None
+        session = self._by_load(request.spec.model)[0].live_session
+        if session is not None:
+            try:
+                session.send(request)
+            except Unavailable as error:
+                logger.debug("sending request %d: %s", request.handle, error)
+                return None
+        return session
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request; its server is told, and what it has not sent yet is lost."""
+        request.dropped = True
+        if not request.queue.GenerateStatus().final:
+            request.stopped = True
+        with self._lock:
+            self._requests.pop(request.handle, None)
+        session = request.session
+        if session is not None and session.broken is None:
+            session.release(request)
+        request.finish(GenerateRequestStatus.GenerateInterrupted)
 
     def stop_request(self, model_name: str, request_handle: int) -> AsStatus:
         request = self._request(model_name, request_handle)
-        if not request.queue.GenerateStatus().final:
-            request.stopped = True
-            session = request.session
-            if session is None or session.broken is not None:
-                request.finish(GenerateRequestStatus.GenerateInterrupted)
-            else:
-                session.stop(request)
-                if not request.queue.wait_final(_STOP_SECONDS):
-                    logger.warning("the server at %s did not end request %d within %g s", session.address,
-                                   request.handle, _STOP_SECONDS)
-                    session.release(request)
-                    request.finish(GenerateRequestStatus.GenerateInterrupted)
+        session = self._ask_to_stop(request)
+        if session is not None and not request.queue.wait_final(STOP_SECONDS):
+            self._stop_here(request, session)
         return _SUCCESS
+
+    def _ask_to_stop(self, request: Request) -> Session | None:
+        """The session that will tell of the request's end, unless it has ended."""
+        if request.queue.GenerateStatus().final:
+            return None
+        request.stopped = True
+        session = request.session
+        if session is None or session.broken is not None:
+            request.finish(GenerateRequestStatus.GenerateInterrupted)
+            return None
+        session.stop(request)
+        return session
+
+    @staticmethod
+    def _stop_here(request: Request, session: Session) -> None:
+        logger.warning("the server at %s did not end request %d within %g s", session.address, request.handle,
+                       STOP_SECONDS)
+        session.release(request)
+        request.finish(GenerateRequestStatus.GenerateInterrupted)
 
     def release_request(self, model_name: str, request_handle: int) -> AsStatus:
         self.stop_request(model_name, request_handle)
-        with self._lock:
-            request = self._requests.pop(request_handle, None)
-        if request is not None and request.session is not None and request.session.broken is None:
-            request.session.release(request)
+        request = self._find(request_handle)
+        if request is not None:
+            self._drop(request)
         return _SUCCESS
 
     def sync_request(self, model_name: str, request_handle: int | None = None) -> AsStatus:
         if request_handle is not None:
             self._request(model_name, request_handle).queue.wait_final()
             return _SUCCESS
-        self._check_model(model_name)
-        with self._lock:
-            requests = [r for r in self._requests.values() if r.spec.model == model_name]
-        for request in requests:
+        for request in self._requests_of(model_name):
             request.queue.wait_final()
         return _SUCCESS
+
+    def _requests_of(self, model_name: str) -> list[Request]:
+        self._check_model(model_name)
+        with self._lock:
+            return [r for r in self._requests.values() if r.spec.model == model_name]
 
     # --- information ---------------------------------------------------------------------------------------------
 
@@ -393,12 +447,15 @@ class ClientEngine(AbstractEngine):
         check_handle(handle)
         _name(name)
         self._check_open()
-        with self._lock:
-            request = self._requests.get(handle)
+        request = self._find(handle)
         if request is None or request.spec.model != name:
             self._check_model(name)
             raise illegal_handle(name, handle)
         return request
+
+    def _find(self, handle: int) -> Request | None:
+        with self._lock:
+            return self._requests.get(handle)
 
     # --- when a server is lost -----------------------------------------------------------------------------------
 
@@ -528,46 +585,3 @@ def _name(name: Any) -> str:
 def _path(path: str | os.PathLike) -> str:
     path = os.fspath(path)
     return os.path.abspath(path) if path and os.path.exists(path) else path
-
-
-def _addresses(addresses: str | Iterable[str] | None) -> list[str]:
-    if addresses is None:
-        addresses = os.environ.get("ALLSPARK_ADDRESS", "")
-        if not addresses.strip():
-            return []
-    parts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
-    if not parts:
-        raise ValueError("addresses is an empty list; give at least one, or None to start a group")
-    checked = [check_address(part) for part in parts]
-    if len(set(checked)) < len(checked):
-        raise ValueError(f"addresses={checked!r} names a server twice")
-    return checked
-
-
-def _environment_token() -> str | None:
-    """The token of $ALLSPARK_TOKEN_FILE: of one alone, or of the first line `ROLE TOKEN`, as servers write them."""
-    path = os.environ.get("ALLSPARK_TOKEN_FILE", "")
-    if not path:
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line.split() for line in file if line.strip() and not line.lstrip().startswith("#")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"$ALLSPARK_TOKEN_FILE cannot be read: {error}") from None
-    if not lines:
-        raise ValueError(f"$ALLSPARK_TOKEN_FILE: {path} holds no token")
-    return lines[0][-1]
-
-
-def _tls(tls: TlsConfig | dict[str, str] | str | bool | None) -> TlsConfig | None:
-    if tls is None or tls is False:
-        return None
-    if tls is True:
-        return TlsConfig()
-    if isinstance(tls, TlsConfig):
-        return tls
-    if isinstance(tls, dict):
-        return TlsConfig(**tls)
-    if isinstance(tls, (str, os.PathLike)):
-        return TlsConfig(ca=os.fspath(tls))
-    raise TypeError(f"tls must be a TlsConfig, a dict of its fields, a CA file or True, not {type(tls).__name__}")

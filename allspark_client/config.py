@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import nearest_name, not_available
 from .fields import (Checked, as_float, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
-                     path_field, str_field, wrong_type)
+                     path_field, str_field, valid_unicode, wrong_type)
 from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, TargetDevice, VocabType)
 
 INT32_MAX = 2**31 - 1
@@ -19,6 +19,8 @@ INT64_MAX = 2**63 - 1
 FLOAT_MAX = 3.4e38      # the sampler takes floats in single precision, where larger ones are infinite
 #: of each of stop_words_ids, bad_words_ids and eos_token_id: every step looks for them after every token
 MAX_WORDS, MAX_WORD_IDS = 1024, 256
+#: stop strings and their characters: each is looked for in every character of the output
+MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_LOGIT_BIAS = 100.0
 UNQUANTIZED = ("float32", "bfloat16")
 WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
@@ -176,6 +178,19 @@ def _words(name: str, value: Any) -> list[list[int]]:
     return words
 
 
+def _stop(name: str, value: Any) -> list[str]:
+    """A str stands for a list of it."""
+    value = [value] if isinstance(value, str) else value
+    strings = _strings(name, value)
+    if len(strings) > MAX_STOPS:
+        raise ValueError(f"{name} has {len(strings)} strings; allowed: at most {MAX_STOPS}")
+    for i, string in enumerate(strings):
+        if not 0 < len(string) <= MAX_STOP_CHARACTERS:
+            raise ValueError(f"{name}[{i}] has {len(string)} characters; allowed: 1 to {MAX_STOP_CHARACTERS}")
+        valid_unicode(f"{name}[{i}]", string)
+    return strings
+
+
 #: what a response_format may hold beside "type", by its type: the field that it must hold, and those that it may
 RESPONSE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     "text": (None, ()),
@@ -300,6 +315,9 @@ class GenerateConfig(Checked):
     #: an id or a list of ids; -1: there is none; None: the checkpoint's
     eos_token_id: int | list[int] | None = custom_field(_eos)
     stop_words_ids: list[list[int]] = custom_field(_words, factory=list)
+    #: up to 64 strings that end the output: its text stops before the first of them to be complete, its ids with the
+    #: token that completed it, and those count as generated. Special tokens have no text here, as in the output
+    stop: list[str] = custom_field(_stop, factory=list)
     bad_words_ids: list[list[int]] = custom_field(_words, factory=list)
     #: of up to 1,024 token ids: what is added to their logits, -100 to 100. What is banned stays banned
     logit_bias: dict[int, float] = custom_field(_logit_bias, factory=dict)

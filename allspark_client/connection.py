@@ -14,11 +14,13 @@ import grpc
 
 from . import convert
 from ._proto import allspark_pb2 as pb
+from .connection_options import check_address
 from .errors import AllSparkError, AsStatus
 from .queue import ResultQueue
 from .request import RequestSpec
 from .types import GenerateRequestStatus, ModelState, TlsConfig
 from .version import __version__
+from .waiting import Event, waking_together
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +72,13 @@ class Request:
     session: "Session | None" = None
     wire_id: int = 0
     stopped: bool = False                                   #: the caller wants it to end
+    dropped: bool = False                                   #: and to hear no more of it
     resumed: bool = False
     losses: int = 0                                         #: servers lost in a row without a new token
     received_at_loss: int = -1
     arrival: float = field(default_factory=time.time)
     first_token: float = 0.0
-    answered: threading.Event = field(default_factory=threading.Event)
+    answered: Event = field(default_factory=Event)
     refusal: Exception | None = None                        #: the server's answer, or Unavailable
 
     def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
@@ -135,7 +138,14 @@ class Session:
 
     def wait_answer(self, request: Request) -> None:
         """Wait for the answer to `send`; raises what the engine raised, or Unavailable."""
-        if not request.answered.wait(ANSWER_SECONDS):
+        self._answer(request, request.answered.wait(ANSWER_SECONDS))
+
+    async def wait_answer_async(self, request: Request) -> None:
+        """As wait_answer, in an event loop."""
+        self._answer(request, await request.answered.wait_async(ANSWER_SECONDS))
+
+    def _answer(self, request: Request, came: bool) -> None:
+        if not came:
             with self._lock:
                 if not request.answered.is_set():
                     self._live.pop(request.wire_id, None)
@@ -159,10 +169,14 @@ class Session:
         self._outbox.put(pb.SessionRequest(stop=request.wire_id))
 
     def release(self, request: Request) -> None:
-        """Tell the server to forget a request."""
+        """Tell the server to forget a request. Who waits for an answer waits no longer."""
         with self._lock:
-            self._live.pop(request.wire_id, None)
-        self._outbox.put(pb.SessionRequest(release=request.wire_id))
+            if self._live.pop(request.wire_id, None) is None:   # the server has told of its end, and forgotten it
+                return
+            if not request.answered.is_set():
+                request.refusal = AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, "the request was released")
+                request.answered.set()
+            self._outbox.put(pb.SessionRequest(release=request.wire_id))
 
     @property
     def live(self) -> int:
@@ -181,7 +195,7 @@ class Session:
                 if message.HasField("info"):
                     self.info = message.info
                     self._greeted.set()
-                with self._lock:
+                with waking_together(), self._lock:
                     for event in message.events:
                         self._apply(event)
         except grpc.RpcError as rpc_error:
@@ -279,10 +293,15 @@ class Member:
         self._connecting = False
 
     @property
+    def live_session(self) -> Session | None:
+        """The session if there is a live one, without waiting."""
+        session = self._session
+        return session if session is not None and session.broken is None else None
+
+    @property
     def connected(self) -> bool:
         """Whether there is a live session."""
-        session = self._session
-        return session is not None and session.broken is None
+        return self.live_session is not None
 
     def session(self, timeout: float = ATTEMPT_SECONDS) -> Session:
         """The live session, opened if there is none. Raises Unavailable, or AllSparkError if refused."""
@@ -331,10 +350,14 @@ class Member:
         except ValueError as error:     # grpc: the channel was closed by another thread
             raise Unavailable(self.address, str(error)) from None
 
+    def knows_models(self, max_age: float) -> bool:
+        """Whether `models` would ask nobody."""
+        return time.monotonic() - self._models[0] <= max_age
+
     def models(self, max_age: float = 0.0) -> list[ModelState]:
         """list_models of this member, at most `max_age` seconds old."""
-        when, models = self._models
-        if time.monotonic() - when > max_age:
+        models = self._models[1]
+        if not self.knows_models(max_age):
             info = self.call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo, ATTEMPT_SECONDS)
             models = convert.models_from_pb(info.models)
             self._models = (time.monotonic(), models)
@@ -375,19 +398,6 @@ def translate(error: grpc.RpcError, address: str) -> Exception:
 
 def _unavailable(error: Exception, address: str) -> Unavailable:
     return error if isinstance(error, Unavailable) else Unavailable(address, str(error))
-
-
-def check_address(address: Any) -> str:
-    """"host:port" or "unix:/path", without surrounding blanks."""
-    if not isinstance(address, str):
-        raise TypeError(f"address must be 'host:port' or 'unix:/path', not {type(address).__name__}")
-    address = address.strip()
-    host, _, port = address.rpartition(":")
-    if address.startswith("unix:") and len(address) > 5:
-        return address
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"address={address!r} is not known; allowed: 'host:port' or 'unix:/path'")
-    return address
 
 
 def _credentials(tls: TlsConfig) -> grpc.ChannelCredentials:

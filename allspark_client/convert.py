@@ -80,6 +80,7 @@ def generate_config_to_pb(config: GenerateConfig) -> pb.GenerateConfig:
     if config.vocab:
         message.vocab.update(config.vocab)
     message.logit_bias.update(config.logit_bias)
+    message.stop.extend(config.stop)
     return message
 
 
@@ -99,6 +100,7 @@ def generate_config_from_pb(message: pb.GenerateConfig) -> GenerateConfig:
     if message.vocab:
         values["vocab"] = dict(message.vocab)
     values["logit_bias"] = dict(message.logit_bias)
+    values["stop"] = list(message.stop)
     return GenerateConfig.parse(values)
 
 
@@ -217,22 +219,33 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
         message.prompt_logprobs.add(ids=[i for i, _ in pairs], logprobs=[p for _, p in pairs])
     for tensor in elements.tensors_from_model_inference:
         message.embedding.extend(tensor["embedding"].tolist())
+    if elements.finish_reason is not None:
+        message.finish_reason = elements.finish_reason
+    if elements.stop_string is not None:
+        message.stop_string = elements.stop_string
     return message
 
 
 def elements_from_pb(message: pb.Elements) -> GeneratedElements:
-    pairs = list(zip(message.top_ids, message.top_logprobs))
-    lists, start = [], 0
-    for count in message.top_counts:
-        lists.append(pairs[start:start + count])
-        start += count
-    return GeneratedElements(
-        ids_from_generate=list(message.ids), log_probs_list=lists, token_logprobs_list=list(message.token_logprobs),
+    elements = GeneratedElements(
+        ids_from_generate=list(message.ids), token_logprobs_list=list(message.token_logprobs),
         prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
-        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text,
-        prompt_logprobs_list=[list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs],
-        tensors_from_model_inference=[{"embedding": np.array(message.embedding, np.float32)}] if message.embedding
-        else [])
+        prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
+    # What few requests ask for: every token comes through here.
+    if message.top_counts:
+        pairs, start = list(zip(message.top_ids, message.top_logprobs)), 0
+        for count in message.top_counts:
+            elements.log_probs_list.append(pairs[start:start + count])
+            start += count
+    if message.prompt_logprobs:
+        elements.prompt_logprobs_list = [list(zip(each.ids, each.logprobs)) for each in message.prompt_logprobs]
+    if message.embedding:
+        elements.tensors_from_model_inference = [{"embedding": np.array(message.embedding, np.float32)}]
+    if message.HasField("finish_reason"):
+        elements.finish_reason = message.finish_reason
+        if message.HasField("stop_string"):
+            elements.stop_string = message.stop_string
+    return elements
 
 
 def stat_to_pb(stat: dict[str, float]) -> pb.RequestStat:

@@ -10,6 +10,7 @@ from .chat import ChatOptions, check_messages
 from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .errors import AsStatus, nearest_name
 from .fields import valid_unicode
+from .generation import Generation
 from .queue import ResultQueue
 from .request import RequestSpec
 from .tokens import as_token_ids
@@ -59,22 +60,35 @@ class AbstractEngine(ABC):
 
     def start_request(
         self, model_name: str, inputs: dict[str, Any],
-        generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
+        generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None, *,
+        want_text: bool | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
         """Start a request; returns with (status, handle, queue) once it is taken, tokens arrive in the queue.
 
-        A client waits for its server's word meanwhile: in an event loop, use asyncio.to_thread(engine.start_request, …).
+        A client waits for its server's word meanwhile: in an event loop, use AsyncClientEngine.
 
         inputs: {"input_ids": X}, X a DLPack capsule, anything with __dlpack__, a NumPy array or a list of ints, of
         shape [n] or [1, n]; or {"text": str}; or {"messages": [{"role": …, "content": …}, …]}. With the latter two the
-        engine tokenizes, and elements carry text as well. Messages are OpenAI's, with content parts and tool calls;
-        beside them may be "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs" and "chat_format"
-        (ChatOptions). What the answer's text holds, allspark_server.chat takes apart.
+        engine tokenizes. `want_text`: whether elements carry text as well; None: unless the prompt is ids. Messages are
+        OpenAI's, with content parts and tool calls; beside them may be "tools", "tool_choice", "parallel_tool_calls",
+        "chat_template_kwargs" and "chat_format" (ChatOptions). What the answer's text holds, allspark_server.chat takes
+        apart.
         """
-        config = GenerateConfig.parse(generate_config)
-        spec = _prompt(_model_name(model_name), inputs)
-        spec.config = config
-        return self._start(spec)
+        return self._start(request_spec(model_name, inputs, generate_config, want_text))
+
+    def generate(
+        self, model_name: str, inputs: dict[str, Any],
+        generate_config: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None, *,
+        want_text: bool | None = None,
+    ) -> Generation:
+        """A request as a context manager: started when it is entered, released when it is left, however that is.
+        Arguments are those of start_request.
+
+            with engine.generate("m", {"text": "Once"}, {"max_new_tokens": 32}) as generation:
+                for elements in generation:
+                    print(elements.text, end="")
+        """
+        return Generation(self, request_spec(model_name, inputs, generate_config, want_text))
 
     def start_request_ids(
         self, model_name: str, model: Any, input_ids: Any,
@@ -88,12 +102,8 @@ class AbstractEngine(ABC):
         generate_config_builder: dict[str, Any] | GenerateConfig | ASGenerationConfigBuilder | None = None,
     ) -> tuple[AsStatus, int, ResultQueue]:
         """Start a request with text, tokenized by the loader `model` (get_tokenizer()), or by the engine if None."""
-        text = _text(input_str)
-        if model is None:
-            return self.start_request(model_name, {"text": text}, generate_config_builder)
-        encoded = model.get_tokenizer().encode(text)
-        return self.start_request(model_name, {"input_ids": list(getattr(encoded, "ids", encoded))},
-                                  generate_config_builder)
+        inputs = {"text": input_str} if model is None else {"input_ids": ids_of_text(model, input_str)}
+        return self.start_request(model_name, inputs, generate_config_builder)
 
     @abstractmethod
     def _start(self, spec: RequestSpec) -> tuple[AsStatus, int, ResultQueue]:
@@ -211,6 +221,24 @@ class AbstractEngine(ABC):
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def request_spec(model_name: Any, inputs: Any, generate_config: Any, want_text: bool | None = None) -> RequestSpec:
+    """What start_request was given, checked as far as that needs no model."""
+    config = GenerateConfig.parse(generate_config)
+    spec = _prompt(_model_name(model_name), inputs)
+    spec.config = config
+    if want_text is not None and not isinstance(want_text, bool):
+        raise TypeError(f"want_text must be a bool or None, not {type(want_text).__name__}")
+    if want_text is not None:
+        spec.want_text = want_text
+    return spec
+
+
+def ids_of_text(model: Any, text: Any) -> list[int]:
+    """A prompt's ids, by a loader's tokenizer."""
+    encoded = model.get_tokenizer().encode(_text(text))
+    return list(getattr(encoded, "ids", encoded))
 
 
 def check_config(config: Any) -> AsModelConfig:

@@ -11,6 +11,7 @@ from typing import AsyncIterator, Iterator
 from .errors import AllSparkError
 from .types import GeneratedElements, GenerateRequestStatus
 from .types import RequestStatInfo as StatInfo
+from .waiting import LoopWaiters
 
 _REASONS = {
     GenerateRequestStatus.GenerateFinished: "stop",
@@ -28,13 +29,14 @@ class ResultQueue:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()     # a signal's handler may end what it has interrupted
+        self._changed = threading.Condition(self._lock)
         self._elements: deque[GeneratedElements] = deque()
         self._status = GenerateRequestStatus.Init
         self._error: AllSparkError | None = None
         self._reason: str | None = None
         self._length = 0
-        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
+        self._tasks = LoopWaiters()
         self.stat = StatInfo()
         #: what the chat's template has begun of the answer, such as "<think>\n"; known once the request is started
         self.opened = ""
@@ -58,28 +60,28 @@ class ResultQueue:
 
     def GetNoWait(self) -> GeneratedElements | None:
         """What is there now; None if nothing is."""
-        with self._changed:
+        with self._lock:
             return self._take()
 
     def GenerateStatus(self) -> GenerateRequestStatus:
         """Where the request is; tokens may remain to be read when the status is already final."""
-        with self._changed:
+        with self._lock:
             return self._status
 
     def FinishReason(self) -> str | None:
-        """Why the request ended: stop (end of sequence), length, stop_word, interrupted, error or tool_calls; None
+        """Why the request ended: stop (end of sequence, or a stop string), length, stop_word, interrupted, error or tool_calls; None
         while it has not."""
-        with self._changed:
+        with self._lock:
             return self._reason
 
     def GeneratedLength(self) -> int:
         """Tokens generated so far, read or not, over all samples."""
-        with self._changed:
+        with self._lock:
             return self._length
 
     def RequestStatInfo(self) -> StatInfo:
         """Times and lengths of the request, a copy."""
-        with self._changed:
+        with self._lock:
             return copy.copy(self.stat)
 
     def wait_final(self, timeout: float | None = None) -> bool:
@@ -93,26 +95,46 @@ class ResultQueue:
         self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
-        loop = asyncio.get_running_loop()
+        while (elements := await self.GetAsync()) is not None:
+            yield elements
+        self._raise_error()
+
+    async def GetAsync(self, timeout_ms: float | None = None) -> GeneratedElements | None:
+        """As Get, in an event loop."""
+        deadline = None if timeout_ms is None else time.monotonic() + _seconds(timeout_ms)
         while True:
-            with self._changed:
+            with self._lock:
                 if self._elements or self._status.final:
-                    elements, waiter = self._take(), None
-                else:
-                    elements, waiter = None, (loop, loop.create_future())
-                    self._waiters.append(waiter)
-            if waiter is None:
-                if elements is None:
-                    self._raise_error()
-                    return
-                yield elements
-                continue
-            try:
-                await waiter[1]
-            finally:
-                with self._changed:
-                    if waiter in self._waiters:   # cancelled before anything came
-                        self._waiters.remove(waiter)
+                    return self._take()
+                news = self._tasks.add()
+            if not await self._awaited(news, deadline):
+                return self.GetNoWait()
+
+    async def wait_final_async(self, timeout: float | None = None) -> bool:
+        """As wait_final, in an event loop."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._status.final:
+                    return True
+                news = self._tasks.add()
+            if not await self._awaited(news, deadline):
+                return self.GenerateStatus().final
+
+    async def _awaited(self, news: asyncio.Future, deadline: float | None) -> bool:
+        """Waits for a future of the queue's; whether it was resolved in time."""
+        try:
+            if deadline is None:
+                await news
+            else:
+                await asyncio.wait_for(news, max(0.0, deadline - time.monotonic()))
+        except BaseException as error:
+            with self._lock:
+                self._tasks.discard(news)
+            if not isinstance(error, asyncio.TimeoutError):
+                raise
+            return False
+        return True
 
     def _take(self) -> GeneratedElements | None:
         if self._elements:
@@ -129,7 +151,7 @@ class ResultQueue:
 
     def put(self, elements: GeneratedElements) -> None:
         """Hand over new tokens. The queue owns `elements` from now on."""
-        with self._changed:
+        with self._lock:
             if self._status.final:
                 return
             self._length += len(elements.ids_from_generate)
@@ -141,13 +163,13 @@ class ResultQueue:
 
     def set_status(self, status: GenerateRequestStatus) -> None:
         """Note progress, which never goes back; a final status goes through finish()."""
-        with self._changed:
+        with self._lock:
             if self._status < status <= GenerateRequestStatus.Generating:
                 self._status = GenerateRequestStatus(status)
 
     def update_stat(self, values: dict[str, float]) -> None:
         """Take over fields of RequestStatInfo."""
-        with self._changed:
+        with self._lock:
             self.stat.update(values)
 
     def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
@@ -157,7 +179,7 @@ class ResultQueue:
         `error`: with InternalError, what went wrong; with GenerateInterrupted, who did that, unless the caller did.
         `reason`: what FinishReason() says, where the status does not tell.
         """
-        with self._changed:
+        with self._lock:
             if self._status.final:
                 return
             self._status, self._error = GenerateRequestStatus(status), error
@@ -166,17 +188,7 @@ class ResultQueue:
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        waiters, self._waiters = self._waiters, []
-        for loop, future in waiters:
-            try:
-                loop.call_soon_threadsafe(_resolve, future)
-            except RuntimeError:   # that event loop was closed with the iteration unfinished: nobody waits
-                continue
-
-
-def _resolve(future: asyncio.Future) -> None:
-    if not future.done():
-        future.set_result(None)
+        self._tasks.wake()
 
 
 def _seconds(timeout_ms: float) -> float:

@@ -27,10 +27,10 @@ class RequestSpec:
     generated: list[int] = field(default_factory=list)
     #: deliver newly decodable text with the tokens
     want_text: bool = False
-    #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
-    opened: str = ""
     #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
     tenant: str = ""
+    #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
+    opened: str = ""
 
     def set_prompt(self, ids: list[int]) -> None:
         """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on

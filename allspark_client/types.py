@@ -95,6 +95,11 @@ class GeneratedElements:
     #: own, then the likeliest
     prompt_logprobs_list: list[list[tuple[int, float]]] = field(default_factory=list)
 
+    #: with the sample's last token: why it ended, as ResultQueue.FinishReason says it of the request
+    finish_reason: str | None = None
+    #: which of GenerateConfig.stop ended it, if one did
+    stop_string: str | None = None
+
     def _get_text(self) -> str:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
@@ -115,6 +120,8 @@ class GeneratedElements:
         self.prefix_len_gpu = max(self.prefix_len_gpu, other.prefix_len_gpu)
         self.prefix_len_cpu = max(self.prefix_len_cpu, other.prefix_len_cpu)
         self._pieces += other._pieces
+        if other.finish_reason is not None:
+            self.finish_reason, self.stop_string = other.finish_reason, other.stop_string
 
 
 # After @dataclass, which would take a property in the class for the field's default.
@@ -225,8 +232,8 @@ class ModelInfo:
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
-    chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
     embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
+    chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat
     #: keys of GenerateConfig that the checkpoint's generation_config.json recommends; requests have them only where a
     #: door applies them (HTTP's does)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

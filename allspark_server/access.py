@@ -35,6 +35,13 @@ class Role(enum.Enum):
     DOOR = "door"           # that, and requests for tenants that it names: of a door in front of the group
     ADMIN = "admin"         # everything
 
+    def includes(self, other: Role) -> bool:
+        """Whether who has this role may do what `other` may."""
+        return _RANKS[self] >= _RANKS[other]
+
+
+_RANKS = {role: rank for rank, role in enumerate(Role)}
+
 
 @dataclass(frozen=True)
 class Client:
@@ -195,10 +202,16 @@ class Access:
 
     def client(self, context: Any) -> Client | None:
         """Behind a gRPC call; None if it shows no valid token where one is needed."""
+        names = b",".join(context.peer_identities() or ()).decode(errors="replace")
+        return self.known(dict(context.invocation_metadata() or ()).get("authorization", ""),
+                          is_unix(context.peer()), names)
+
+    def known(self, authorization: str | bytes, unix: bool, names: str = "") -> Client | None:
+        """Who shows this authorization header, over a Unix socket or not, and these names in a certificate; None if
+        there is no such token where one is needed."""
         if self._digests:
-            return self.bearer(dict(context.invocation_metadata() or ()).get("authorization", ""))
-        if self.tls is not None and self.tls.ca is not None and not is_unix(context.peer()):
-            names = b",".join(context.peer_identities() or ()).decode(errors="replace")
+            return self.bearer(authorization)
+        if self.tls is not None and self.tls.ca is not None and not unix:
             return Client(self.tls_role, f"certificate:{names[:200]}" if names else "")
         return Client(Role.ADMIN)
 

@@ -14,7 +14,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
-from .sinks import prompt_elements
+from .sinks import SampleEnd, prompt_elements
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ class _Pending:
         return size
 
     def add(self, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]], text: str | None,
-            cached: int) -> int:
+            cached: int, end: SampleEnd | None) -> int:
         """Takes a token; returns its size."""
         if not self.elements or self.elements[-1].sample_index != sample:
             self.elements.append(
@@ -75,6 +75,8 @@ class _Pending:
             size += len(top)
         if text:
             self.texts[-1].append(text)
+        if end is not None:
+            elements.finish_reason, elements.stop_string = end
         self.size += size
         return size
 
@@ -86,24 +88,25 @@ class _RequestSink:
         self._stream, self._id = stream, request_id
 
     def on_token(self, handle: int, sample: int, token: int, logprob: float | None, top: list[tuple[int, float]],
-                 text: str | None, cached: int) -> None:
-        self._stream.file((self._id, sample, token, logprob, top, text, cached))
+                 text: str | None, cached: int, end: SampleEnd | None) -> None:
+        self._stream.file((self._id, sample, token, logprob, top, text, cached, end))
 
     def on_prompt(self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]],
                   embedding: np.ndarray | None) -> None:
-        self._stream.file((self._id, _OF_PROMPT, prompt_elements(sample, logprobs, embedding), None, None, "", 0))
+        self._stream.file((self._id, _OF_PROMPT, prompt_elements(sample, logprobs, embedding), None, None, "", 0,
+                           None))
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
-        self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0, None))
 
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
                   stat: dict[str, float], reason: str) -> None:
-        self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0))
+        self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0, None))
 
 
-#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached), or, of a status or an end,
-#: (id, _NO_SAMPLE, status, error, stat, reason, 0), or of a prompt (id, _OF_PROMPT, elements, None, None, "", 0).
-_News = tuple[int, int, Any, Any, Any, Any, int]
+#: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached, end), or, of a status or an
+#: end, (id, _NO_SAMPLE, status, error, stat, reason, 0, None), or of a prompt (id, _OF_PROMPT, elements, then Nones).
+_News = tuple[int, int, Any, Any, Any, Any, int, Any]
 _NO_SAMPLE, _OF_PROMPT = -1, -2
 
 

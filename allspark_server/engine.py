@@ -20,7 +20,7 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Callable, Collection, Optional
 
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
@@ -30,12 +30,7 @@ from allspark_client.errors import closed_engine, forked_engine, illegal_handle,
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import (
-    AsEngineStat,
-    AsFileInfo,
-    Detokenized,
-    GenerateRequestStatus,
-    ModelInfo,
-    ModelState,
+    AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState,
 )
 from allspark_client.version import __version__
 
@@ -47,6 +42,7 @@ from .pipeline import Pipeline
 from .prepare import Obstacle, prepare, size_before
 from .request import Request
 from .runtime.group import Group, LocalGroup
+from .scheduler import Sequence
 from .served_model import ServedModel
 from .sinks import QueueSink, Sink
 from .state_file import StateFile, state_entry
@@ -79,7 +75,7 @@ class Engine(AbstractEngine):
         self._requests: dict[int, tuple[ServedModel, Request]] = {}
         self._handles = itertools.count(1)
         self._forget_at = MAX_ENDED
-        self._output = OutputStage(self._cancel_undeliverable)
+        self._output = OutputStage(self._cancel_undeliverable, self._finish_stopped)
         self._pipeline = Pipeline(self._group)
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
@@ -150,7 +146,7 @@ class Engine(AbstractEngine):
 
     def restore(
         self,
-        configured: Sequence[AsModelConfig] = (),
+        configured: Collection[AsModelConfig] = (),
         again: bool = False,
         check: Callable[[AsModelConfig], None] = lambda config: None,
     ) -> list[str]:
@@ -387,10 +383,17 @@ class Engine(AbstractEngine):
 
     def _cancel_undeliverable(self, request: Request) -> None:
         """On the output stage's thread: the request has ended there; what it holds is to be freed."""
+        self._post_for(request, lambda model: model.end(request, GenerateRequestStatus.InternalError))
+
+    def _finish_stopped(self, sequence: Sequence) -> None:
+        """On the output stage's thread: a stop string has ended the sequence."""
+        self._post_for(sequence.owner.request, lambda model: model.finish_stopped(sequence))
+
+    def _post_for(self, request: Request, command: Callable[[ServedModel], None]) -> None:
         with self._lock:
             model, _ = self._requests.get(request.handle, (None, None))
         if model is not None:
-            self._post_quietly(functools.partial(model.end, request, GenerateRequestStatus.InternalError))
+            self._post_quietly(functools.partial(command, model))
 
     def _wait(self, request: Request) -> None:
         """Waits until the request's sink was told of its end."""

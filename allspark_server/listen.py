@@ -24,7 +24,7 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
     sockets. Raises AllSparkError naming what is wrong."""
     unix = is_unix(address)
     if unix:
-        address = "unix:" + _check_socket(address)
+        address = "unix:" + free_socket_path(address)
     elif ":" not in address:
         raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                             f"address {address!r} is neither host:port nor unix:/path")
@@ -33,7 +33,7 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
         if credentials is not None:
             port = server.add_secure_port(address, credentials)
         else:
-            with _umask(0o777 & ~socket_mode):      # a socket is made with its mode: there is no moment without
+            with umask(0o777 & ~socket_mode):      # a socket is made with its mode: there is no moment without
                 port = server.add_insecure_port(address)
     except RuntimeError as error:
         port, cause = 0, error
@@ -47,7 +47,8 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
 
 
 @contextlib.contextmanager
-def _umask(mask: int) -> Iterator[None]:
+def umask(mask: int) -> Iterator[None]:
+    """Of this process, for the length of a with block."""
     before = os.umask(mask)
     try:
         yield
@@ -55,7 +56,7 @@ def _umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-def _check_socket(address: str) -> str:
+def free_socket_path(address: str) -> str:
     """The absolute path of "unix:PATH" or "unix:///PATH", free to be bound: a socket nobody listens on is removed."""
     path = address[len("unix:"):]
     path = os.path.abspath("/" + path.lstrip("/") if path.startswith("//") else path)

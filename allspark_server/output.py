@@ -17,7 +17,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import GenerateRequestStatus
 
 from .request import Request
-from .scheduler import FinishReason, Outcome
+from .scheduler import FinishReason, Outcome, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,11 @@ class StepOutput:
 
 
 class OutputStage:
-    """`on_undeliverable(request)`: a request has been ended because its sink or its text failed."""
+    """`on_undeliverable(request)`: a request has been ended because its sink or its text failed. `on_stop(sequence)`: a
+    stop string has ended a sequence that may still run."""
 
-    def __init__(self, on_undeliverable: Callable[[Request], None]):
-        self._on_undeliverable = on_undeliverable
+    def __init__(self, on_undeliverable: Callable[[Request], None], on_stop: Callable[[Sequence], None]):
+        self._on_undeliverable, self._on_stop = on_undeliverable, on_stop
         #: whether steps' outputs are delivered by who puts them, between steps: where there is no processor for the thread
         self.inline = False
         self._listeners: list[Callable[[], None]] = []
@@ -149,7 +150,7 @@ class OutputStage:
                     request.deliver_prompt(probed)
                 except Exception as error:
                     self._give_up(request, error)
-        ended = {index for index, _ in outcome.ended}
+        ended = dict(outcome.ended)
         tokens = result.tokens.tolist()
         logprobs: Optional[list[float]] = None
         for index, (sequence, first, kept) in enumerate(
@@ -158,7 +159,7 @@ class OutputStage:
             sample = sequence.owner
             request = sample.request
             for at in range(first, first + kept):
-                if request.sink is None:  # it could not be delivered
+                if request.sink is None or sample.stopped:  # it could not be delivered, or nothing more belongs to it
                     break
                 logprob, top = None, _NO_TOP
                 if sample.top_logprobs >= 0:
@@ -166,8 +167,10 @@ class OutputStage:
                         logprobs = result.logprobs.tolist()
                     logprob, top = logprobs[at], _top(result, at, sample.top_logprobs)
                 try:
-                    last = index in ended and at == first + kept - 1
-                    request.deliver(sequence, tokens[at], logprob, top, last, now)
+                    reason = ended.get(index) if at == first + kept - 1 else None
+                    request.deliver(sequence, tokens[at], logprob, top, reason, now)
+                    if sample.stopped and reason is None:
+                        self._on_stop(sequence)
                 except Exception as error:  # this request's output cannot be delivered; the others' can
                     self._give_up(request, error)
         for end in output.ends:

@@ -22,9 +22,10 @@ from .guided import Guidance, Guide, Matcher, MatcherError
 from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
 from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
+from .stop_strings import OutputText, StopStrings
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer, Tokenizer
+    from .text import Tokenizer
 
 
 #: Log probabilities of one prompt, the likeliest ones included, that one message carries.
@@ -43,12 +44,12 @@ class Obstacle:
 @dataclass
 class PreparedRequest:
     """A request that was checked and tokenized: a sequence for each of its samples, with the keys of its prompt's
-    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; a detokenizer for each, if text is
-    wanted; when it ends if it has not begun, on the monotonic clock."""
+    spans; how many of the top logprobs are wanted, -1 if none are wanted at all; what makes the text of each, if
+    somebody needs it; when it ends if it has not begun, on the monotonic clock."""
 
     sequences: list[Sequence]
     top_logprobs: int
-    detokenizers: list[Optional[StreamDetokenizer]]
+    texts: list[Optional[OutputText]]
     prompt_logprobs: int = 0  # how many of the likeliest are wanted beside each token of the prompt, if they are
     pooling: Optional[str] = None
     deadline: float = math.inf
@@ -119,8 +120,7 @@ def prepare(
         frozenset(eos) if config.early_stopping else frozenset(),
         tuple(tuple(word) for word in config.stop_words_ids),
     )
-    if spec.want_text and tokenizer is None:
-        raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {spec.model!r} has no tokenizer: no text")
+    texts = _output_texts(spec, tokenizer, () if chat_format is None else chat_format.markers)
     root, chain = b"", []
     if keys is not None:
         root = keys.root(config.cache_salt, len(prompt))
@@ -154,11 +154,9 @@ def prepare(
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
-    markers = () if chat_format is None else chat_format.markers
     timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
-    return PreparedRequest(sequences, top_logprobs, [_detokenizer(spec, tokenizer, markers) for _ in sequences],
-                           config.prompt_logprobs or 0, config.pooling, deadline)
+    return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
@@ -203,14 +201,18 @@ def _matcher(
         raise ValueError(f"generated does not follow the {field or 'response_format'}: {error}") from error
 
 
-def _detokenizer(
+def _output_texts(
     spec: RequestSpec, tokenizer: Optional[Tokenizer], markers: Iterable[str]
-) -> Optional[StreamDetokenizer]:
-    if not spec.want_text:
-        return None
-    detokenizer = tokenizer.detokenizer(markers) if markers else tokenizer.detokenizer()
-    detokenizer.push(list(spec.generated))  # the client has their text
-    return detokenizer
+) -> list[Optional[OutputText]]:
+    config = spec.config
+    if not spec.want_text and not config.stop:
+        return [None] * config.n
+    tokenizer = need_tokenizer(tokenizer, spec.model)
+    stops = StopStrings(config.stop) if config.stop else None
+    texts = [OutputText(tokenizer.detokenizer(markers), stops, spec.want_text) for _ in range(config.n)]
+    if spec.generated:
+        texts[0].push(spec.generated)   # the client has its text, but for what was held back
+    return texts
 
 
 def need_tokenizer(tokenizer: Optional[Tokenizer], model: str) -> Tokenizer:

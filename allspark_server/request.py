@@ -15,10 +15,10 @@ from allspark_client.types import GenerateRequestStatus
 
 from .prepare import Obstacle, PreparedRequest
 from .scheduler import FinishReason, Probed, Sequence
-from .sinks import Sink
+from .sinks import SampleEnd, Sink
 
 if TYPE_CHECKING:
-    from .text import StreamDetokenizer
+    from .stop_strings import OutputText
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,13 @@ class Sample:
     request: "Request"
     index: int
     top_logprobs: int  # -1: no logprobs wanted
-    detokenizer: Optional[StreamDetokenizer]
+    text: Optional[OutputText]
     prompt: Optional[PromptResults] = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it; the engine's thread may not know that yet."""
+        return self.text is not None and self.text.found is not None
 
 
 class Request:
@@ -76,8 +81,8 @@ class Request:
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
-        for index, (sequence, detokenizer) in enumerate(zip(prepared.sequences, prepared.detokenizers)):
-            sequence.owner = Sample(self, index, prepared.top_logprobs, detokenizer)
+        for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
+            sequence.owner = Sample(self, index, prepared.top_logprobs, text)
             if sequence.probe is not None:
                 sequence.owner.prompt = PromptResults(sequence, prepared.prompt_logprobs, prepared.pooling)
         self.samples = self.unfinished = len(prepared.sequences)
@@ -87,6 +92,7 @@ class Request:
         self.done = threading.Event()  # its sink was told of its end
         self.status = GenerateRequestStatus.Init
         self.generated = 0
+        self.reason: Optional[FinishReason] = None  # of the sample that ended last
         self.wall_arrival, self.arrival = time.time(), time.monotonic()
         self.first_step = self.first_token = self.last_token = 0.0  # on the monotonic clock, as `arrival`
 
@@ -109,11 +115,11 @@ class Request:
         token: int,
         logprob: Optional[float],
         top: list[tuple[int, float]],
-        ended: bool,
+        reason: Optional[FinishReason],
         now: float,
     ) -> None:
-        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `ended`: it is
-        the sequence's last."""
+        """Hands one token of a step that ended at `now` to the sink, and the statuses that it brings. `reason`: why it
+        is the sequence's last; it may turn out to be, by a stop string."""
         sample: Sample = sequence.owner
         self.last_token = now
         self.generated += 1
@@ -121,12 +127,15 @@ class Request:
             self._set_status(_STATUS_WITH_TOKEN[self.generated])
         if self.generated == 1:
             self.first_token = now
-        text = None
-        if sample.detokenizer is not None:
-            text = sample.detokenizer.push([token])
-            if ended:
-                text += sample.detokenizer.finish()
-        self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0)
+        text = end = None
+        if sample.text is not None:
+            text = sample.text.push((token,), reason is not None)
+            if sample.text.found is not None:
+                reason = FinishReason.STOP
+        if reason is not None:
+            self.reason = reason
+            end = SampleEnd(reason.value, sample.text.found if sample.text is not None else None)
+        self.sink.on_token(self.handle, sample.index, token, logprob, top, text, sequence.prefix_len or 0, end)
 
     def finish(
         self,
@@ -141,7 +150,7 @@ class Request:
             return
         self.status = status
         if complete is not None:
-            reason = complete.value
+            reason = (self.reason or complete).value    # a stop string may have come first
         else:
             reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
         try:

@@ -21,7 +21,7 @@ from .queue_limits import QueueLimits
 from .request import Request
 from .runtime.plan import Flag
 from .runtime.steps import DEPTH
-from .scheduler import FinishReason, Limits, Scheduler, Sequence, Step
+from .scheduler import FinishReason, Limits, Scheduler, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ class ServedModel:
             complete = sequence.tokens[sequence.prompt_len :] and sequence.stop.check(
                 sequence.tokens, sequence.prompt_len
             )
+            if sequence.owner.stopped:
+                complete = FinishReason.STOP
             if complete:  # a resumed request whose last token the client had already
                 self._end_sequence(sequence, complete)
             else:
@@ -198,6 +200,13 @@ class ServedModel:
         """On the masks' thread: a sequence can go on in its grammar no more."""
         failure = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"response_format: {error}")
         self._post(lambda: self.end(sequence.owner.request, GenerateRequestStatus.InternalError, failure))
+
+    def finish_stopped(self, sequence: Sequence) -> None:
+        """The output stage has found a stop string: what the sequence has drawn since is discarded. Nothing happens if
+        it has ended."""
+        if sequence.state is not State.ENDED:
+            self.scheduler.cancel(sequence)
+            self._end_sequence(sequence, FinishReason.STOP)
 
     def seconds_to_deadline(self) -> Optional[float]:
         """How long until `expire` has something to do, at the earliest; None: never, as things are."""
@@ -256,7 +265,7 @@ class ServedModel:
             if end is not None:
                 output.ends.append(end)
         for sequence in outcome.computed:
-            end = self._ended_sequence(sequence, FinishReason.EOS)
+            end = self._ended_sequence(sequence, FinishReason.STOP)
             if end is not None:
                 output.ends.append(end)
         generated = self.scheduler.counters.generated_tokens - generated

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Optional, Protocol
+from typing import NamedTuple, Optional, Protocol
 
 import numpy as np
 
 from allspark_client.errors import AllSparkError
 from allspark_client.queue import ResultQueue
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
+
+
+class SampleEnd(NamedTuple):
+    """Why a sample has ended: "stop" (end of sequence, or the stop string that is named), "length" or "stop_word"."""
+
+    reason: str
+    stop_string: Optional[str] = None
 
 
 class Sink(Protocol):
@@ -23,9 +30,10 @@ class Sink(Protocol):
         top: list[tuple[int, float]],
         text: Optional[str],
         cached: int,
+        end: Optional[SampleEnd],
     ) -> None:
-        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became decodable, None
-        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache."""
+        """A new token of one sample; `logprob` is None unless they are wanted, `text` what became certain, None
+        unless the spec wants text. `cached`: prompt tokens that came from the prefix cache. `end`: with its last."""
 
     def on_prompt(
         self, handle: int, sample: int, logprobs: list[list[tuple[int, float]]], embedding: Optional[np.ndarray]
@@ -44,8 +52,8 @@ class Sink(Protocol):
         stat: dict[str, float],
         reason: str,
     ) -> None:
-        """The last call for this request. `reason`: "stop" (end of sequence), "length" or "stop_word", of the sample
-        that ended last; "interrupted" or "error"."""
+        """The last call for this request. `reason`: of the sample that ended last, as SampleEnd has it; "interrupted"
+        or "error"."""
 
 
 def prompt_elements(
@@ -71,6 +79,7 @@ class QueueSink:
         top: list[tuple[int, float]],
         text: Optional[str],
         cached: int,
+        end: Optional[SampleEnd],
     ) -> None:
         elements = GeneratedElements([token], prefix_cache_len=cached, prefix_len_cpu=cached, sample_index=sample)
         if logprob is not None:
@@ -78,6 +87,8 @@ class QueueSink:
             elements.log_probs_list = [top]
         if text is not None:
             elements.text = text
+        if end is not None:
+            elements.finish_reason, elements.stop_string = end
         self._results.put(elements)
 
     def on_prompt(

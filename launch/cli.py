@@ -12,7 +12,7 @@ from pathlib import Path
 
 from allspark_server import access
 
-from . import bench, doctor, pool
+from . import bench, doctor, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
@@ -102,12 +102,15 @@ examples:
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
 ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
-model_root, max_message_mib, state_file, log_level""")
+model_root, max_message_mib, state_file, log_level, http, http_workers""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint to load and start; repeatable; without one, clients install what they need")
     p.add_argument("--address", action="append", default=[],
                    help="host:port or unix:/path; repeatable (default: a Unix socket of this user's; 127.0.0.1:50051 "
                         "with a token file or --insecure)")
+    p.add_argument("--http", metavar="HOST:PORT",
+                   help="serve OpenAI's API there, too, in processes of their own; see allspark http")
+    p.add_argument("--http-workers", type=int, default=0, metavar="N", help="how many processes (default 1)")
     p.add_argument("--config", metavar="FILE", help="options from a file; flags win over it")
     p.add_argument("--dry-run", action="store_true", help="print the mpirun line and stop")
     p.add_argument("--ready-file", metavar="FILE", help="written as JSON once the group serves")
@@ -151,6 +154,7 @@ model_root, max_message_mib, state_file, log_level""")
     doctor.add_command(command)
     pool.add_commands(command)
     bench.add_commands(command)
+    http.add_command(command)
     return parser
 
 
@@ -209,7 +213,7 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
              "tls_ca", "tls_role", "insecure", "socket_mode", "model_root", "max_message_mib", "state_file",
-             "log_level")
+             "log_level", "http", "http_workers")
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 

@@ -162,7 +162,7 @@ def _targets(options: argparse.Namespace) -> list[Target]:
             found.append(Target(name, re.sub(r"^(0\.0\.0\.0|\[::\]):", "127.0.0.1:", member.address[0]), own, ca))
         return found
     addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
-    return [Target(a, a, token, options.tls_ca or "") for a in addresses or [_default_address()]]
+    return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]
 
 
 def _token(path: str | None) -> str:
@@ -170,7 +170,7 @@ def _token(path: str | None) -> str:
     return next(iter(access.read_tokens(path))) if path else ""
 
 
-def _default_address() -> str:
+def default_address() -> str:
     """Where the group is that was given no address."""
     found = access.default_address(guarded=False)
     return found if os.path.exists(found.removeprefix("unix:")) else access.TCP_ADDRESS

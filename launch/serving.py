@@ -15,12 +15,13 @@ import threading
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Sequence
 
 from allspark_client.config import AsModelConfig
 from allspark_server import access
 
 from .folders import private_folder, remove_stale, short_parent, trusted
+from .http import HttpDoor, HttpOptions
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .output import unblocked
 from .placement import Placement, place
@@ -68,6 +69,8 @@ class GroupOptions:
     max_message_mib: int = 0
     state_file: str = ""
     log_level: str = "info"
+    http: str = ""
+    http_workers: int = 1
 
     @classmethod
     def from_file(cls, path: str) -> GroupOptions:
@@ -107,6 +110,12 @@ class GroupOptions:
             access.check_door(address, token=bool(self.token_file), tls=bool(self.tls_cert),
                               client_ca=bool(self.tls_ca), insecure=self.insecure)
         return found
+
+    def http_options(self, group: str) -> HttpOptions:
+        """Of the HTTP door beside this group, which it reaches at the address `group`."""
+        return HttpOptions(
+            self.http, self.http_workers, self.token_file, self.tls_cert, self.tls_key, self.tls_ca, self.tls_role,
+            self.insecure, self.socket_mode, self.max_message_mib, self.log_level, [group], self.token_file)
 
 
 def _is_a(value: object, kind: str) -> bool:
@@ -168,8 +177,9 @@ def shipped_model() -> Path:
     return found[0]
 
 
-def plan_group(options: GroupOptions) -> GroupPlan:
-    """Placement and command line. ValueError or MpiNotFound says what cannot be met."""
+def plan_group(options: GroupOptions, more_addresses: Sequence[str] = ()) -> GroupPlan:
+    """Placement and command line. ValueError or MpiNotFound says what cannot be met. `more_addresses`: Unix sockets
+    that are served, too."""
     from allspark_client.environment import check_environment
     from allspark_server.runtime.binding import memory_policy_allowed
     check_environment()
@@ -186,7 +196,7 @@ def plan_group(options: GroupOptions) -> GroupPlan:
                                   "SYS_NICE for it); memory is placed by first touch")
     mpi = find_mpi()
     words = []
-    for address in options.addresses():
+    for address in [*options.addresses(), *more_addresses]:
         words += ["--address", address]
     for model in options.models:
         words += ["--model", model if isinstance(model, str) else json.dumps(model)]
@@ -220,7 +230,14 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         runtime_dir = stack.enter_context(private_folder(short_parent()))
         if not options.state_file:
             options.state_file = str(runtime_dir / "state.json")
-        plan = plan_group(options)
+        door, inner = None, []
+        if options.http:
+            inner = [f"unix:{runtime_dir}/door"]    # its own, whatever clients are offered
+            counters = runtime_dir / "http"
+            counters.mkdir()
+            door = HttpDoor(options.http_options(*inner), counters)
+            stack.callback(door.close)
+        plan = plan_group(options, inner)
         if show is not None:
             show(plan)
         for warning in plan.placement.warnings:
@@ -240,6 +257,8 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup means to go on
                 signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))
+        if door is not None:
+            door.start()
         supervisor.run()
 
 

@@ -19,7 +19,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is firs
 
 from allspark_client import AbstractEngine  # noqa: E402
 
-ENGINES = ("engine", "client-1", "client-2")
+ENGINES = ("engine", "client-1", "client-2", "async-1")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -63,7 +63,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
     """`engine_of(name)`: the session's engine of one kind of ENGINES, without models.
 
-    "client-2" is a ClientEngine connected to a group of two ranks that the launcher started.
+    "client-2" is a ClientEngine connected to a group of two ranks that the launcher started; "async-1" is an
+    AsyncClientEngine whose coroutines are run to their ends.
     """
     with contextlib.ExitStack() as stack:
         engines: dict[str, AbstractEngine] = {}
@@ -83,9 +84,27 @@ def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
         return Engine()
     from allspark_client import ClientEngine
     from allspark_launch.serving import background_group
+    from blocking import BlockingEngine
 
-    group = stack.enter_context(background_group(["--ranks", name.removeprefix("client-")], timeout=60.0))
-    return ClientEngine(group.addresses[0])
+    kind, ranks = name.split("-")
+    group = stack.enter_context(background_group(["--ranks", ranks], timeout=60.0))
+    return (BlockingEngine if kind == "async" else ClientEngine)(group.addresses[0])
+
+
+@pytest.fixture(scope="session")
+def http_door(tmp_path_factory: pytest.TempPathFactory):
+    """A running HTTP door (http_helpers.Door)."""
+    from http_helpers import serving
+
+    with serving(tmp_path_factory.mktemp("http")) as door:
+        yield door
+
+
+@pytest.fixture()
+def http_client(http_door):
+    """An httpx.Client of the door that may generate."""
+    with http_door.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session", params=ENGINES)

@@ -43,7 +43,7 @@ class _Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [byte + self._engine.text_offset for byte in text.encode()]
 
-    def detokenizer(self) -> "_Tokenizer":
+    def detokenizer(self, keep=()) -> "_Tokenizer":
         return self
 
     def push(self, ids: list[int]) -> str:

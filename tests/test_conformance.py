@@ -95,7 +95,8 @@ def test_seed_decides(engine):
     first = run(engine, seed=5, max_new_tokens=24, eos_token_id=-1)
     assert run(engine, seed=5, max_new_tokens=24, eos_token_id=-1) == first
     assert run(engine, seed=6, max_new_tokens=24, eos_token_id=-1) != first
-    assert run(engine, max_new_tokens=24, eos_token_id=-1) != run(engine, max_new_tokens=24, eos_token_id=-1)
+    free = {"temperature": 3.0, "max_new_tokens": 24, "eos_token_id": -1}
+    assert run(engine, **free) != run(engine, **free)
 
 
 def test_top_k_1_is_greedy(engine):
@@ -127,6 +128,18 @@ def test_end_of_sequence_and_stop_words(engine):
     assert run(engine, **greedy, eos_token_id=words[cut], early_stopping=False) == words
     assert run(engine, **greedy, eos_token_id=-1, stop_words_ids=[words[cut - 2 : cut + 1]]) == words[: cut + 1]
     assert run(engine, **greedy, eos_token_id=-1, bad_words_ids=[[words[0]]])[0] != words[0]
+
+
+def test_stop_strings(engine):
+    prompt, config = {"text": "the quick brown fox"}, {"seed": 2, "temperature": 3.0, "early_stopping": False}
+    text = collect(start(engine, inputs=prompt, **config, max_new_tokens=60)[1]).text
+    stop = text[20:25]
+    _, results = start(engine, inputs=prompt, **config, max_new_tokens=60, stop=[stop], logprobs=True)
+    elements = collect(results)
+    assert elements.text == text[: text.index(stop)] and (elements.finish_reason, elements.stop_string) == ("stop", stop)
+    assert results.FinishReason() == "stop" and results.GenerateStatus() is Status.GenerateFinished
+    assert len(elements.token_logprobs_list) == len(elements.ids_from_generate) == results.GeneratedLength() < 60
+    assert collect(start(engine, **GREEDY, max_new_tokens=3)[1]).finish_reason == "length"
 
 
 def test_logprobs(engine):
@@ -343,6 +356,60 @@ def test_many_threads(engine):
     for thread in threads:
         thread.join()
     assert outputs == dict(enumerate(expected))
+
+
+# --- generate ---
+
+
+def generate(engine, prompt=None, inputs=None, want_text=None, **config):
+    return engine.generate(NAME, inputs or {"input_ids": prompt or prompt_of(9)}, config, want_text=want_text)
+
+
+def test_generate(engine, tokenizer):
+    text = "the quick brown fox jumps over the lazy dog and the dog sleeps on; naïve café"
+    config = {**GREEDY, "max_new_tokens": 20}
+    with generate(engine, inputs={"text": text}, **config) as generation:
+        pieces = list(generation)
+        assert [i for e in pieces for i in e.ids_from_generate] == generation.ids
+        assert "".join(e.text for e in pieces) == generation.text == tokenizer.decode(generation.ids)
+        assert generation.finish_reason == "length" and generation.status is Status.GenerateFinished
+        usage = generation.usage
+        assert (usage.prompt_tokens, usage.generated_tokens) == (len(tokenizer.encode(text)), 20)
+        handle = generation._handle
+    assert generation.ids == run(engine, tokenizer.encode(text), **config)
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.stop_request, NAME, handle)
+    with generate(engine, tokenizer.encode(text), want_text=True, **config) as again:
+        assert (again.read().text, again.usage.cached_tokens) == (generation.text, again.samples[0].prefix_cache_len)
+    assert generate(engine, [1], **GREEDY)  # not entered: never started
+
+
+def test_generate_samples(engine):
+    config = {"seed": 11, "temperature": 3.0, "max_new_tokens": 12, "eos_token_id": -1}
+    with generate(engine, n=3, logprobs=True, **config) as generation:
+        generation.read()
+    assert generation.ids == run(engine, **config)
+    assert [len(sample.token_logprobs_list) for sample in generation.samples] == [12] * 3
+    assert generation.usage.generated_tokens == 36
+
+
+def test_generate_is_cancelled_and_left(engine):
+    with generate(engine, eos_token_id=-1, seed=3) as generation:
+        first = next(iter(generation))
+        generation.cancel()
+        generation.read()
+        assert generation.status is Status.GenerateInterrupted and generation.finish_reason == "interrupted"
+        assert generation.ids[: len(first.ids_from_generate)] == first.ids_from_generate
+    with pytest.raises(ZeroDivisionError):
+        with generate(engine, eos_token_id=-1) as generation:
+            next(iter(generation))
+            raise ZeroDivisionError
+    refused(AsStatus.ALLSPARK_ILLEGAL_REQUEST_ID, engine.stop_request, NAME, generation._handle)
+    assert generation.status is Status.GenerateInterrupted
+    with pytest.raises(ValueError, match="top_k"):
+        generate(engine, top_k=-1)
+    with pytest.raises(AllSparkError, match="exceeds engine_max_length"):
+        with generate(engine, max_length=100_000):
+            pass
 
 
 # --- ending requests ---

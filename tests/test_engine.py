@@ -94,7 +94,7 @@ def test_statuses_and_statistics_of_a_request(make_engine):
     class Recorder:
         done = threading.Event()
 
-        def on_token(self, handle, sample, token, logprob, top, text, cached):
+        def on_token(self, handle, sample, token, logprob, top, text, cached, end):
             seen.append(([token], text))
 
         def on_status(self, handle, status):

@@ -48,7 +48,7 @@ class Recorder:
         self.error = None
         self.done = threading.Event()
 
-    def on_token(self, handle, sample, token, logprob, top, text, cached):
+    def on_token(self, handle, sample, token, logprob, top, text, cached, end):
         time.sleep(self.seconds)
         if len(self.tokens()) == self.fails_at:
             raise ValueError("no room")

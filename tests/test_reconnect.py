@@ -380,7 +380,7 @@ def test_a_server_that_never_answers_a_request(served, monkeypatch):
 
 def test_a_server_that_does_not_stop_a_request(served, monkeypatch):
     core, address = served
-    monkeypatch.setattr(client_module, "_STOP_SECONDS", 0.3)
+    monkeypatch.setattr(client_module, "STOP_SECONDS", 0.3)
     core.deaf = True
     with ClientEngine(address) as engine:
         _, handle, queue = engine.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 10_000})

@@ -180,14 +180,15 @@ def test_queue_async_error_cancel_and_closed_loop():
     async def cancelled():
         task = asyncio.create_task(one())
         await asyncio.sleep(0.01)
-        assert len(q._waiters) == 1
+        assert len(q._tasks._futures) == 1
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        assert not q._waiters
+        assert not q._tasks._futures
 
     asyncio.run(cancelled())
-    q._waiters.append((asyncio.new_event_loop(), None))
-    q._waiters[0][0].close()
+    loop = asyncio.new_event_loop()
+    q._tasks._futures.append(loop.create_future())
+    loop.close()
     q.put(elements(1))  # a closed loop does not disturb the engine
     q.finish(Status.InternalError, a.AllSparkError(a.AsStatus.ALLSPARK_IO_ERROR, "x"))
     assert asyncio.run(one()).ids_from_generate == [1]

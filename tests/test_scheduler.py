@@ -397,7 +397,7 @@ def test_stop_rules():
     word = rig.add(prompt, stop=StopRules(15, stop_words=((words[1], words[3]), tuple(words[4:7]))))
     length = rig.add(prompt, stop=StopRules(15, eos=frozenset([prompt[0]]), stop_words=((prompt[-1], words[0]),)))
     rig.run()
-    assert output(eos) == words[:4] and rig.finished[eos] is FinishReason.EOS
+    assert output(eos) == words[:4] and rig.finished[eos] is FinishReason.STOP
     assert output(word) == words[:7] and rig.finished[word] is FinishReason.STOP_WORD
     assert output(length) == words and rig.finished[length] is FinishReason.LENGTH
 

@@ -34,7 +34,7 @@ def test_rows_after_a_late_stop_are_discarded():
     assert len(rig.running) == 1 and rig.pool.used == 0  # its spans are free while a step still writes to them
     other = rig.add(prompt_of(9, seed=1), 7)
     rig.run()
-    assert output(sequence) == words[:4] and rig.finished[sequence] is FinishReason.EOS
+    assert output(sequence) == words[:4] and rig.finished[sequence] is FinishReason.STOP
     assert rig.scheduler.counters.discarded_rows == 1
     assert output(other) == expected_output(prompt_of(9, seed=1), 7)
 

@@ -202,7 +202,7 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
         notices.clear()
         for token in range(5):
             for i in range(3):
-                _RequestSink(session, i).on_token(7, 0, token, None, [], None, 0)
+                _RequestSink(session, i).on_token(7, 0, token, None, [], None, 0, None)
         assert notices == [(session, False)]
         began = time.perf_counter()
         events = session.take()
@@ -221,7 +221,7 @@ def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():
     def leave_unread(session: ClientStream, count: int) -> None:
         session._pending.setdefault(1, _Pending(answered=True))
         for token in range(count):
-            _RequestSink(session, 1).on_token(7, 0, token, None, [], None, 0)
+            _RequestSink(session, 1).on_token(7, 0, token, None, [], None, 0, None)
         with session._lock:
             session._merge()
 

@@ -271,7 +271,7 @@ class Scheduler:
                 table.settle(sequence)
                 self._enter_prefix(sequence)
             if ended[k]:
-                outcome.ended.append((index, FinishReason.EOS if eos[k] else FinishReason.LENGTH))
+                outcome.ended.append((index, FinishReason.STOP if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
         return ended
 

@@ -28,9 +28,10 @@ class State(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence is complete, as the API calls it."""
+    """Why a sequence is complete, as the API calls it. STOP: an end-of-sequence token, or a stop string (which the
+    output stage finds)."""
 
-    EOS = "stop"
+    STOP = "stop"
     STOP_WORD = "stop_word"
     LENGTH = "length"
 
@@ -61,7 +62,7 @@ class StopRules:
         """Why `tokens`, the last of which is generated, are complete; None if they are not."""
         last = tokens[-1]
         if last in self.eos:
-            return FinishReason.EOS
+            return FinishReason.STOP
         node = self._trie.get(last)
         at = len(tokens) - 2
         while node is not None:  # as far back as some word reads, whatever the number of words

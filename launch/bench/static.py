@@ -20,6 +20,7 @@ from ..topology import read_topology
 from . import peers as peer_runs
 from .ceiling import Machine, Workload
 from .measure import FORMATS, Cell, Format, Timing, time_cell
+from .progress import Progress
 from .report import plot, tables
 from .results import Row, Run
 
@@ -108,27 +109,6 @@ def add_static(modes) -> None:
     g = p.add_argument_group("output")
     g.add_argument("--json", type=Path, metavar="FILE", help="everything, with each round's figures")
     g.add_argument("--plot", type=Path, metavar="FILE", help="bars and ceilings (.png, .svg or .pdf; needs matplotlib)")
-
-
-class Progress:
-    """A bar on the terminal; nothing where standard error is none."""
-
-    def __init__(self, total: int):
-        self._total, self._done, self._tty = max(1, total), 0, sys.stderr.isatty()
-
-    def show(self, what: str) -> None:
-        if self._tty:
-            bar = "#" * (30 * self._done // self._total)
-            sys.stderr.write(f"\r\033[K[{bar:<30}] {self._done}/{self._total} {what[:40]}")
-            sys.stderr.flush()
-
-    def advance(self, steps: int = 1) -> None:
-        self._done = min(self._total, self._done + steps)
-
-    def close(self) -> None:
-        if self._tty:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
 
 
 def cells_from(options: argparse.Namespace, positions: int) -> list[Cell]:

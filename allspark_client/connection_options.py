@@ -1,0 +1,66 @@
+"""What ClientEngine is told of servers: addresses, a token, TLS."""
+from __future__ import annotations
+
+import os
+from typing import Any, Iterable
+
+from .errors import AllSparkError, AsStatus
+from .types import TlsConfig
+
+
+def check_address(address: Any) -> str:
+    """"host:port" or "unix:/path", without surrounding blanks."""
+    if not isinstance(address, str):
+        raise TypeError(f"address must be 'host:port' or 'unix:/path', not {type(address).__name__}")
+    address = address.strip()
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:") and len(address) > 5:
+        return address
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"address={address!r} is not known; allowed: 'host:port' or 'unix:/path'")
+    return address
+
+
+def server_addresses(addresses: str | Iterable[str] | None) -> list[str]:
+    """Those given, or of $ALLSPARK_ADDRESS if that is set; none: an engine starts a group of its own."""
+    if addresses is None:
+        addresses = os.environ.get("ALLSPARK_ADDRESS", "")
+        if not addresses.strip():
+            return []
+    parts = addresses.split(",") if isinstance(addresses, str) else list(addresses)
+    if not parts:
+        raise ValueError("addresses is an empty list; give at least one, or None to start a group")
+    checked = [check_address(part) for part in parts]
+    if len(set(checked)) < len(checked):
+        raise ValueError(f"addresses={checked!r} names a server twice")
+    return checked
+
+
+def environment_token() -> str | None:
+    """The token of $ALLSPARK_TOKEN_FILE: of one alone, or of the first line `ROLE TOKEN`, as servers write them."""
+    path = os.environ.get("ALLSPARK_TOKEN_FILE", "")
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.split() for line in file if line.strip() and not line.lstrip().startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"$ALLSPARK_TOKEN_FILE cannot be read: {error}") from None
+    if not lines:
+        raise ValueError(f"$ALLSPARK_TOKEN_FILE: {path} holds no token")
+    return lines[0][-1]
+
+
+def tls_config(tls: TlsConfig | dict[str, str] | str | bool | None) -> TlsConfig | None:
+    """What ClientEngine's `tls` means."""
+    if tls is None or tls is False:
+        return None
+    if tls is True:
+        return TlsConfig()
+    if isinstance(tls, TlsConfig):
+        return tls
+    if isinstance(tls, dict):
+        return TlsConfig(**tls)
+    if isinstance(tls, (str, os.PathLike)):
+        return TlsConfig(ca=os.fspath(tls))
+    raise TypeError(f"tls must be a TlsConfig, a dict of its fields, a CA file or True, not {type(tls).__name__}")

@@ -1,0 +1,103 @@
+"""A worker of the HTTP door: `python -m allspark_server.http --fd N --address …`. `allspark http` and `allspark serve
+--http` open the socket, start the workers, and start them again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+
+from allspark_client.types import TlsConfig
+from allspark_server.access import Access, Role, read_tokens
+from allspark_server.runtime.binding import die_with_parent
+
+from .app import application
+from .bodies import Bodies
+from .call import Door
+from .metrics import Metrics
+from .pool import Pool
+from .protocol import Connection
+
+#: s for answers under way when the worker is told to stop, and between two requests of a connection
+GRACE_SECONDS, KEEP_ALIVE_SECONDS = 5, 75
+BACKLOG = 2048
+#: file descriptors that connections leave to the rest
+_OTHER_FILES = 256
+_MOST_CONNECTIONS = 50_000
+_BODIES_ALL_TOGETHER = 256 << 20
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
+    p.add_argument("--fd", type=int, required=True, help="the listening socket")
+    p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
+    p.add_argument("--pool-token-file", help="a token of this file, of the role door, admin or generate, is shown to groups")
+    p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
+    p.add_argument("--token-file", help="clients' tokens")
+    p.add_argument("--tls-cert")
+    p.add_argument("--tls-key")
+    p.add_argument("--tls-ca")
+    p.add_argument("--tls-role", choices=[role.value for role in Role], default=Role.ADMIN.value)
+    p.add_argument("--max-body-mib", type=int, default=16)
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return p
+
+
+def pool_token(path: str | None) -> tuple[str, bool]:
+    """The token of a file that is shown to groups, and whether it allows to name tenants: one of a door if there is
+    one; else of an admin; else one that may generate."""
+    tokens = read_tokens(path) if path else {}
+    for role in (Role.DOOR, Role.ADMIN, Role.GENERATE):
+        for token, its_role in tokens.items():
+            if its_role is role:
+                return token, role is not Role.GENERATE
+    if tokens:
+        raise ValueError(f"the token file {path} has no token of the role door, admin or generate")
+    return "", True
+
+
+def main() -> None:
+    import uvicorn
+    parent = os.environ.get("ALLSPARK_HTTP_PARENT")
+    if parent:
+        die_with_parent(signal.SIGTERM)
+        if os.getppid() != int(parent):     # it ended before
+            return
+    a = parser().parse_args()
+    logging.basicConfig(level=a.log_level.upper(), stream=sys.stderr,
+                        format="%(asctime)s http %(levelname)s %(name)s: %(message)s")
+    for name in ("uvicorn.error", "uvicorn.access"):    # they tell of what clients can bring about as often as they like
+        logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
+    tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
+    access = Access(read_tokens(a.token_file) if a.token_file else {}, tls, Role(a.tls_role))
+    token, names_tenants = pool_token(a.pool_token_file)
+    pool = Pool(a.address, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
+    door = Door(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)
+    listener = socket.socket(fileno=a.fd)
+    Connection.limit = _connections()
+    secure = {} if tls is None else {
+        "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
+    config = uvicorn.Config(application(door), http=Connection, ws="none", lifespan="on", log_config=None,
+                            access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                            timeout_graceful_shutdown=GRACE_SECONDS, backlog=BACKLOG, proxy_headers=False, **secure)
+    uvicorn.Server(config).run([listener])
+
+
+def _connections() -> int:
+    """How many connections this process may have, with as many files as the system lets it open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_CONNECTIONS + _OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - _OTHER_FILES, 64)
+
+
+if __name__ == "__main__":
+    main()

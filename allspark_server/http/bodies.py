@@ -1,0 +1,63 @@
+"""Bodies of requests, bounded in size, in time and all together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Awaitable, Callable
+
+from .errors import ApiError
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+#: s without a further piece of a body, and for all of it
+PIECE_SECONDS, WHOLE_SECONDS = 20.0, 300.0
+
+
+class Gone(Exception):
+    """The client has closed the connection."""
+
+
+class Bodies:
+    """Reads bodies. `limit`: bytes of one; `all_together`: of those that are being read or worked on at a time."""
+
+    def __init__(self, limit: int, all_together: int):
+        self.limit, self._left = limit, max(limit, all_together)
+
+    async def read(self, scope: dict[str, Any], receive: Receive) -> bytes:
+        """The body of a request. Raises ApiError (413, 415, 408, 503) or Gone."""
+        headers = dict(scope["headers"])
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json":
+            # Anything else a web page could send from a user's browser without asking this server first.
+            raise ApiError(415, "The body must be JSON, with the header 'Content-Type: application/json'")
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise ApiError(415, "The body must not be compressed")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > self.limit:
+            raise self._too_large()
+        pieces: list[bytes] = []
+        size = 0
+        deadline = time.monotonic() + WHOLE_SECONDS
+        try:
+            while True:
+                message = await asyncio.wait_for(receive(), min(PIECE_SECONDS, max(0.0, deadline - time.monotonic())))
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                piece = message.get("body", b"")
+                size += len(piece)
+                self._left -= len(piece)
+                if size > self.limit:
+                    raise self._too_large()
+                if self._left < 0:
+                    raise ApiError(503, "Too many large requests are being read; try again later", retry_after=1)
+                pieces.append(piece)
+                if not message.get("more_body"):
+                    return b"".join(pieces)
+        except asyncio.TimeoutError:
+            raise ApiError(408, "The body did not come in time") from None
+        finally:
+            self._left += size
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"The body is larger than the {self.limit} bytes that this server takes",
+                        code="request_too_large")

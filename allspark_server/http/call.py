@@ -1,0 +1,252 @@
+"""One HTTP request on its way: who sent it, what it asks of the pool, and how it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Awaitable, Callable
+
+from allspark_client.request import RequestSpec
+from allspark_client.types import ModelInfo
+from allspark_server.access import Client, Role
+
+from .bodies import Bodies, Gone, Receive
+from .choices import Choices
+from .errors import INTERNAL, ApiError
+from .metrics import Metrics
+from .pool import Answer, Pool
+from .wire import Wire, parse
+
+if TYPE_CHECKING:
+    from allspark_server.access import Access
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+#: how long a client may leave what was sent to it unread, s, and how many tokens may pile up for it meanwhile
+UNREAD_SECONDS, UNREAD_TOKENS = 60.0, 1 << 16
+_LOOK_SECONDS = 1.0
+_SEND_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
+                 (b"x-accel-buffering", b"no")]
+
+
+@dataclass
+class Door:
+    """What all calls of a process share."""
+
+    pool: Pool
+    access: "Access"
+    bodies: Bodies
+    metrics: Metrics
+    #: whether groups let it say whose shares and limits a request counts for
+    names_tenants: bool = True
+
+    def __post_init__(self) -> None:
+        self.calls: set[Call] = set()
+        self.started = int(time.time())
+
+    async def watch(self) -> None:
+        """Cuts off clients that do not read; for as long as the process lives."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            for call in list(self.calls):
+                if call.stuck(now):
+                    logger.warning("%s does not read what it is sent; its request is cancelled", call.peer)
+                    call.abort()
+
+
+class Call:
+    """A request and its answer. `client`: who sent it."""
+
+    def __init__(self, door: Door, scope: dict[str, Any], receive: Receive, send: Send, client: Client):
+        self.door, self.pool, self.client = door, door.pool, client
+        self._scope, self._receive, self._send = scope, receive, send
+        self._sending_since = 0.0
+        self._answers: list[Answer] = []
+        self.task: asyncio.Task | None = None
+        self.status = 0
+        self.created = int(time.time())
+        self.began = time.monotonic()
+
+    @property
+    def peer(self) -> str:
+        """The client's address, for logs."""
+        return ":".join(map(str, self._scope.get("client") or ("unix",)))
+
+    def path_value(self, name: str) -> str:
+        """What stands in the path for {name}."""
+        return self._scope["path_params"][name]
+
+    # --- what it asks of the pool --------------------------------------------------------------------------------
+
+    async def model(self, name: str) -> ModelInfo:
+        """What a model is. Raises ApiError (404) for one that is not there."""
+        return await self.pool.info(name)
+
+    def generate(self, spec: RequestSpec) -> Answer:
+        """A request to the pool, for an `async with`."""
+        if self.door.names_tenants:
+            spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
+        answer = self.pool.generate(spec)
+        self._answers.append(answer)
+        return answer
+
+    def ended(self, choices: Choices) -> None:
+        """Notes what a request to the pool took."""
+        stat = choices.answer.stat
+        self.door.metrics.generated(choices.info.name, len(choices.answer.prompt_ids), choices.cached_tokens,
+                                    choices.tokens, stat.time_to_first_token / 1e3)
+
+    # --- how it is answered --------------------------------------------------------------------------------------
+
+    async def reply(self, body: Any, status: int = 200, kind: bytes = b"application/json",
+                    headers: list[tuple[bytes, bytes]] | None = None) -> None:
+        """Answers at once: bytes as they are, anything else as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode(errors="replace")
+        await self._start(status, [(b"content-type", kind), (b"content-length", str(len(data)).encode()),
+                                   *(headers or ())])
+        await self.write(data, False)
+
+    async def stream(self) -> None:
+        """Begins an answer of server-sent events."""
+        await self._start(200, _SEND_HEADERS)
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """Sends a part of the answer; waits while the client does not take what was sent."""
+        self._sending_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending_since = 0.0
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        self._sending_since = time.monotonic()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    def stuck(self, now: float) -> bool:
+        """Whether the client has stopped to read."""
+        if not self._sending_since:
+            return False
+        late = now - self._sending_since
+        unread = sum(answer.unread for answer in self._answers if answer.started)
+        return late > UNREAD_SECONDS or late > _LOOK_SECONDS and unread > UNREAD_TOKENS
+
+    def abort(self) -> None:
+        """Ends the connection as it is, and what runs for it."""
+        extensions = self._scope.get("extensions") or {}
+        if "allspark.abort" in extensions:
+            extensions["allspark.abort"]()
+        if self.task is not None:
+            self.task.cancel()
+
+
+Handler = Callable[[Call, Any], Awaitable[None]]
+ErrorBody = Callable[[ApiError], dict[str, Any]]
+
+
+class Endpoint:
+    """An ASGI application for one path: finds out who calls, reads the body as `form`, and lets `handler` answer.
+
+    `role`: what the client must be allowed to do; None: anybody may. `error_body`: how errors are written.
+    """
+
+    def __init__(self, door: Door, name: str, handler: Handler, *, form: type[Wire] | None = None,
+                 role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body):
+        self._door, self.name, self.form = door, name, form
+        self._handler, self._role, self._error_body = handler, role, error_body
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        door = self._door
+        call = Call(door, scope, receive, send, Client(Role.READ, ""))
+        door.calls.add(call)
+        try:
+            call.client = self._admit(scope)
+            form = None
+            if self.form is not None:
+                form = parse(self.form, await door.bodies.read(scope, receive))
+            await self._until_gone(call, form, receive)
+        except Gone:
+            call.status = call.status or 499    # as nginx notes it
+        except Exception as error:
+            await self._tell(call, error)
+        finally:
+            door.calls.discard(call)
+            door.metrics.request(self.name, call.status, time.monotonic() - call.began)
+
+    def _admit(self, scope: dict[str, Any]) -> Client:
+        if self._role is None:
+            return Client(Role.READ, "")
+        return admit(self._door.access, scope, self._role)
+
+    async def _until_gone(self, call: Call, form: Any, receive: Receive) -> None:
+        """Runs the handler, but no longer than the client stays."""
+        call.task = asyncio.ensure_future(self._handler(call, form))
+        watch = asyncio.ensure_future(self._wait_gone(receive))
+        try:
+            await asyncio.wait((call.task, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            if not call.task.done():
+                call.task.cancel()
+                await asyncio.wait((call.task,))
+        if call.task.cancelled():
+            raise Gone
+        call.task.result()
+
+    async def _wait_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+
+    async def _tell(self, call: Call, error: Exception) -> None:
+        """Answers with an error; if the answer has begun as events, with a last one that is the error."""
+        known = error if isinstance(error, ApiError) else INTERNAL
+        if known is INTERNAL:
+            logger.error("%s failed", self.name, exc_info=error)
+        try:
+            if not call.status:
+                await reply_error(call, known, self._error_body)
+            else:
+                logger.warning("a stream of %s ends with an error: %s", self.name, known.message)
+                event = b"event: error\n" if self._error_body is ApiError.anthropic_body else b""
+                data = json.dumps(self._error_body(known)).encode()
+                await call.write(event + b"data: " + data + b"\n\n")
+                await call.write(b"", False)
+        except Exception as failure:    # the connection is what failed
+            logger.debug("an error could not be told: %s", failure)
+
+
+async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:
+    """Answers with an error."""
+    headers = [(b"retry-after", str(error.retry_after).encode())] if error.retry_after else []
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status in (408, 413):      # what is left of the body will not be read
+        headers.append((b"connection", b"close"))
+    await call.reply(error_body(error), error.status, headers=headers)
+
+
+def admit(access: "Access", scope: dict[str, Any], role: Role) -> Client:
+    """Who calls. Raises ApiError (401, 403) unless it may do what `role` may."""
+    headers = dict(scope["headers"])
+    given = headers.get(b"authorization")
+    if given is None and b"x-api-key" in headers:
+        given = b"Bearer " + headers[b"x-api-key"]
+    unix = scope.get("server") is None or scope["server"][1] is None
+    client = access.known(given or b"", unix, (scope.get("extensions") or {}).get("allspark.certificate", ""))
+    if client is None:
+        why = "Incorrect API key provided." if given else \
+            "You didn't provide an API key: use the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        raise ApiError(401, why, code="invalid_api_key")
+    if not client.role.includes(role):
+        raise ApiError(403, f"This API key may only do what the role '{client.role.value}' allows; "
+                            f"this needs '{role.value}'", code="insufficient_permissions")
+    return client
+
+
+def new_id(prefix: str) -> str:
+    """An id of an answer."""
+    return f"{prefix}{secrets.token_hex(12)}"

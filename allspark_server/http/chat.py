@@ -1,0 +1,174 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from allspark_client.types import GeneratedElements, ModelInfo
+
+from .call import Call, new_id
+from .chat_wire import ChatRequest, plain_messages
+from .choices import DONE, fingerprint, quoted, token_bytes, usage
+from .errors import bad_value, not_available
+from .logprobs import chat_logprobs
+from .sampling import check_room, check_stream_options, config_of, response_format
+from .talk import Content, Event, Reasoning, Talk, Talks, ToolCallBegin, chat_spec
+
+_REFUSED = {
+    "audio": "it generates text",
+    "web_search_options": "it has no web search",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+}
+
+
+def _check(request: ChatRequest) -> None:
+    for name, why in _REFUSED.items():
+        if getattr(request, name) is not None:
+            raise not_available(name, why)
+    if request.modalities is not None and request.modalities != ["text"]:
+        raise not_available("modalities", "it generates text alone")
+    if request.verbosity not in (None, "medium"):
+        raise not_available("verbosity", "no model of this server knows it")
+    if request.tools is None and request.tool_choice not in (None, "none"):
+        raise bad_value("tool_choice", "it is only allowed when 'tools' are specified")
+    if request.tools is None and request.parallel_tool_calls is not None:
+        raise bad_value("parallel_tool_calls", "it is only allowed when 'tools' are specified")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_value("top_logprobs", "it needs 'logprobs' to be true")
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise bad_value("max_tokens", "it cannot be set together with 'max_completion_tokens'")
+    if request.max_tokens == 0:
+        raise bad_value("max_tokens", "it must be at least 1")
+    check_stream_options(request)
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+    """What the template is told; the effort by the names that templates have for it."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return request.chat_template_kwargs
+    known: dict[str, Any] = {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return {**known, **(request.chat_template_kwargs or {})}
+
+
+async def chat(call: Call, request: ChatRequest) -> None:
+    """Answers a chat."""
+    _check(request)
+    info = await call.model(request.model)
+    wanted = request.max_completion_tokens or request.max_tokens
+    config = config_of(request, info, wanted)
+    if request.logprobs:
+        config.logprobs, config.top_logprobs = True, request.top_logprobs or 0
+    if request.response_format is not None:
+        config.response_format = response_format(request.response_format)
+    choice = request.tool_choice
+    spec = chat_spec(
+        request.model, plain_messages(request.messages), config,
+        tools=[tool.model_dump(exclude_none=True) for tool in request.tools or ()] or None,
+        tool_choice=choice if choice is None or isinstance(choice, str) else choice.model_dump(),
+        parallel_tool_calls=request.parallel_tool_calls, chat_template_kwargs=_template_kwargs(request))
+    async with call.generate(spec) as answer:
+        check_room(info, len(answer.prompt_ids), wanted,
+                   "max_tokens" if request.max_tokens else "max_completion_tokens")
+        talks = Talks(call, answer, info)
+        if request.stream:
+            await _Stream(call, request, info, talks).run()
+        else:
+            await call.reply(await _whole(call, request, info, await talks.collect()))
+        call.ended(talks.choices)
+
+
+async def _whole(call: Call, request: ChatRequest, info: ModelInfo, talks: Talks) -> dict[str, Any]:
+    found = []
+    for talk in talks.all:
+        message: dict[str, Any] = {"role": "assistant", "content": talk.content, "refusal": None, "annotations": []}
+        if talk.reasoning:
+            message["reasoning_content"] = talk.reasoning
+        if talk.calls:
+            message["content"] = talk.content or None
+            message["tool_calls"] = talk.calls
+        found.append({
+            "index": talk.choice.index,
+            "message": message,
+            "logprobs": await _logprobs(call, request, info, talk.choice.elements) if request.logprobs else None,
+            "finish_reason": talk.finish_reason(talks.choices),
+        })
+    return {
+        "id": new_id("chatcmpl-"),
+        "object": "chat.completion",
+        "created": call.created,
+        "model": request.model,
+        "choices": found,
+        "usage": usage([talks.choices], reasoning=await talks.reasoning_tokens()),
+        "service_tier": "default",
+        "system_fingerprint": fingerprint(info),
+    }
+
+
+async def _logprobs(call: Call, request: ChatRequest, info: ModelInfo, elements: GeneratedElements) -> dict[str, Any]:
+    tokens = await token_bytes(call.pool, info, elements)
+    return {"content": chat_logprobs(elements, tokens, request.top_logprobs or 0), "refusal": None}
+
+
+class _Stream:
+    """Writes chunks. All that chunks share is written once; a token's cost is its text."""
+
+    def __init__(self, call: Call, request: ChatRequest, info: ModelInfo, talks: Talks):
+        self._call, self._request, self._info, self._talks = call, request, info, talks
+        self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._head = (f'data: {{"id":"{new_id("chatcmpl-")}","object":"chat.completion.chunk","created":{call.created},'
+                      f'"model":{quoted(request.model)},"service_tier":"default",'
+                      f'"system_fingerprint":"{fingerprint(info)}","choices":[')
+        self._tail = ']' + (',"usage":null' if self._wants_usage else '') + '}\n\n'
+
+    async def run(self) -> None:
+        """Writes all of it."""
+        call, talks = self._call, self._talks
+        await call.stream()
+        await call.write("".join(self._chunk(talk, '{"role":"assistant","content":"","refusal":null}')
+                                 for talk in talks.all).encode())
+        async for elements in talks.choices.answer:
+            talk, events = talks.take(elements)
+            logprobs = "null"
+            if self._request.logprobs:
+                logprobs = json.dumps(await _logprobs(call, self._request, self._info, elements))
+                events = events or [Content("")]    # of what is held back until more is known
+            chunks = self._events(talk, events, logprobs)
+            if elements.finish_reason is not None:
+                chunks += self._last(talk)
+            if chunks:      # not of a part of a character, or a special token
+                await call.write(chunks.encode())
+        last = [self._last(talk) for talk in talks.all if talk.choice.ended is None]
+        if self._wants_usage:
+            counts = usage([talks.choices], reasoning=await talks.reasoning_tokens())
+            last.append(f'{self._head}],"usage":{json.dumps(counts)}}}\n\n')
+        await call.write("".join(last).encode() + DONE, more=False)
+
+    def _last(self, talk: Talk) -> str:
+        reason = talk.finish_reason(self._talks.choices)
+        return self._events(talk, talk.finish()) + self._chunk(talk, "{}", reason=f'"{reason}"')
+
+    def _events(self, talk: Talk, events: list[Event], logprobs: str = "null") -> str:
+        """A chunk each; the first has the logprobs."""
+        chunks = []
+        for event in events:
+            chunks.append(self._chunk(talk, _delta(event), logprobs))
+            logprobs = "null"
+        return "".join(chunks)
+
+    def _chunk(self, talk: Talk, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+        return (f'{self._head}{{"index":{talk.choice.index},"delta":{delta},"logprobs":{logprobs},'
+                f'"finish_reason":{reason}}}{self._tail}')
+
+
+def _delta(event: Event) -> str:
+    if isinstance(event, Content):
+        return '{"content":' + quoted(event.text) + '}'
+    if isinstance(event, Reasoning):
+        return '{"reasoning_content":' + quoted(event.text) + '}'
+    if isinstance(event, ToolCallBegin):
+        return (f'{{"tool_calls":[{{"index":{event.index},"id":"{event.id}","type":"function",'
+                f'"function":{{"name":{quoted(event.name)},"arguments":""}}}}]}}')
+    return f'{{"tool_calls":[{{"index":{event.index},"function":{{"arguments":{quoted(event.delta)}}}}}]}}'

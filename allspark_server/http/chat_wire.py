@@ -1,0 +1,193 @@
+"""The wire form of chats: messages, tools and formats of answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional, Union
+
+from pydantic import Field, model_validator
+
+from .wire import INT32_MAX, Generation, JsonObject, Metadata, Wire
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]+$", min_length=1, max_length=128)]
+
+
+# --- messages ----------------------------------------------------------------------------------------------------
+
+
+class TextPart(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Wire):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[Union[TextPart, RefusalPart], Field(discriminator="type")]
+Content = Union[str, Annotated[list[TextPart], Field(min_length=1)]]
+
+
+class SystemMessage(Wire):
+    role: Literal["system", "developer"]
+    content: Content
+    name: Optional[str] = None
+
+
+class UserMessage(Wire):
+    role: Literal["user"]
+    content: Content
+    name: Optional[str] = None
+
+
+class CalledFunction(Wire):
+    name: FunctionName
+    arguments: str
+
+
+class ToolCall(Wire):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Wire):
+    """As this server answers, so that answers can be sent back as they are."""
+
+    role: Literal["assistant"]
+    content: Union[None, str, Annotated[list[Part], Field(min_length=1)]] = None
+    name: Optional[str] = None
+    tool_calls: Annotated[Optional[list[ToolCall]], Field(max_length=1024)] = None
+    reasoning_content: Optional[str] = None
+    refusal: Optional[str] = None
+    function_call: None = None
+    audio: None = None
+    annotations: Optional[list[JsonObject]] = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "AssistantMessage":
+        if self.content is None and not self.tool_calls and self.refusal is None and self.reasoning_content is None:
+            raise ValueError("must have content or tool_calls")
+        return self
+
+
+class ToolMessage(Wire):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+    name: Optional[str] = None
+
+
+Message = Annotated[Union[SystemMessage, UserMessage, AssistantMessage, ToolMessage], Field(discriminator="role")]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096)]
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages as templates know them."""
+    found = []
+    for message in messages:
+        plain = message.model_dump(exclude_none=True, exclude={"refusal", "annotations"})
+        if message.role == "developer":     # templates know of the older name alone
+            plain["role"] = "system"
+        if message.role == "assistant":
+            plain.setdefault("content", message.refusal or "")
+        found.append(plain)
+    return found
+
+
+# --- tools and formats -------------------------------------------------------------------------------------------
+
+
+class Function(Wire):
+    name: FunctionName
+    description: Optional[str] = None
+    parameters: Optional[JsonObject] = None
+    #: a forced call holds to its schema in any case
+    strict: Optional[bool] = None
+
+
+class Tool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionChoice(Wire):
+    name: FunctionName
+
+
+class ToolChoice(Wire):
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+class TextFormat(Wire):
+    type: Literal["text"]
+
+
+class JsonFormat(Wire):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Wire):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Optional[str] = None
+    schema_: Annotated[Optional[JsonObject], Field(alias="schema")] = None
+    strict: Optional[bool] = None
+
+
+class JsonSchemaFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class RegexFormat(Wire):
+    type: Literal["regex"]
+    regex: Annotated[str, Field(min_length=1)]
+
+
+class GrammarFormat(Wire):
+    type: Literal["grammar"]
+    grammar: Annotated[str, Field(min_length=1)]
+    syntax: Optional[Literal["lark", "ebnf"]] = None
+
+
+class ChoiceFormat(Wire):
+    type: Literal["choice"]
+    choice: Annotated[list[str], Field(min_length=1, max_length=4096)]
+
+
+#: OpenAI's first three, and this server's own
+ResponseFormat = Annotated[
+    Union[TextFormat, JsonFormat, JsonSchemaFormat, RegexFormat, GrammarFormat, ChoiceFormat],
+    Field(discriminator="type"),
+]
+
+
+class ChatRequest(Generation):
+    messages: Messages
+    max_completion_tokens: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
+    logprobs: Optional[bool] = None
+    top_logprobs: Annotated[Optional[int], Field(ge=0, le=20)] = None
+    tools: Annotated[Optional[list[Tool]], Field(min_length=1, max_length=1024)] = None
+    tool_choice: Union[None, Literal["none", "auto", "required"], ToolChoice] = None
+    parallel_tool_calls: Optional[bool] = None
+    response_format: Optional[ResponseFormat] = None
+    chat_template_kwargs: Annotated[
+        Optional[JsonObject], Field(description="Variables for the checkpoint's chat template")
+    ] = None
+    reasoning_effort: Optional[Literal["none", "minimal", "low", "medium", "high", "xhigh"]] = None
+    modalities: Optional[list[Literal["text", "audio"]]] = None
+    verbosity: Optional[Literal["low", "medium", "high"]] = None
+    # Refused by name, whatever they hold.
+    audio: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    # What OpenAI keeps, bills by or speeds up with: nothing of it changes an answer.
+    prediction: Optional[JsonObject] = None
+    store: Optional[bool] = None
+    metadata: Optional[Metadata] = None
+    service_tier: Optional[str] = None
+    safety_identifier: Optional[str] = None
+    prompt_cache_key: Optional[str] = None
+    prompt_cache_retention: Optional[str] = None

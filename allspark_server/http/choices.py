@@ -1,0 +1,112 @@
+"""What a request generates, choice by choice, as the doors of text write it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from allspark_client.types import GeneratedElements, ModelInfo
+
+from .pool import Answer, Pool
+
+_REASONS = {"stop": "stop", "stop_word": "stop", "length": "length", "tool_calls": "tool_calls"}
+DONE = b"data: [DONE]\n\n"
+quoted = json.encoder.encode_basestring_ascii   # a string as JSON, the fastest way that there is
+
+
+@dataclass
+class Choice:
+    """One sample as far as it has come."""
+
+    index: int
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    #: why it ended, in the engine's words, and at which stop string; None while it has not, or at none
+    ended: str | None = None
+    stop_string: str | None = None
+    #: what was generated, if its logprobs are wanted
+    elements: GeneratedElements = field(default_factory=GeneratedElements)
+
+    def take(self, elements: GeneratedElements, logprobs: bool) -> None:
+        """Notes what has come."""
+        self.ids += elements.ids_from_generate
+        self.texts.append(elements.text)
+        if elements.finish_reason is not None:
+            self.ended, self.stop_string = elements.finish_reason, elements.stop_string
+        if logprobs:
+            self.elements.extend(elements)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+
+class Choices:
+    """The samples of one request to the pool."""
+
+    def __init__(self, answer: Answer, info: ModelInfo, first_index: int = 0):
+        config = answer.spec.config
+        self.answer, self.info = answer, info
+        self._first_index, self._logprobs = first_index, config.logprobs
+        self.all = [Choice(first_index + i) for i in range(config.n)]
+
+    def take(self, elements: GeneratedElements) -> Choice:
+        """Notes what has come; returns whose it is."""
+        choice = self.all[elements.sample_index]
+        choice.take(elements, self._logprobs)
+        return choice
+
+    async def collect(self) -> "Choices":
+        """Waits for all of it."""
+        async for elements in self.answer:
+            self.take(elements)
+        return self
+
+    def finish_reason(self, choice: Choice) -> str:
+        """Why a choice ended, in OpenAI's words."""
+        return _REASONS.get(choice.ended or self.answer.finish_reason or "", "stop")
+
+    @property
+    def tokens(self) -> int:
+        """Of all samples."""
+        return sum(len(choice.ids) for choice in self.all)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, those that came from the prefix cache."""
+        return self.answer.stat.context_cached_length
+
+
+def usage(parts: list[Choices], generated: bool = True, reasoning: int = 0) -> dict[str, Any]:
+    """OpenAI's count of what requests took; `generated`: whether what they generated is shown; `reasoning`: how many
+    tokens of it the model wrote for itself."""
+    prompt = sum(len(part.answer.prompt_ids) for part in parts)
+    completion = sum(part.tokens for part in parts) if generated else 0
+    cached = sum(part.cached_tokens for part in parts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def fingerprint(info: ModelInfo) -> str:
+    """OpenAI's system_fingerprint: where it is equal, so are answers to the same seed."""
+    return f"fp_{info.model_hash[:10]}_{info.ranks}"
+
+
+async def token_bytes(pool: Pool, info: ModelInfo, elements: GeneratedElements) -> dict[int, bytes]:
+    """The bytes of all tokens that logprobs speak of."""
+    ids = set(elements.ids_from_generate)
+    for pairs in elements.log_probs_list:
+        ids.update(i for i, _ in pairs)
+    return await pool.token_bytes(info, ids)

@@ -1,0 +1,260 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Annotated, Any, AsyncIterator, Optional, Union
+
+from pydantic import Field
+
+from allspark_client.request import RequestSpec
+from allspark_client.types import GeneratedElements, ModelInfo
+
+from .call import Call, new_id
+from .choices import DONE, Choice, Choices, fingerprint, quoted, token_bytes, usage
+from .errors import ApiError, bad_value, not_available
+from .logprobs import CompletionLogprobs, joined
+from .pool import Answer, Pool
+from .sampling import check_room, check_stream_options, config_of
+from .wire import INT32_MAX, Generation
+
+#: OpenAI's
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 2048
+#: what may be ready to be written of several prompts' completions
+_WAITING = 64
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Ids = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Union[str, Ids, Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)],
+               Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]]
+
+
+class CompletionRequest(Generation):
+    prompt: Prompt
+    logprobs: Annotated[Optional[int], Field(ge=0, le=5)] = None
+    echo: Optional[bool] = None
+    best_of: Annotated[Optional[int], Field(ge=1, le=20)] = None
+    suffix: Optional[str] = None
+
+
+class _Part:
+    """One prompt's completions. `echo`: the prompt's text, where it is wanted; `logprobs`: how many alternatives are."""
+
+    def __init__(self, choices: Choices, echo: str, logprobs: int | None):
+        self.choices, self.echo = choices, echo
+        self.top = logprobs or 0
+        #: the prompt's logprobs are wanted, too, and have not been written yet
+        self.owes_prompt = bool(echo) and logprobs is not None
+        self.logprobs = [CompletionLogprobs(self.top, len(echo)) for _ in choices.all]
+        self.prompt_logprobs: list[list[tuple[int, float]]] = []
+
+    def take(self, elements: GeneratedElements) -> Choice:
+        """Notes what has come; returns whose it is."""
+        self.prompt_logprobs = self.prompt_logprobs or elements.prompt_logprobs_list
+        return self.choices.take(elements)
+
+    async def collect(self) -> None:
+        """Waits for all of it."""
+        async for elements in self.choices.answer:
+            self.take(elements)
+
+    async def of_prompt(self, pool: Pool) -> dict[str, Any]:
+        """The prompt's logprobs: of each of its tokens, with None for the first, which nothing precedes."""
+        ids, found = self.choices.answer.prompt_ids, self.prompt_logprobs
+        known = await pool.token_bytes(self.choices.info, {*ids, *(i for pairs in found for i, _ in pairs)})
+        return CompletionLogprobs(self.top).of(
+            ids, [None, *(pairs[0][1] for pairs in found)], [[], *(pairs[1:] for pairs in found)], known, self.echo)
+
+    async def of(self, pool: Pool, at: int, elements: GeneratedElements) -> dict[str, Any]:
+        """Logprobs of further tokens of the choice `at`."""
+        tokens = await token_bytes(pool, self.choices.info, elements)
+        return self.logprobs[at].of(elements.ids_from_generate, elements.token_logprobs_list,
+                                    elements.log_probs_list, tokens)
+
+
+def _check(request: CompletionRequest) -> None:
+    if request.suffix:
+        raise not_available("suffix", "it does not insert")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise not_available("best_of", "it returns all that it generates; leave it out, or set it to n")
+    if request.max_tokens == 0 and not request.echo:
+        raise bad_value("max_tokens", "it must be at least 1, unless 'echo' is true")
+    check_stream_options(request)
+
+
+def prompts_of(given: Any, name: str) -> list[str | list[int]]:
+    """The texts or ids of a field that may hold one or several. Raises ApiError if one is empty."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    for i, prompt in enumerate(given):
+        if not prompt:
+            raise bad_value(name if len(given) == 1 else f"{name}[{i}]", "it is empty")
+    return given
+
+
+async def start_all(call: Call, stack: contextlib.AsyncExitStack, specs: list[RequestSpec], name: str) -> list[Answer]:
+    """Starts requests at once, for as long as `stack` lives. Raises ApiError, which names the field `name`, if one is
+    refused."""
+    started = await asyncio.gather(*(stack.enter_async_context(call.generate(spec)) for spec in specs),
+                                   return_exceptions=True)
+    answers = [answer for answer in started if isinstance(answer, Answer)]
+    if len(answers) == len(specs):
+        return answers
+    error = next(error for error in started if isinstance(error, BaseException))
+    if isinstance(error, ApiError) and error.param == "prompt":
+        error.param = name
+    raise error
+
+
+async def completions(call: Call, request: CompletionRequest) -> None:
+    """Completes one prompt or several."""
+    _check(request)
+    info = await call.model(request.model)
+    wanted = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    config = config_of(request, info, max(wanted, 1))   # of what is generated for 0, nothing is shown
+    if request.logprobs is not None:
+        config.logprobs, config.top_logprobs = True, request.logprobs
+        config.prompt_logprobs = request.logprobs if request.echo else None
+    prompts = prompts_of(request.prompt, "prompt")
+    specs = [RequestSpec(request.model, config=config, want_text=True,
+                         **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in prompts]
+    async with contextlib.AsyncExitStack() as stack:
+        answers = await start_all(call, stack, specs, "prompt")
+        parts = []
+        for answer, prompt in zip(answers, prompts):
+            check_room(info, len(answer.prompt_ids), wanted, "max_tokens")
+            echo = ""
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else (await call.pool.detokenize(request.model, prompt)).text
+            choices = Choices(answer, info, len(parts) * config.n)
+            parts.append(_Part(choices, echo, request.logprobs))
+        await _Writer(call, request, info, parts, wanted).run()
+        for part in parts:
+            call.ended(part.choices)
+
+
+class _Writer:
+    def __init__(self, call: Call, request: CompletionRequest, info: ModelInfo, parts: list[_Part], wanted: int):
+        self._call, self._request, self._info, self._parts, self._wanted = call, request, info, parts, wanted
+        self._id = new_id("cmpl-")
+
+    async def run(self) -> None:
+        """Writes the answer, at once or as it comes."""
+        if self._request.stream:
+            await self._stream()
+        else:
+            await asyncio.gather(*(part.collect() for part in self._parts))
+            await self._call.reply(await self._whole())
+
+    def _reason(self, part: _Part, choice: Choice) -> str:
+        return part.choices.finish_reason(choice) if self._wanted else "length"
+
+    def _usage(self) -> dict[str, Any]:
+        return usage([part.choices for part in self._parts], generated=bool(self._wanted))
+
+    async def _whole(self) -> dict[str, Any]:
+        found = []
+        for part in self._parts:
+            for at, choice in enumerate(part.choices.all):
+                found.append({
+                    "text": part.echo + (choice.text if self._wanted else ""),
+                    "index": choice.index,
+                    "logprobs": await self._logprobs(part, at, choice),
+                    "finish_reason": self._reason(part, choice),
+                })
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._call.created,
+            "model": self._request.model,
+            "choices": found,
+            "usage": self._usage(),
+            "system_fingerprint": fingerprint(self._info),
+        }
+
+    async def _logprobs(self, part: _Part, at: int, choice: Choice) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        found = [await part.of_prompt(self._call.pool)] if part.owes_prompt else []
+        if self._wanted or not found:
+            found.append(await part.of(self._call.pool, at, choice.elements))
+        return joined(found)
+
+    # --- as it comes ---
+
+    async def _stream(self) -> None:
+        call, request = self._call, self._request
+        wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        head = (f'data: {{"id":"{self._id}","object":"text_completion","created":{call.created},'
+                f'"model":{quoted(request.model)},"system_fingerprint":"{fingerprint(self._info)}","choices":[')
+        tail = ']' + (',"usage":null' if wants_usage else '') + '}\n\n'
+
+        def chunk(choice: Choice, text: str, logprobs: str = "null", reason: str = "null") -> bytes:
+            return (f'{head}{{"text":{quoted(text)},"index":{choice.index},"logprobs":{logprobs},'
+                    f'"finish_reason":{reason}}}{tail}').encode()
+
+        await call.stream()
+        for part in self._parts:
+            for choice in part.choices.all if part.echo and not part.owes_prompt else ():
+                await call.write(chunk(choice, part.echo))
+        async for part, elements in _merged(self._parts):
+            choice = part.take(elements)
+            if part.owes_prompt:    # the logprobs of a prompt come with the first token
+                of_prompt = json.dumps(await part.of_prompt(call.pool))
+                for each in part.choices.all:
+                    await call.write(chunk(each, part.echo, of_prompt))
+                part.owes_prompt = False
+            logprobs = "null"
+            if request.logprobs is not None:
+                logprobs = json.dumps(await part.of(call.pool, elements.sample_index, elements))
+            data = b""
+            if self._wanted and (elements.text or request.logprobs is not None):
+                data = chunk(choice, elements.text, logprobs)
+            if choice.ended is not None:
+                data += chunk(choice, "", reason=f'"{self._reason(part, choice)}"')
+            if data:
+                await call.write(data)
+        for part in self._parts:
+            for choice in part.choices.all:
+                if choice.ended is None:
+                    await call.write(chunk(choice, "", reason=f'"{self._reason(part, choice)}"'))
+        last = DONE
+        if wants_usage:
+            last = f'{head}],"usage":{json.dumps(self._usage())}}}\n\n'.encode() + DONE
+        await call.write(last, more=False)
+
+
+async def _merged(parts: list[_Part]) -> AsyncIterator[tuple[_Part, GeneratedElements]]:
+    """What comes for any of the parts, until all have ended. Raises what one of them ends with."""
+    if len(parts) == 1:
+        async for elements in parts[0].choices.answer:
+            yield parts[0], elements
+        return
+    ready: asyncio.Queue[tuple[_Part, GeneratedElements | Exception | None]] = asyncio.Queue(_WAITING)
+
+    async def pump(part: _Part) -> None:
+        try:
+            async for elements in part.choices.answer:
+                await ready.put((part, elements))
+        except Exception as error:  # raised again by who reads
+            await ready.put((part, error))
+        else:
+            await ready.put((part, None))
+
+    tasks = [asyncio.ensure_future(pump(part)) for part in parts]
+    try:
+        left = len(parts)
+        while left:
+            part, elements = await ready.get()
+            if isinstance(elements, Exception):
+                raise elements
+            if elements is None:
+                left -= 1
+            else:
+                yield part, elements
+    finally:
+        for task in tasks:
+            task.cancel()

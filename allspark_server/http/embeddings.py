@@ -1,0 +1,68 @@
+"""/v1/embeddings: pooled hidden states of a model's last layer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from typing import Annotated, Any, Literal, Optional
+
+import numpy as np
+from pydantic import Field
+
+from allspark_client.request import RequestSpec
+
+from .call import Call
+from .completions import Prompt, prompts_of, start_all
+from .errors import ApiError, not_available
+from .pool import Answer
+from .sampling import checked
+from .wire import INT32_MAX, ModelName, Wire
+
+
+class EmbeddingRequest(Wire):
+    model: ModelName
+    input: Prompt
+    encoding_format: Optional[Literal["float", "base64"]] = None
+    dimensions: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
+    user: Optional[str] = None
+    pooling: Annotated[
+        Optional[Literal["last", "mean"]],
+        Field(description="Of the last token, as by default, or the mean over all of the text's"),
+    ] = None
+
+
+async def embeddings(call: Call, request: EmbeddingRequest) -> None:
+    """An embedding of each input, of length 1."""
+    await call.model(request.model)
+    config = checked({"pooling": request.pooling or "last"})
+    inputs = prompts_of(request.input, "input")
+    specs = [RequestSpec(request.model, config=config, **({"text": one} if isinstance(one, str) else {"input_ids": one}))
+             for one in inputs]
+    async with contextlib.AsyncExitStack() as stack:
+        answers = await start_all(call, stack, specs, "input")
+        found = await asyncio.gather(*map(_embedding, answers))
+        if request.dimensions is not None and request.dimensions != len(found[0]):
+            raise not_available("dimensions", f"this model's embeddings have {len(found[0])}")
+        tokens = sum(len(answer.prompt_ids) for answer in answers)
+    await call.reply({
+        "object": "list",
+        "data": [{"object": "embedding", "index": i, "embedding": _written(vector, request.encoding_format)}
+                 for i, vector in enumerate(found)],
+        "model": request.model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    })
+
+
+async def _embedding(answer: Answer) -> np.ndarray:
+    async for elements in answer:
+        for tensors in elements.tensors_from_model_inference:
+            vector = np.asarray(tensors["embedding"], dtype=np.float32)
+            length = float(np.linalg.norm(vector))
+            return vector / length if length else vector
+    raise ApiError(500, "the model gave no embedding")
+
+
+def _written(vector: np.ndarray, form: str | None) -> Any:
+    """As numbers, or as OpenAI's own client asks for it: little-endian float32 in base64."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if form == "base64" else vector.tolist()

@@ -1,0 +1,160 @@
+"""Errors as HTTP tells them, in OpenAI's form and in Anthropic's."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from allspark_client.errors import AllSparkError, AsStatus
+
+#: OpenAI's types of errors, by status
+_TYPES = {429: "rate_limit_error", 401: "invalid_request_error", 403: "permission_error"}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+#: of statuses with which a running or refused request may end
+_STATUSES = {
+    AsStatus.ALLSPARK_PARAM_ERROR: 400,
+    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR: 400,
+    AsStatus.ALLSPARK_CACHE_MEMORY_OUT: 400,
+    AsStatus.ALLSPARK_INVALID_CALL_ERROR: 400,
+    AsStatus.ALLSPARK_LORA_NOT_FOUND: 404,
+    AsStatus.ALLSPARK_RUNTIME_ERROR: 503,
+    AsStatus.ALLSPARK_IO_ERROR: 503,
+    AsStatus.ALLSPARK_MEMORY_ERROR: 503,
+}
+#: the wire's names of GenerateConfig's fields, where they differ
+NAMES = {
+    "input_ids": "prompt",
+    "text": "prompt",
+    "prompt": "prompt",
+    "ids": "tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "early_stopping": "ignore_eos",
+    "lora_name": "model",
+}
+_MAX_VALUE = 80  # characters of a wrong value in an error
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param`: the field of the request that is wrong; `code`: OpenAI's word for what is.
+    `retry_after`: seconds after which the same request may be accepted."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int = 0
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """As Anthropic writes it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def bad_value(param: str, why: str) -> ApiError:
+    """A field that cannot be what it is."""
+    return ApiError(400, f"Invalid value for '{param}': {why}", param, "invalid_value")
+
+
+def not_available(param: str, what: str) -> ApiError:
+    """A field of OpenAI's that this server does not honour."""
+    return ApiError(400, f"'{param}' is not supported by this server: {what}", param, "unsupported_parameter")
+
+
+INTERNAL = ApiError(500, "The server has a defect; its log says more", code="internal_error")
+
+
+def from_engine(error: AllSparkError | ValueError | TypeError) -> ApiError:
+    """What an engine's refusal or failure is called here."""
+    text = error.message if isinstance(error, AllSparkError) else str(error)
+    if isinstance(error, (ValueError, TypeError)):
+        return ApiError(400, text, _param(text), "invalid_value")
+    if error.retryable:
+        return ApiError(429, text, code="rate_limit_exceeded", retry_after=1)
+    status = _STATUSES.get(error.status, 500)
+    if error.status is AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR:
+        return ApiError(status, text, "prompt", "context_length_exceeded")
+    if error.status is AsStatus.ALLSPARK_PARAM_ERROR and text.startswith("no model named"):
+        return ApiError(404, text, "model", "model_not_found")
+    if status == 503:
+        return ApiError(503, text, code="unavailable", retry_after=1)
+    return ApiError(status, text, _param(text) if status == 400 else None)
+
+
+def _param(text: str) -> str | None:
+    """The field that an engine's error text begins with, as the wire calls it."""
+    found = re.match(r"([a-z_]+)((?:\[[^\]]*\])*)[ =.:]", text)
+    if found is None or found[1] in ("the", "model", "a", "only"):
+        return None
+    name = NAMES.get(found[1])
+    return found[1] + found[2] if name is None else name
+
+
+# --- what pydantic found wrong -----------------------------------------------------------------------------------
+
+
+def from_validation(error: ValidationError, body: bytes) -> ApiError:
+    """The first thing that is wrong with a body, naming its field by its path."""
+    problems = error.errors(include_url=False)
+    if problems[0]["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {problems[0]['msg'].removeprefix('Invalid JSON: ')}",
+                        code="invalid_json")
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        return ApiError(400, "The body must be a JSON object", code="invalid_json")
+    paths = [(_path(problem, value), problem) for problem in problems]
+    # Of a union each alternative complains; the one that understood most of the value comes first.
+    first = paths[0][0].split("[")[0].split(".")[0]
+    param, _ = max(((path, problem) for path, problem in paths if path.split("[")[0].split(".")[0] == first),
+                   key=lambda found: (found[0].count("[") + found[0].count("."), _indices(found[1])))
+    of_param = [problem for path, problem in paths if path == param]
+    kind = of_param[0]["type"]
+    if kind in ("missing", "union_tag_not_found"):
+        return ApiError(400, f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    if kind == "extra_forbidden":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param, "unknown_parameter")
+    reasons = dict.fromkeys(p["msg"].removeprefix("Value error, ") for p in of_param)
+    why = " or ".join([*reasons][:1] + [reason.removeprefix("Input should be ") for reason in [*reasons][1:]])
+    shown = repr(of_param[0]["input"])
+    shown = shown if len(shown) <= _MAX_VALUE else shown[:_MAX_VALUE] + "…"
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return ApiError(400, f"Invalid value for '{param}': {why}, but got {shown}", param, code)
+
+
+def _indices(problem: dict[str, Any]) -> list[int]:
+    return [part for part in problem["loc"] if isinstance(part, int)]
+
+
+def _path(problem: dict[str, Any], body: Any) -> str:
+    """messages[0].content, of a location that also has the names of the alternatives that were tried."""
+    path = ""
+    at = body
+    for part in problem["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+            at = at[part] if isinstance(at, list) and part < len(at) else None
+        elif isinstance(at, dict) and (part in at or problem["type"] == "missing" and part == problem["loc"][-1]):
+            path += f".{part}" if path else part
+            at = at.get(part)
+    if problem["type"].startswith("union_tag_"):
+        path += "." + problem["ctx"]["discriminator"].strip("'")
+    return path or "body"

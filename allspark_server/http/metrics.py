@@ -1,0 +1,53 @@
+"""What a door's workers have done, as Prometheus reads it."""
+
+from __future__ import annotations
+
+import os
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, multiprocess
+
+#: s, of whole requests, first tokens and gaps between tokens
+_WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST.encode()
+
+
+class Metrics:
+    """Counters of this process; `text` gives those of all workers together, where $PROMETHEUS_MULTIPROC_DIR is the
+    folder that they share."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self._requests = Counter("allspark_http_requests", "Requests by endpoint and status",
+                                 ["endpoint", "status"], registry=registry)
+        self._seconds = Histogram("allspark_http_request_seconds", "Time of whole requests", ["endpoint"],
+                                  buckets=_WHOLE, registry=registry)
+        self._first = Histogram("allspark_http_first_token_seconds", "Time to the first token", ["model"],
+                                buckets=_FIRST, registry=registry)
+        self._prompt = Counter("allspark_http_prompt_tokens", "Prompt tokens", ["model"], registry=registry)
+        self._cached = Counter("allspark_http_cached_tokens", "Prompt tokens from the prefix cache", ["model"],
+                               registry=registry)
+        self._generated = Counter("allspark_http_generated_tokens", "Generated tokens", ["model"], registry=registry)
+
+    def request(self, endpoint: str, status: int, seconds: float) -> None:
+        """An HTTP request has ended."""
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
+
+    def generated(self, model: str, prompt: int, cached: int, tokens: int, first: float) -> None:
+        """A request to the pool has ended. `first`: s to its first token, 0 without one."""
+        self._prompt.labels(model).inc(prompt)
+        self._cached.labels(model).inc(cached)
+        self._generated.labels(model).inc(tokens)
+        if first:
+            self._first.labels(model).observe(first)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self._registry)
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        return generate_latest(registry)

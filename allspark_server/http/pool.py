@@ -1,0 +1,209 @@
+"""The pool behind the door: a client's engine, as coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any, AsyncIterator, Awaitable, Callable, Sequence, TypeVar
+
+from allspark_client import AsyncClientEngine
+from allspark_client.errors import AllSparkError
+from allspark_client.generation import AsyncGeneration
+from allspark_client.request import RequestSpec
+from allspark_client.types import (
+    AsEngineStat,
+    Detokenized,
+    GeneratedElements,
+    ModelInfo,
+    ModelState,
+    RequestStatInfo,
+    TlsConfig,
+)
+
+from .errors import ApiError, from_engine
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+#: how long requests wait for a server that is being started again, s
+RECONNECT_SECONDS = 20.0
+_RETRY_SECONDS = 0.5
+#: how long calls wait for the first attempt to connect, s
+_FIRST_SECONDS = 2.0
+#: how old what is known of the models may be, s
+_MODELS_AGE, _INFO_AGE = 0.5, 5.0
+
+
+class Pool:
+    """Connects on its own, also to groups that are not there yet; all calls raise ApiError."""
+
+    def __init__(self, addresses: Sequence[str], token: str | None = None, tls: TlsConfig | None = None):
+        self._engine = AsyncClientEngine(list(addresses), token=token or "", tls=tls,
+                                         reconnect_timeout=RECONNECT_SECONDS)
+        self._connected = False
+        self._why = "connecting"
+        self._connecting: asyncio.Task | None = None
+        self._tried = asyncio.Event()   # to connect: before, nobody knows whether there is a pool
+        self._models: tuple[float, list[ModelState]] = (0.0, [])
+        self._infos: dict[str, tuple[float, ModelInfo]] = {}
+        self._refreshing: set[asyncio.Task] = set()
+        self._tokens: dict[str, tuple[str, dict[int, bytes]]] = {}
+
+    async def open(self) -> None:
+        """Begins to connect; returns at once."""
+        self._connecting = asyncio.create_task(self._connect())
+
+    async def close(self) -> None:
+        """Ends the connections; live requests are cancelled by their servers."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        await self._engine.close()
+
+    async def _connect(self) -> None:
+        while not self._connected:
+            try:
+                await self._engine.__aenter__()
+                self._connected = True
+            except AllSparkError as error:
+                if error.message != self._why:
+                    logger.warning("waiting for the pool: %s", error.message)
+                self._why = error.message
+            self._tried.set()
+            if not self._connected:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelState]:
+        """The models of all members, one entry a name; running if it runs anywhere."""
+        if time.monotonic() - self._models[0] > _MODELS_AGE:
+            found: dict[str, ModelState] = {}
+            for model in await self._ask(self._engine.list_models):
+                known = found.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
+                known.running, known.load = known.running or model.running, known.load + model.load
+            self._models = time.monotonic(), list(found.values())
+        return self._models[1]
+
+    async def info(self, name: str) -> ModelInfo:
+        """Of a model. What is known is given at once, and asked for again in the background."""
+        at, info = self._infos.get(name, (0.0, None))
+        if info is None:
+            return await self._refresh(name)
+        if time.monotonic() - at > _INFO_AGE:
+            self._infos[name] = time.monotonic(), info
+            task = asyncio.create_task(self._refresh_quietly(name))
+            self._refreshing.add(task)
+            task.add_done_callback(self._refreshing.discard)
+        return info
+
+    async def _refresh(self, name: str) -> ModelInfo:
+        info = await self._ask(self._engine.get_model_info, name)
+        self._infos[name] = time.monotonic(), info
+        return info
+
+    async def _refresh_quietly(self, name: str) -> None:
+        try:
+            await self._refresh(name)
+        except ApiError as error:
+            logger.debug("model %r: %s", name, error)
+            self._infos.pop(name, None)
+
+    async def stat(self, name: str) -> AsEngineStat:
+        """Load and counters of a model, over the pool."""
+        return await self._ask(self._engine.get_as_engine_stat, name)
+
+    # --- text ----------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
+        """The ids of a prompt, see AbstractEngine.tokenize."""
+        return await self._ask(self._engine.tokenize, name, inputs, bare)
+
+    async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
+        """Their text, and the bytes of each."""
+        return await self._ask(self._engine.detokenize, name, ids)
+
+    async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
+        """The bytes of tokens, at least of these; asked for once in a model's life."""
+        model_hash, known = self._tokens.get(info.name, ("", {}))
+        if model_hash != info.model_hash:
+            known = {}
+            self._tokens[info.name] = info.model_hash, known
+        unknown = [i for i in ids if i not in known]
+        if unknown:
+            known.update(zip(unknown, (await self.detokenize(info.name, unknown)).tokens))
+        return known
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def generate(self, spec: RequestSpec) -> "Answer":
+        """A request, for an `async with`: it is started on entering and released on leaving."""
+        return Answer(self, spec)
+
+    async def _ask(self, method: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """A call to the pool. Raises ApiError."""
+        if not self._connected:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._tried.wait(), _FIRST_SECONDS)
+            if not self._connected:
+                raise ApiError(503, f"The pool cannot be reached: {self._why}", code="unavailable", retry_after=1)
+        try:
+            return await method(*arguments)
+        except (AllSparkError, ValueError, TypeError) as error:
+            raise from_engine(error) from error
+
+
+class Answer:
+    """One request while it runs: its tokens as they come."""
+
+    def __init__(self, pool: Pool, spec: RequestSpec):
+        self._pool, self.spec = pool, spec
+        self._generation = AsyncGeneration(pool._engine, spec)
+        self.started = False
+
+    async def __aenter__(self) -> "Answer":
+        try:
+            await self._pool._ask(self._generation.__aenter__)
+        except ApiError as error:
+            if error.param == "prompt" and self.spec.messages is not None:
+                error.param = "messages"
+            raise
+        self.started = True
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self._generation.__aexit__()
+
+    async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
+        try:
+            async for elements in self._generation.queue:
+                yield elements
+        except AllSparkError as error:
+            raise from_engine(error) from error
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's, whatever it came as."""
+        return self.spec.input_ids or []
+
+    @property
+    def opened(self) -> str:
+        """What a chat's template has begun of the answer."""
+        return self._generation.queue.opened
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, in the engine's words; None while it runs."""
+        return self._generation.queue.FinishReason()
+
+    @property
+    def stat(self) -> RequestStatInfo:
+        """Times and lengths."""
+        return self._generation.queue.RequestStatInfo()
+
+    @property
+    def unread(self) -> int:
+        """Tokens generated so far, read or not."""
+        return self._generation.queue.GeneratedLength()
+

@@ -1,0 +1,55 @@
+"""/tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Optional
+
+from pydantic import Field, model_validator
+
+from .call import Call
+from .chat_wire import Messages, plain_messages
+from .completions import TokenId
+from .logprobs import token_text
+from .wire import ModelName, Wire
+
+
+class TokenizeRequest(Wire):
+    model: ModelName
+    prompt: Optional[str] = None
+    messages: Optional[Messages] = None
+    add_special_tokens: Optional[bool] = None
+    return_token_strs: Optional[bool] = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have one of 'prompt' and 'messages'")
+        return self
+
+
+class DetokenizeRequest(Wire):
+    model: ModelName
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+async def tokenize(call: Call, request: TokenizeRequest) -> None:
+    """The ids of a text or a chat."""
+    info = await call.model(request.model)
+    ids: list[int] = []
+    if request.messages is not None:
+        ids = await call.pool.tokenize(request.model, {"messages": plain_messages(request.messages)})
+    elif request.prompt:
+        bare = request.add_special_tokens is False
+        ids = await call.pool.tokenize(request.model, {"text": request.prompt}, bare)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_length, "tokens": ids, "token_strs": None}
+    if request.return_token_strs:
+        known = await call.pool.token_bytes(info, set(ids))
+        answer["token_strs"] = [token_text(known[i]) for i in ids]
+    await call.reply(answer)
+
+
+async def detokenize(call: Call, request: DetokenizeRequest) -> None:
+    """The text of ids."""
+    await call.model(request.model)
+    text = (await call.pool.detokenize(request.model, request.tokens)).text if request.tokens else ""
+    await call.reply({"prompt": text})

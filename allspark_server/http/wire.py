@@ -1,0 +1,84 @@
+"""What the wire's models share: strict types, and the fields of every request that generates."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Optional, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import from_validation
+
+INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
+
+
+class Wire(BaseModel):
+    """A message: no conversions ("1" is no number), no unknown fields, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+Message = TypeVar("Message", bound=Wire)
+
+
+def parse(kind: type[Message], body: bytes) -> Message:
+    """The message of a body. Raises ApiError naming the field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error, body) from None
+
+
+class StreamOptions(Wire):
+    include_usage: Optional[bool] = None
+    #: OpenAI pads its chunks against those who measure their lengths; nothing is padded here
+    include_obfuscation: Optional[bool] = None
+
+
+ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+
+
+class Generation(Wire):
+    """OpenAI's fields that chat and completions share, and this server's own, in GenerateConfig's spelling. What is
+    absent or null has the checkpoint's own value, where that has one, or OpenAI's."""
+
+    model: ModelName
+    temperature: Annotated[Optional[float], Field(ge=0, le=2)] = None
+    top_p: Annotated[Optional[float], Field(ge=0, le=1)] = None
+    n: Annotated[Optional[int], Field(ge=1, le=128)] = None
+    seed: Annotated[Optional[int], Field(ge=-INT64_MAX - 1, le=INT64_MAX)] = None
+    stop: Optional[Stop | Annotated[list[Stop], Field(max_length=4)]] = None
+    presence_penalty: Annotated[Optional[float], Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[Optional[float], Field(ge=-2, le=2)] = None
+    logit_bias: Annotated[
+        Optional[dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]]],
+        Field(max_length=1024),
+    ] = None
+    max_tokens: Annotated[Optional[int], Field(ge=0, le=INT32_MAX)] = None
+    stream: Optional[bool] = None
+    stream_options: Optional[StreamOptions] = None
+    #: only noted by OpenAI for its own purposes, and not at all here
+    user: Optional[str] = None
+
+    top_k: Annotated[
+        Optional[int], Field(ge=-1, le=INT32_MAX, description="Among how many tokens to draw; 0 and -1: all")
+    ] = None
+    min_p: Annotated[
+        Optional[float], Field(ge=0, le=1, description="Least probability, as a part of the likeliest token's")
+    ] = None
+    repetition_penalty: Annotated[Optional[float], Field(gt=0, le=100)] = None
+    ignore_eos: Annotated[
+        Optional[bool], Field(description="Go on after an end-of-sequence token, up to the wanted length")
+    ] = None
+    cache_salt: Annotated[
+        Optional[str],
+        Field(max_length=1024, description="Cached prefixes are shared among requests of one salt only"),
+    ] = None
+    priority: Annotated[
+        Optional[int], Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher goes first; 30 s of waiting a level")
+    ] = None
+
+
+JsonObject = dict[str, Any]

@@ -1,0 +1,25 @@
+"""A bar on the terminal."""
+from __future__ import annotations
+
+import sys
+
+
+class Progress:
+    """A bar on the terminal; nothing where standard error is none."""
+
+    def __init__(self, total: int):
+        self._total, self._done, self._tty = max(1, total), 0, sys.stderr.isatty()
+
+    def show(self, what: str) -> None:
+        if self._tty:
+            bar = "#" * (30 * self._done // self._total)
+            sys.stderr.write(f"\r\033[K[{bar:<30}] {self._done}/{self._total} {what[:40]}")
+            sys.stderr.flush()
+
+    def advance(self, steps: int = 1) -> None:
+        self._done = min(self._total, self._done + steps)
+
+    def close(self) -> None:
+        if self._tty:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

@@ -1,0 +1,101 @@
+"""What the tests of the HTTP door share: a group of the shipped model, and a door in front of it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterator
+
+import httpx
+
+from allspark_client import ClientEngine
+from allspark_launch.http import HttpOptions, http_door
+from allspark_launch.serving import background_group, shipped_model
+from waiting import wait_for
+
+MODEL = "fable"
+KEYS = {"read": "key-read", "generate": "key-generate", "admin": "key-admin"}
+STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@dataclass
+class Door:
+    """A running door. `engine`: a client of the group behind it."""
+
+    address: str
+    engine: ClientEngine
+    group: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def client(self, key: str = KEYS["generate"], **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {key}"}, timeout=60, **options)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def live(self) -> int:
+        """Requests that the group computes or has waiting."""
+        stat = self.engine.get_as_engine_stat(MODEL)
+        return stat.running_request + stat.pending_request
+
+
+def token_file(folder: Path) -> str:
+    """A token file with a key of each role."""
+    path = folder / "keys"
+    path.write_text("".join(f"{role} {key}\n" for role, key in KEYS.items()))
+    path.chmod(0o600)
+    return str(path)
+
+
+@contextlib.contextmanager
+def door_before(group: str, **options: Any) -> Iterator[str]:
+    """A door in front of a group; yields its address once it answers."""
+    with http_door(HttpOptions(**{"address": "127.0.0.1:0", "pool": [group], **options})) as door:
+        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+            wait_for(lambda: client.get("/health").status_code == 200, 30)
+        yield door.address
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[Door]:
+    """A group of the shipped model, and a door in front of it that asks for keys."""
+    with contextlib.ExitStack() as stack:
+        model = ["--model", str(shipped_model()), "--max-length", "1024"]
+        group = stack.enter_context(background_group(model, timeout=60.0)).addresses[0]
+        address = stack.enter_context(door_before(group, token_file=token_file(folder)))
+        yield Door(address, stack.enter_context(ClientEngine(group)), group)
+
+
+def post(client: httpx.Client, path: str, **body: Any) -> Any:
+    """The answer's JSON; it must be no error."""
+    answer = client.post(path, json={"model": MODEL, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(client: httpx.Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error that a body gets."""
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    answer = client.post(path, **content, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return error
+
+
+def within(seconds: float, condition: Any) -> bool:
+    """Whether a condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -1,0 +1,286 @@
+"""The HTTP door: who may come in, what it bears, and that it lives by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+import pytest
+
+from allspark_launch.http import HttpOptions, open_socket
+from allspark_launch.serving import background_group, shipped_model
+from http_helpers import KEYS, MODEL, STORY, door_before, post, refusal, token_file, within
+from waiting import wait_for
+
+LONG = {"model": MODEL, "messages": STORY, "ignore_eos": True, "max_tokens": 900}
+
+
+def head(door, path: str, length: int | str, extra: str = "") -> bytes:
+    """The head of a POST request."""
+    size = f"content-length: {length}\r\n" if isinstance(length, int) else length
+    return (f"POST {path} HTTP/1.1\r\nhost: {door.address}\r\nauthorization: Bearer {KEYS['generate']}\r\n"
+            f"content-type: application/json\r\n{size}{extra}\r\n").encode()
+
+
+def request(door, body: dict, path: str = "/v1/chat/completions") -> bytes:
+    data = json.dumps(body).encode()
+    return head(door, path, len(data)) + data
+
+
+# --- who may come in ---------------------------------------------------------------------------------------------
+
+
+def test_keys(http_door):
+    for header in ({"authorization": f"Bearer {KEYS['read']}"}, {"x-api-key": KEYS["read"]}):
+        assert httpx.get(http_door.url + "/v1/models", headers=header).status_code == 200
+    for header in ({}, {"authorization": "Bearer nonsense"}, {"authorization": KEYS["read"]}, {"x-api-key": ""},
+                   {"authorization": "Basic " + KEYS["read"]}):
+        answer = httpx.get(http_door.url + "/v1/models", headers=header)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(http_door.url + "/health").json() == {"status": "ok"}    # probes have no keys
+    assert httpx.get(http_door.url + "/metrics").status_code == 401
+    with http_door.client(KEYS["read"]) as reader:
+        assert refusal(reader, "/v1/chat/completions", LONG, 403)["code"] == "insufficient_permissions"
+        assert refusal(reader, "/tokenize", {"model": MODEL, "prompt": "a"}, 403)
+
+
+def test_doors_are_guarded_like_all(tmp_path):
+    with pytest.raises(ValueError, match="refusing to serve on 127.0.0.1:8000"):
+        HttpOptions().check()
+    HttpOptions(token_file=token_file(tmp_path)).check()
+    with pytest.raises(ValueError, match="cross the network in clear text"):
+        HttpOptions("0.0.0.0:8000", token_file=token_file(tmp_path)).check()
+    HttpOptions("0.0.0.0:8000", insecure=True).check()
+    HttpOptions("unix:/tmp/socket").check()
+    with pytest.raises(ValueError, match="--workers 0"):
+        HttpOptions(insecure=True, workers=0).check()
+    with pytest.raises(ValueError, match="--tls-cert and --tls-key"):
+        HttpOptions(insecure=True, tls_cert="cert.pem").check()
+    with pytest.raises(FileNotFoundError):
+        HttpOptions(token_file=str(tmp_path / "none")).check()
+    for wrong in ("8000", "host:port", "host:70000"):
+        with pytest.raises(ValueError, match="neither HOST:PORT"):
+            open_socket(wrong)
+    taken, address = open_socket("127.0.0.1:0")
+    with taken, pytest.raises(OSError, match=f"cannot listen on {address}"):
+        open_socket(address)
+
+
+def test_unix_socket(http_door, tmp_path):
+    path = tmp_path / "socket"
+    with door_at(http_door.group, path):
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://door") as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == MODEL
+    assert not path.exists()
+
+
+def door_at(group, path):
+    from allspark_launch.http import http_door
+    return http_door(HttpOptions(f"unix:{path}", pool=[group]))
+
+
+# --- endpoints that no client of OpenAI's has --------------------------------------------------------------------
+
+
+def test_tokenize(http_client, http_door):
+    text = "Once upon a time, naïve 🙂"
+    found = post(http_client, "/tokenize", prompt=text, return_token_strs=True)
+    assert found["tokens"] == http_door.engine.tokenize(MODEL, {"text": text})
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 1024
+    assert found["token_strs"][0] == "Once"
+    assert post(http_client, "/detokenize", tokens=found["tokens"]) == {"prompt": text}
+    chat = post(http_client, "/tokenize", messages=STORY)
+    assert chat["tokens"] == http_door.engine.tokenize(MODEL, {"messages": STORY})
+    assert post(http_client, "/tokenize", prompt="")["tokens"] == []
+    assert post(http_client, "/detokenize", tokens=[]) == {"prompt": ""}
+    assert "one of 'prompt' and 'messages'" in refusal(http_client, "/tokenize", {"model": MODEL})["message"]
+    refused = refusal(http_client, "/detokenize", {"model": MODEL, "tokens": [10**6]})
+    assert "vocabulary" in refused["message"]
+
+
+def test_metrics(http_client, http_door):
+    post(http_client, "/v1/completions", prompt="Once", max_tokens=3)
+    with http_door.client(KEYS["read"]) as reader:
+        text = reader.get("/metrics").text
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+              for line in text.splitlines() if line and not line.startswith("#")}
+    assert values['allspark_http_requests_total{endpoint="completions",status="200"}'] >= 1
+    assert values[f'allspark_http_generated_tokens_total{{model="{MODEL}"}}'] >= 3
+    assert values[f'allspark_http_first_token_seconds_count{{model="{MODEL}"}}'] >= 1
+
+
+def test_unknown_paths(http_client):
+    assert http_client.get("/v1/nothing").json()["error"]["code"] == "unknown_url"
+    answer = http_client.put("/v1/models")
+    assert answer.status_code == 405 and "GET" in answer.headers["allow"]
+
+
+# --- clients that vanish, and clients that do not read -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_vanished_clients_request_ends(http_door, stream):
+    with http_door.connect() as connection:
+        connection.sendall(request(http_door, {**LONG, "stream": stream}))
+        assert within(10, lambda: http_door.live() == 1)
+    assert within(1.5, lambda: http_door.live() == 0), "still computed"
+
+
+def test_a_client_that_vanishes_while_it_waits(http_door):
+    """More requests than the batch has room for: those that wait are given up, too."""
+    connections = [http_door.connect() for _ in range(40)]
+    for connection in connections:
+        connection.sendall(request(http_door, LONG))
+    assert within(10, lambda: http_door.live() == 40)
+    for connection in connections:
+        connection.close()
+    assert within(2, lambda: http_door.live() == 0)
+
+
+def test_pipelined_requests(http_door):
+    """Two requests at once on one connection are answered in order."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
+    with http_door.connect() as connection:
+        connection.sendall(2 * request(http_door, body, "/v1/completions"))
+        data = b""
+        while data.count(b'"object": "text_completion"') < 2:
+            piece = connection.recv(65536)
+            assert piece
+            data += piece
+    assert data.count(b"HTTP/1.1 200") == 2
+
+
+# --- bodies ------------------------------------------------------------------------------------------------------
+
+
+def test_bodies(http_door, http_client):
+    for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"), (b"null", "invalid_json"),
+                       (b'{"model": "fable", "prompt": "\\ud800"}', "invalid_json"), (b"\xff", "invalid_json"),
+                       (b'{"a":' * 100_000, "invalid_json")):
+        assert refusal(http_client, "/v1/completions", body)["code"] == code, body[:40]
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        answer = http_client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
+        assert answer.status_code == 415
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert http_client.post("/v1/completions", content=b"x", headers=packed).status_code == 415
+    assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
+
+
+def test_a_large_body(http_door):
+    """100 MB, announced or not, is refused before it is read, and costs nothing."""
+    with http_door.connect() as connection:
+        connection.sendall(head(http_door, "/v1/completions", 100 << 20) + b"x" * 1000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+    sent = 0
+    with http_door.connect() as connection:
+        connection.sendall(head(http_door, "/v1/completions", "transfer-encoding: chunked\r\n"))
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        try:
+            while sent < 100:
+                connection.sendall(chunk)
+                sent += 1
+        except OSError:
+            assert sent >= 16
+        else:
+            pytest.fail("took 100 MB")
+
+
+def test_a_body_that_is_cut_off(http_door, http_client):
+    with http_door.connect() as connection:
+        connection.sendall(head(http_door, "/v1/completions", 1000) + b'{"model":')
+    with http_door.connect() as connection:
+        connection.sendall(head(http_door, "/v1/completions", 1000) + b'{"model":')
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1000) == b""
+    assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
+
+
+def test_heads(http_door):
+    with http_door.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x-filler: " + b"y" * 100_000)
+        assert connection.recv(100).startswith(b"HTTP/1.1 431")
+    for junk in (b"\x16\x03\x01\x02\x00\x01\x00", b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"):
+        with http_door.connect() as connection:
+            connection.sendall(junk)
+            assert connection.recv(100)[:12] in (b"HTTP/1.1 400", b"")
+
+
+def test_silent_connections_block_nobody(http_door, http_client):
+    silent = [http_door.connect() for _ in range(500)]
+    try:
+        began = time.monotonic()
+        assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
+        assert time.monotonic() - began < 2
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+# --- its own life ------------------------------------------------------------------------------------------------
+
+
+def test_a_door_outlives_its_groups(tmp_path):
+    """It starts before there is a group, says so, serves when there is one, and says so again when it has gone."""
+    address = f"unix:{tmp_path}/group"
+    from allspark_launch.http import http_door
+    with http_door(HttpOptions("127.0.0.1:0", pool=[address], insecure=True)) as door:
+        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+            wait_for(lambda: answers(client), 20)
+            found = client.get("/health")
+            assert found.status_code == 503 and "cannot be reached" in found.json()["reason"]
+            assert refusal(client, "/v1/completions", {"model": MODEL, "prompt": "A"}, 503)["type"] == "server_error"
+            command = ["--model", str(shipped_model()), "--max-length", "1024", "--address", address]
+            with background_group(command, timeout=60.0):
+                wait_for(lambda: client.get("/health").status_code == 200, 20)
+                assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
+
+
+def answers(client) -> bool:
+    try:
+        return bool(client.get("/health"))
+    except httpx.TransportError:
+        return False
+
+
+def test_a_worker_that_dies_is_started_again(http_door):
+    before = workers_of(os.getpid())
+    with door_before(http_door.group, insecure=True, workers=2) as address:
+        found = wait_for(lambda: [pid for pid in workers_of(os.getpid()) if pid not in before], 10)
+        os.kill(found[0], signal.SIGKILL)
+        wait_for(lambda: len(set(workers_of(os.getpid())) - set(before) - {found[0]}) == 2, 10)
+        with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+            assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
+            counted = [line for line in client.get("/metrics").text.splitlines() if 'endpoint="completions"' in line]
+            assert any(line.endswith(" 1.0") for line in counted)
+    assert set(workers_of(os.getpid())) == set(before)
+
+
+def workers_of(parent: int) -> list[int]:
+    """The HTTP workers that a process has started."""
+    listed = subprocess.run(["pgrep", "-P", str(parent), "-f", "allspark_server.http"], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def test_beside_a_group(tmp_path):
+    """allspark serve --http: one command, one key file for both doors."""
+    from allspark_launch.serving import GroupOptions
+    keys = token_file(tmp_path)
+    options = GroupOptions(http="127.0.0.1:0", token_file=keys).http_options("unix:/inner")
+    assert options.pool == ["unix:/inner"] and options.pool_token_file == keys == options.token_file
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = ["--model", str(shipped_model()), "--http", f"127.0.0.1:{port}", "--token-file", keys]
+    with background_group(command, timeout=60.0):
+        header = {"authorization": f"Bearer {KEYS['generate']}"}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, headers=header) as client:
+            wait_for(lambda: answers(client) and client.get("/health").status_code == 200, 20)
+            assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
+    assert not answers(httpx.Client(base_url=f"http://127.0.0.1:{port}"))
