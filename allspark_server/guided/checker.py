@@ -42,7 +42,7 @@ LIMITS: dict[str, Any] = {
 
 
 def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
-    """Of the text of a tokenizer.json."""
+    """Of the text of a tokenizer.json, which must have the ids that tell of the end."""
     return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
 
 
@@ -99,9 +99,9 @@ class Checker:
     """The process that tries out grammars for one tokenizer. Safe to use from several threads, which do not wait for
     each other."""
 
-    def __init__(self, tokenizer: Callable[[], str], vocab_size: int, eos_ids: list[int]):
-        """tokenizer: gives the text of a tokenizer.json, when the process starts."""
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+    def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]):
+        """tokenizer: gives what `read_tokenizer` takes, when the process starts."""
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._process: Optional[subprocess.Popen[bytes]] = None
         self._control: Optional[socket.socket] = None
@@ -157,7 +157,7 @@ class Checker:
                     stderr=subprocess.DEVNULL,
                 )
             self._control.settimeout(START_SECONDS)
-            data = json.dumps([self._tokenizer(), self._vocab_size, self._eos_ids]).encode()
+            data = json.dumps(self._tokenizer()).encode()
             self._control.sendall(len(data).to_bytes(8, "little") + data)
             if not self._control.recv(1):
                 raise ValueError("cannot be compiled: the tokenizer cannot be used for grammars")

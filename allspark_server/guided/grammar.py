@@ -129,15 +129,20 @@ class Guide:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]):
         """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded."""
-        self._vocab_size = vocab_size
-        # llguidance needs one to tell of the end; without any, an id that no text has.
-        self._eos_ids = [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
-        self._text = functools.cache(lambda: without_marks(tokenizer))
-        self._checker = Checker(self._text, vocab_size, self._eos_ids)
+        self._vocab_size, self._eos_ids = vocab_size, list(eos_ids)
+        self._parts = functools.cache(lambda: self._prepared(tokenizer))
+        self._checker = Checker(self._parts)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
         self._grammars: OrderedDict[tuple[str, bytes, Optional[str]], Future[tuple[Grammar, int]]] = OrderedDict()
+
+    def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
+        """What llguidance's tokenizer is made of."""
+        text, size = without_marks(tokenizer)
+        # It needs an id to tell of the end; matchers put a request's own in its place.
+        eos_ids = [i for i in self._eos_ids if 0 <= i < size]
+        return text, self._vocab_size, eos_ids or [min(size, self._vocab_size) - 1]
 
     @classmethod
     def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> "Guide":
@@ -206,9 +211,9 @@ class Guide:
             tokenizer = self._tokenizers.get(digest)
             if tokenizer is None:
                 if vocab is None:
-                    tokenizer = read_tokenizer(self._text(), self._vocab_size, self._eos_ids)
+                    tokenizer = read_tokenizer(*self._parts())
                 else:
-                    tokenizer = tokenizer_of_vocab(vocab, vocab_type, self._vocab_size, self._eos_ids)
+                    tokenizer = tokenizer_of_vocab(vocab, vocab_type, *self._parts()[1:])
                 self._tokenizers[digest] = tokenizer
                 while len(self._tokenizers) > 1 + CACHED_VOCABULARIES:
                     del self._tokenizers[next(key for key in self._tokenizers if key)]
