@@ -447,8 +447,8 @@ class Engine(AbstractEngine):
                     info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
                     guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
                     guide.start()
-                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, guide, masks,
-                                    self._post_quietly)
+                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans(),
+                                    guide, masks, self._post_quietly)
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:

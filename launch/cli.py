@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -9,10 +10,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Iterator
 
 from allspark_server import access
 
-from . import bench, doctor, http, pool
+from . import batch, bench, doctor, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
@@ -155,6 +157,7 @@ model_root, max_message_mib, state_file, log_level, http, http_workers""")
     pool.add_commands(command)
     bench.add_commands(command)
     http.add_command(command)
+    batch.add_command(command, _own_group_options, _own_group)
     return parser
 
 
@@ -251,6 +254,20 @@ def run(options: argparse.Namespace) -> int:
                 raise ValueError(f"the group at {options.address} runs no model; allspark serve --model starts one")
             _answer(engine, name, prompt, options)
         return 0
+    from allspark_client import ClientEngine
+    with _own_group(options) as address, ClientEngine(address) as engine:
+        _answer(engine, engine.list_models()[0].name, prompt, options)
+    return 0
+
+
+def _own_group_options(p: argparse.ArgumentParser) -> None:
+    _placement_options(p)
+    _model_options(p)
+
+
+@contextlib.contextmanager
+def _own_group(options: argparse.Namespace) -> Iterator[str]:
+    """A group of the options' model for the length of a with block; yields its address."""
     model = _model_config(options, options.model or str(shipped_model()))
     if options.max_length is None:          # one short conversation: not more than the model was made for
         model.setdefault("engine_max_length", _positions(Path(model["model_path"]), 2048))
@@ -265,12 +282,9 @@ def run(options: argparse.Namespace) -> int:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
     if options.use_siblings:
         arguments.append("--use-siblings")
-    from allspark_client import ClientEngine
     progress = show_progress if sys.stderr.isatty() else None
     with background_group(arguments, verbose=options.verbose, on_progress=progress) as group:
-        with ClientEngine(group.addresses[0]) as engine:
-            _answer(engine, model["model_name"], prompt, options)
-    return 0
+        yield group.addresses[0]
 
 
 def _positions(path: Path, most: int) -> int:

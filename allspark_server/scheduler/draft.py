@@ -6,6 +6,7 @@ from typing import Optional
 
 import numpy as np
 
+from ..cache import Copies
 from ..runtime.plan import DRAW, MAX_STEP_PROBES, Flag, NewSlot, WorkTable
 from .sequence import Sequence
 from .step import Masked, Step
@@ -51,7 +52,9 @@ class Draft:
         sequence.planned += count
         return count, flags
 
-    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int, masks: int) -> Step:
+    def step(
+        self, free: list[int], epoch: np.ndarray, draft_kind: int, copies: Optional[Copies], masks: int
+    ) -> Step:
         """What was planned. masks: the first row of masks that it may have."""
         n, chunks = len(self.slots), self.chunks
         columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
@@ -75,7 +78,7 @@ class Draft:
         known, masked = self._mask(columns, sequences, drawing, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(spans, np.int32)])
         return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
-                    self.rows, self.context, masked)
+                    self.rows, self.context, copies, masked)
 
     def _mask(
         self, columns: np.ndarray, sequences: list[Sequence], drawing: np.ndarray, row: int

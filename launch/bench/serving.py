@@ -17,7 +17,7 @@ from ..serving import background_group, set_fields, shipped_model
 from .latencies import METRICS, SCHEMA, Figures, plot, table
 from .latencies import Target as Slo
 from .load import Limits, Point, drive
-from .progress import Progress
+from ..progress import Progress
 from .targets import Group, InProcess, OpenAI, Target, failures
 from .workload import Arrivals, Shape, distribution, read_trace, sessions
 

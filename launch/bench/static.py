@@ -20,7 +20,7 @@ from ..topology import read_topology
 from . import peers as peer_runs
 from .ceiling import Machine, Workload
 from .measure import FORMATS, Cell, Format, Timing, time_cell
-from .progress import Progress
+from ..progress import Progress
 from .report import plot, tables
 from .results import Row, Run
 

@@ -43,6 +43,9 @@ class Group:
     def masks(self, name: str) -> None:
         return None
 
+    def held_spans(self) -> dict[bytes, int]:
+        return {}
+
     def submit(self, name: str, plan: bytes) -> None:
         now = time.perf_counter()
         began = max(now, self._ended)

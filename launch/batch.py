@@ -1,0 +1,338 @@
+"""`allspark batch`: a file of requests in OpenAI's batch form, answered by the endpoints of the HTTP door in this process."""
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import IO, Any, Callable, ContextManager, Iterator
+
+from .progress import Progress
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+#: a request that was refused for the moment is sent again: so often at most, and with pauses up to so many s
+_ATTEMPTS, _LONGEST_PAUSE = 12, 30.0
+_PASSING = (429, 503)
+_MAX_LINE = 64 << 20
+
+Answer = tuple[int, Any]
+
+EPILOG = """\
+A line of IN is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {…}}, its url one of
+/v1/chat/completions, /v1/completions and /v1/embeddings. A line of OUT has the custom_id, and the answer:
+  {"id": …, "custom_id": "a", "response": {"status_code": 200, "request_id": …, "body": {…}}, "error": null}
+What a request's fields mean, and what is refused, is as over HTTP: such a line's status_code is 400. A line that is no
+request has "response": null and an "error". OUT's lines are in the order in which answers come.
+
+Started again with the same files it goes on where it stopped: what OUT has is not asked again, and a line that was torn
+when the last run ended is mended. Lines that failed stay; remove them from OUT to have them asked again.
+
+exit status: 0 if every line has its outcome.
+
+examples:
+  allspark batch in.jsonl out.jsonl                                  the model that ships
+  allspark batch --model ~/Qwen2.5-7B-Instruct --weight-dtype w8a8 --max-batch 64 in.jsonl out.jsonl
+  allspark batch --address unix:/run/allspark/a --address unix:/run/allspark/b in.jsonl out.jsonl"""
+
+
+class NoRequest(ValueError):
+    """A line that is no request; `custom_id` if it has one."""
+
+    def __init__(self, message: str, custom_id: str | None = None):
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def parse_line(line: bytes) -> tuple[str, str, dict[str, Any]]:
+    """(custom_id, url, body) of a line. Raises NoRequest."""
+    if len(line) > _MAX_LINE:
+        raise NoRequest(f"the line has {len(line)} bytes; at most {_MAX_LINE} are taken")
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NoRequest(f"the line is not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise NoRequest(f"the line holds a {type(entry).__name__}, not an object")
+    custom_id = entry.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise NoRequest(f"custom_id is {custom_id!r:.80}; it must be text that names the line")
+    method, url, body = entry.get("method", "POST"), entry.get("url"), entry.get("body")
+    if method != "POST":
+        raise NoRequest(f"method is {method!r:.80}; it must be 'POST'", custom_id)
+    if url not in ENDPOINTS:
+        raise NoRequest(f"url is {url!r:.80}; it must be one of {', '.join(ENDPOINTS)}", custom_id)
+    if not isinstance(body, dict):
+        raise NoRequest(f"body is {type(body).__name__}, not an object", custom_id)
+    if body.get("stream"):
+        raise NoRequest("body.stream must not be set: a batch's answers come whole", custom_id)
+    return custom_id, url, body
+
+
+# --- the file of answers -----------------------------------------------------------------------------------------
+
+
+class Output:
+    """OUT: what it has, and lines for what is new. One process at a time may hold it."""
+
+    def __init__(self, path: Path):
+        """Mends a torn last line. Raises ValueError if the file is no batch's output, or another process writes it."""
+        self._file = open(path, "a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ValueError(f"{path} is being written by another batch") from None
+        try:
+            #: keys of the lines that have an outcome
+            self.done = self._read(path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read(self, path: Path) -> set[str]:
+        done: set[str] = set()
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            whole = line.endswith(b"\n")
+            try:
+                entry = json.loads(line)
+                done.add(entry["id"] if entry["custom_id"] is None else "custom " + entry["custom_id"])
+            except (ValueError, KeyError, TypeError) as error:
+                if whole and line.strip():
+                    raise ValueError(f"{path}, line {number} is no line of a batch's output ({error}); "
+                                     "choose another file, or remove it") from None
+                if not whole:
+                    break
+            end += len(line)
+            if not whole:
+                self._file.write(b"\n")
+                end += 1
+        self._file.truncate(end)
+        return done
+
+    def has(self, number: int, custom_id: str | None) -> bool:
+        """Whether the line of IN with this number, and custom_id if it has one, has its outcome."""
+        return key_of(number, custom_id) in self.done
+
+    def write(self, number: int, custom_id: str | None, answer: Answer | None, error: str = "") -> None:
+        """The outcome of a line."""
+        response = None
+        if answer is not None:
+            body = answer[1]
+            request_id = body.get("id") if isinstance(body, dict) else None
+            response = {"status_code": answer[0], "request_id": request_id or f"req_{number}", "body": body}
+        entry = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response,
+                 "error": {"code": "invalid_request", "message": error, "line": number} if error else None}
+        self._file.write(json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self._file.flush()
+        self.done.add(key_of(number, custom_id))
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def key_of(number: int, custom_id: str | None) -> str:
+    return f"batch_req_{number}" if custom_id is None else f"custom {custom_id}"
+
+
+# --- asking ------------------------------------------------------------------------------------------------------
+
+
+class Endpoints:
+    """The HTTP door's application without HTTP."""
+
+    def __init__(self, addresses: list[str], token_file: str | None):
+        from allspark_server.access import Access
+        from allspark_server.http.__main__ import pool_token
+        from allspark_server.http.app import application
+        from allspark_server.http.bodies import Bodies
+        from allspark_server.http.call import Door
+        from allspark_server.http.metrics import Metrics
+        from allspark_server.http.pool import Pool
+        token, names_tenants = pool_token(token_file)
+        self._pool = Pool(addresses, token)
+        door = Door(self._pool, Access(), Bodies(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
+        self._application = application(door)
+
+    async def open(self) -> list[str]:
+        """Connects; returns the models that run there. Raises RuntimeError."""
+        from allspark_server.http.errors import ApiError
+        await self._pool.open()
+        try:
+            return [model.name for model in await self._pool.models() if model.running]
+        except ApiError as error:
+            raise RuntimeError(error.message) from error
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def post(self, url: str, body: dict[str, Any]) -> Answer:
+        """(status, the answer's JSON)."""
+        data = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+                 "path": url, "raw_path": url.encode(), "root_path": "", "query_string": b"", "headers": headers,
+                 "client": ("batch", 0), "server": ("batch", None)}
+        received = iter([{"type": "http.request", "body": data, "more_body": False}])
+        status, pieces = 0, []
+
+        async def receive() -> dict[str, Any]:
+            message = next(received, None)
+            return message if message is not None else await asyncio.get_running_loop().create_future()
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                pieces.append(message.get("body", b""))
+
+        await self._application(scope, receive, send)
+        return status, json.loads(b"".join(pieces))
+
+    async def post_until_taken(self, url: str, body: dict[str, Any]) -> Answer:
+        """As post, again and again while the pool is full, or away."""
+        pause = 0.5
+        for attempt in range(1, _ATTEMPTS + 1):
+            answer = await self.post(url, body)
+            if answer[0] not in _PASSING or attempt == _ATTEMPTS:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return answer
+
+
+class Batch:
+    """All lines of IN, so many at a time. `counts`: answered, failed, and had before."""
+
+    def __init__(self, endpoints: Endpoints, output: Output, concurrency: int, progress: Progress):
+        self._endpoints, self._output, self._progress = endpoints, output, progress
+        self._room = asyncio.Semaphore(concurrency)
+        self._tasks: set[asyncio.Task] = set()
+        self.counts = {"answered": 0, "failed": 0, "had before": 0}
+
+    async def run(self, lines: IO[bytes]) -> None:
+        seen: set[str] = set()
+        try:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    await self._take(number, line, seen)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _take(self, number: int, line: bytes, seen: set[str]) -> None:
+        try:
+            custom_id, url, body = parse_line(line)
+        except NoRequest as error:
+            if self._output.has(number, error.custom_id):
+                self._note("had before")
+            else:
+                self._output.write(number, error.custom_id, None, str(error))
+                self._note("failed")
+            return
+        if custom_id in seen:
+            raise ValueError(f"line {number} has the custom_id {custom_id!r} of an earlier line: answers could not be told "
+                             "apart")
+        seen.add(custom_id)
+        if self._output.has(number, custom_id):
+            self._note("had before")
+            return
+        await self._room.acquire()
+        task = asyncio.create_task(self._ask(number, custom_id, url, body))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        self._room.release()
+        if not task.cancelled():
+            task.result()
+
+    async def _ask(self, number: int, custom_id: str, url: str, body: dict[str, Any]) -> None:
+        answer = await self._endpoints.post_until_taken(url, body)
+        self._output.write(number, custom_id, answer)
+        self._note("answered" if answer[0] == 200 else "failed")
+
+    def _note(self, what: str) -> None:
+        self.counts[what] += 1
+        self._progress.advance()
+        self._progress.show(f"{self.counts['failed']} failed" if self.counts["failed"] else "")
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def add_command(command, group_options: Callable[[argparse.ArgumentParser], None],
+                own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> None:
+    """`allspark batch`, for build_parser. `group_options` adds what `own_group` reads to start a group, whose address it
+    gives."""
+    p = command("batch", lambda options: run_batch(options, own_group),
+                "answer a file of requests in OpenAI's batch form", epilog=EPILOG)
+    p.add_argument("input", type=Path, metavar="IN.jsonl")
+    p.add_argument("output", type=Path, metavar="OUT.jsonl")
+    p.add_argument("--address", action="append", default=[],
+                   help="a group that runs; repeatable (default: $ALLSPARK_ADDRESS, or a group started for the batch)")
+    p.add_argument("--token-file", metavar="FILE", help="groups are shown a token of this file ($ALLSPARK_TOKEN_FILE)")
+    p.add_argument("--concurrency", type=int, default=64, metavar="N",
+                   help="requests at a time (default %(default)s); more than the batches of all groups keeps them full")
+    p.add_argument("--model", metavar="DIR", help="what a group of its own runs (default: the shipped model); requests "
+                                                  "call it by its directory's name, or --model-name")
+    p.add_argument("-v", "--verbose", action="store_true", help="show what the group's ranks log")
+    group_options(p)
+
+
+def run_batch(options: argparse.Namespace, own_group: Callable[[argparse.Namespace], ContextManager[str]]) -> int:
+    if options.concurrency < 1:
+        raise ValueError(f"--concurrency {options.concurrency} must be at least 1")
+    if options.output.exists() and options.input.exists() and options.output.samefile(options.input):
+        raise ValueError("IN and OUT are one file")
+    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    if addresses and options.model:
+        raise ValueError("--model starts a group, and an address names one that runs: give one of them")
+    if "ALLSPARK_LOG" not in os.environ:
+        logging.getLogger().setLevel(logging.WARNING)
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(open(options.input, "rb"))
+        total = sum(1 for line in lines if line.strip())
+        output = stack.enter_context(contextlib.closing(Output(options.output)))
+        progress = Progress(total)
+        stack.callback(progress.close)
+        if not addresses:
+            progress.show("starting a group")
+            addresses = [stack.enter_context(own_group(options))]
+        lines.seek(0)
+        counts = asyncio.run(_run(addresses, options, lines, output, progress))
+    print(", ".join(f"{count} {what}" for what, count in counts.items()) + f" of {total}", file=sys.stderr)
+    return 0
+
+
+async def _run(addresses: list[str], options: argparse.Namespace, lines: IO[bytes], output: Output,
+               progress: Progress) -> dict[str, int]:
+    task = asyncio.current_task()
+    with contextlib.suppress(NotImplementedError, ValueError):      # SIGTERM ends it as Ctrl-C does, in order
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    endpoints = Endpoints(addresses, options.token_file or os.environ.get("ALLSPARK_TOKEN_FILE") or None)
+    try:
+        models = await endpoints.open()
+        logger.info("models: %s", ", ".join(models))
+        batch = Batch(endpoints, output, options.concurrency, progress)
+        await batch.run(lines)
+        return batch.counts
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        await endpoints.close()
