@@ -126,13 +126,7 @@ def prepare(
         root = keys.root(config.cache_salt, len(prompt))
         keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
     words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
-    response_format, field = config.response_format, None
-    if chat_format is not None and spec.chat.forced:
-        tokenizer = need_tokenizer(tokenizer, spec.model)
-        response_format, field = chats.forced_calls(tokenizer, chat_format, spec.chat, prompt), "tools"
-    matcher = None
-    if response_format is not None and response_format["type"] != "text" and config.pooling is None:
-        matcher = _matcher(spec, config, response_format, field, [i for i in eos if i < info.vocab_size], guide)
+    matcher = _matcher(spec, tokenizer, chat_format, [i for i in eos if i < info.vocab_size], guide)
     sequences: list[Sequence] = []
     for index in range(config.n):
         sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
@@ -179,10 +173,17 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
 
 
 def _matcher(
-    spec: RequestSpec, config: GenerateConfig, response_format: dict[str, Any], field: Optional[str], eos: list[int],
+    spec: RequestSpec, tokenizer: Optional[Tokenizer], chat_format: Optional[formats.ChatFormat], eos: list[int],
     guide: Optional[Guide],
-) -> Matcher:
-    """Where the request is in the grammar of its output. field: what the caller has given, if not response_format."""
+) -> Optional[Matcher]:
+    """Where the request is in the grammar of its output; None: it has none."""
+    config, field = spec.config, None  # what the caller has given, if not response_format
+    response_format = config.response_format
+    if chat_format is not None and spec.chat.forced:
+        tokenizer, field = need_tokenizer(tokenizer, spec.model), "tools"
+        response_format = chats.forced_calls(tokenizer, chat_format, spec.chat, spec.input_ids)
+    if response_format is None or response_format["type"] == "text" or config.pooling is not None:
+        return None
     if guide is None:
         raise AllSparkError(
             AsStatus.ALLSPARK_INVALID_CALL_ERROR,
