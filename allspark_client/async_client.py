@@ -67,6 +67,7 @@ class AsyncClientEngine:
     get_as_engine_stat = _in_thread(ClientEngine.get_as_engine_stat)
     get_model_info = _in_thread(ClientEngine.get_model_info)
     tokenize = _in_thread(ClientEngine.tokenize)
+    _tokenize = _in_thread(ClientEngine._tokenize)
     detokenize = _in_thread(ClientEngine.detokenize)
     get_file_information = _in_thread(ClientEngine.get_file_information)
     get_op_profiling_info = _in_thread(ClientEngine.get_op_profiling_info)

@@ -83,8 +83,10 @@ class AsModelConfig(Checked):
     quantize_head: bool = bool_field(True)
     #: bytes per rank for the KV cache; 0: chosen
     cache_memory: int = int_field(0, 0, INT64_MAX)
-    #: bytes per rank for the prefix cache's second tier; 0: chosen
+    #: bytes per rank for the prefix cache's second tier; 0: none, as the first is in the host's memory already
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
+    #: the second tier is a file in this directory, which outlives the process; empty: it is memory
+    host_cache_dir: str = path_field("")
     #: for AsCacheDefault
     cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
     #: token budget of a step; 0: chosen
@@ -126,6 +128,11 @@ class AsModelConfig(Checked):
                 f"max_step_tokens={self.max_step_tokens} is less than engine_max_batch={self.engine_max_batch}: a step "
                 "computes a token of every running request; raise the one or lower the other"
             )
+        if self.host_cache_dir and not self.host_cache_memory:
+            raise ValueError(f"host_cache_dir={self.host_cache_dir!r} needs host_cache_memory, the file's size in bytes")
+        if self.host_cache_memory and not self.enable_prefix_cache:
+            raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
+                             "enable_prefix_cache")
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
@@ -438,7 +445,7 @@ _ONLY = {
     "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
     "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
     "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
-    "swap_threshold": (-1, "no memory is swapped"),
+    "swap_threshold": (-1, "what is swapped to host_cache_memory is decided by what it costs"),
     "lora_max_rank": (64, "there is no LoRA"),
     "lora_max_num": (5, "there is no LoRA"),
 }
@@ -449,8 +456,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     if isinstance(config, AsModelConfig):
         if config.compute_unit.startswith("CUDA"):
             raise not_available(f"compute_unit={config.compute_unit!r}")
-        if config.host_cache_memory:
-            raise not_available(f"host_cache_memory={config.host_cache_memory} (the prefix cache's second tier)")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():

@@ -274,7 +274,7 @@ class ModelRoots:
 
 
 def _paths(config: AsModelConfig) -> Iterator[tuple[str, str]]:
-    for name in ("model_path", "weights_path", "draft_model"):
+    for name in ("model_path", "weights_path", "draft_model", "host_cache_dir"):
         if path := os.fspath(getattr(config, name)):
             yield name, path
 

@@ -443,7 +443,7 @@ class Engine(AbstractEngine):
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
                     info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
-                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output)
+                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans())
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:

@@ -13,7 +13,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
 
-from .cache import PrefixCache, SpanKeys, SpanPool
+from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from .output import End, OutputStage, StepOutput
 from .prepare import check_ids, need_tokenizer, prompt_ids
 from .queue_limits import QueueLimits
@@ -34,8 +34,9 @@ class ServedModel:
 
     def __init__(
         self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str,
-        output: OutputStage,
+        output: OutputStage, held: Optional[dict[bytes, int]] = None,
     ):
+        """`held`: what the prefix cache's second tier holds from before, by keys."""
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
         self.name = info.name
         self.running = False
@@ -48,9 +49,12 @@ class ServedModel:
         prefix = None
         #: names spans of prompts; None without a prefix cache
         self.keys: Optional[SpanKeys] = None
+        self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
             self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
-            prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl)
+            if info.host_spans:
+                self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
+            prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation]
@@ -98,6 +102,11 @@ class ServedModel:
             prefix_cache_hit_rate=hit / seen if seen else 0.0,
             prefix_cache_miss_rate=(seen - hit) / seen if seen else 0.0,
             preempted_request=counters.preemptions,
+            total_host_span=info.host_spans,
+            used_host_span=len(self.tier) if self.tier is not None else 0,
+            prefix_cache_host_token=counters.restored_tokens,
+            saved_host_span=counters.saved_spans,
+            restored_host_span=counters.restored_spans,
         )
 
     def tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
@@ -226,6 +235,9 @@ class ServedModel:
     def complete(self, step: Step, result, seconds: float) -> None:
         """Takes the results of the oldest step that runs, which took so long, and passes on what it drew."""
         self.budget.learn(step.rows, step.context, seconds)
+        if self.tier is not None:
+            copies = len(step.copies) if step.copies is not None else 0
+            self.tier.costs.learn(step.rows, seconds, copies, result.copy_seconds)
         generated = self.scheduler.counters.generated_tokens
         outcome = self.scheduler.complete(step, result)
         output = StepOutput(outcome, result, time.monotonic())

@@ -56,8 +56,9 @@ class _Tokenizer:
 class FakeEngine(Engine):
     """With a model "m", started. A step takes `interval` seconds; samples of a request differ."""
 
-    def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = ""):
-        super().__init__(group=FakeGroup(delay=interval, token=token_after, samples_differ=True))
+    def __init__(self, interval: float = 0.005, fingerprint: str = "fp", padding: str = "",
+                 group: FakeGroup | None = None):
+        super().__init__(group=group or FakeGroup(delay=interval, token=token_after, samples_differ=True))
         self._fingerprint, self.padding = fingerprint, padding
         self.text_offset = 0  # what differs between two renderings of one text
         self.submitted: list = []  # specs

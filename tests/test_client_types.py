@@ -321,7 +321,6 @@ INERT = (
             for v in (
                 {"compute_unit": "CUDA:0"},
                 {"lora_names": ["x"]},
-                {"host_cache_memory": 1 << 20},
                 *INERT,
             )
         ],

@@ -520,7 +520,7 @@ def test_not_available_yet(engine, tiny_model):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, *args, match="not available yet")
     later = {
         "compute_unit": "CUDA:0",
-        "host_cache_memory": 1 << 30,
+        "lora_names": ["x"],
     }
     for field, value in later.items():
         config = AsModelConfig(model_name="later", model_path=str(tiny_model), **{field: value})

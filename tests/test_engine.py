@@ -283,7 +283,7 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0", "host_cache_memory": 1 << 30}
+    later = {"compute_unit": "CUDA:0", "lora_names": ["x"]}
     for name, value in later.items():
         wanted = config("x", **{name: value})
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
@@ -307,7 +307,7 @@ def test_state_file_restores_models(make_engine, tmp_path):
     second.close()
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
-    entries[0]["config"]["host_cache_memory"] = 1 << 30  # recorded by a newer version, say
+    entries[0]["config"]["lora_names"] = ["x"]  # recorded by a newer version, say
     with open(path, "w", encoding="utf-8") as file:
         json.dump(entries, file)
     third = make_engine(None, state_file=path)

@@ -279,9 +279,9 @@ def test_a_request_that_fails_later(client):
         (lambda e: e.install_model(MODEL), AllSparkError, "is installed already"),
         (lambda e: e.install_model({}), TypeError, "config must be an AsModelConfig"),
         (
-            lambda e: e.install_model(AsModelConfig("i", "/x", host_cache_memory=1 << 30)),
+            lambda e: e.install_model(AsModelConfig("i", "/x", lora_names=["l"])),
             AllSparkError,
-            "ALLSPARK_INVALID_CALL_ERROR: host_cache_memory=1073741824 .* is not available yet",
+            "ALLSPARK_INVALID_CALL_ERROR: lora_names .* is not available yet",
         ),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"mm_info": 1}), AllSparkError, "is not available yet"),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "is not available yet"),

@@ -20,8 +20,12 @@ from .chat_wire import ChatRequest
 from .completions import CompletionRequest, completions
 from .embeddings import EmbeddingRequest, embeddings
 from .errors import ApiError
+from .messages import count_tokens, messages
+from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE
 from .models import health, list_models, one_model
+from .responses import responses
+from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 
@@ -38,6 +42,11 @@ def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/v1/completions",
          Endpoint(door, "completions", completions, form=CompletionRequest, role=generate)),
         ("POST", "/v1/embeddings", Endpoint(door, "embeddings", embeddings, form=EmbeddingRequest, role=generate)),
+        ("POST", "/v1/responses", Endpoint(door, "responses", responses, form=ResponsesRequest, role=generate)),
+        ("POST", "/v1/messages", Endpoint(door, "messages", messages, form=MessagesRequest, role=generate,
+                                          error_body=ApiError.anthropic_body)),
+        ("POST", "/v1/messages/count_tokens", Endpoint(door, "count_tokens", count_tokens, form=Prompt, role=generate,
+                                                       error_body=ApiError.anthropic_body)),
         ("GET", "/v1/models", Endpoint(door, "models", list_models, role=read)),
         ("GET", "/v1/models/{model:path}", Endpoint(door, "model", one_model, role=read)),
         ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from allspark_client.types import GeneratedElements, ModelInfo
+from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
 
 from .call import Call, new_id
 from .chat_wire import ChatRequest, plain_messages
@@ -13,11 +14,12 @@ from .choices import DONE, fingerprint, quoted, token_bytes, usage
 from .errors import bad_value, not_available
 from .logprobs import chat_logprobs
 from .sampling import check_room, check_stream_options, config_of, response_format
-from .talk import Content, Event, Reasoning, Talk, Talks, ToolCallBegin, chat_spec
+from .talk import Talk, Talks, chat_spec, effort_kwargs
 
 _REFUSED = {
     "audio": "it generates text",
     "web_search_options": "it has no web search",
+    "moderation": "it moderates nothing",
     "functions": "use tools",
     "function_call": "use tool_choice",
 }
@@ -46,11 +48,7 @@ def _check(request: ChatRequest) -> None:
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
     """What the template is told; the effort by the names that templates have for it."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return request.chat_template_kwargs
-    known: dict[str, Any] = {"enable_thinking": effort != "none", "reasoning_effort": effort}
-    return {**known, **(request.chat_template_kwargs or {})}
+    return {**effort_kwargs(request.reasoning_effort), **(request.chat_template_kwargs or {})} or None
 
 
 async def chat(call: Call, request: ChatRequest) -> None:

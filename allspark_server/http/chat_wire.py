@@ -163,6 +163,9 @@ ResponseFormat = Annotated[
 ]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRequest(Generation):
     messages: Messages
     max_completion_tokens: Annotated[Optional[int], Field(ge=1, le=INT32_MAX)] = None
@@ -175,7 +178,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: Annotated[
         Optional[JsonObject], Field(description="Variables for the checkpoint's chat template")
     ] = None
-    reasoning_effort: Optional[Literal["none", "minimal", "low", "medium", "high", "xhigh"]] = None
+    reasoning_effort: Optional[Effort] = None
     modalities: Optional[list[Literal["text", "audio"]]] = None
     verbosity: Optional[Literal["low", "medium", "high"]] = None
     # Refused by name, whatever they hold.
@@ -183,6 +186,7 @@ class ChatRequest(Generation):
     functions: Any = None
     function_call: Any = None
     web_search_options: Any = None
+    moderation: Any = None
     # What OpenAI keeps, bills by or speeds up with: nothing of it changes an answer.
     prediction: Optional[JsonObject] = None
     store: Optional[bool] = None
@@ -191,3 +195,4 @@ class ChatRequest(Generation):
     safety_identifier: Optional[str] = None
     prompt_cache_key: Optional[str] = None
     prompt_cache_retention: Optional[str] = None
+    prompt_cache_options: Optional[JsonObject] = None

@@ -156,5 +156,6 @@ def _path(problem: dict[str, Any], body: Any) -> str:
             path += f".{part}" if path else part
             at = at.get(part)
     if problem["type"].startswith("union_tag_"):
-        path += "." + problem["ctx"]["discriminator"].strip("'")
+        name = problem["ctx"]["discriminator"].strip("'")
+        path += "." + ("type" if name.endswith("()") else name)
     return path or "body"

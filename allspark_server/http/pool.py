@@ -116,9 +116,9 @@ class Pool:
 
     # --- text ----------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, name: str, inputs: dict[str, Any], bare: bool = False) -> list[int]:
-        """The ids of a prompt, see AbstractEngine.tokenize."""
-        return await self._ask(self._engine.tokenize, name, inputs, bare)
+    async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
+        """The ids of a request's prompt. `bare`: text without what the tokenizer puts around it."""
+        return await self._ask(self._engine._tokenize, spec, bare)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
         """Their text, and the bytes of each."""

@@ -13,8 +13,9 @@ from .wire import Generation, Wire
 _SAME = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "cache_salt", "priority", "n")
 
 
-def config_of(request: Generation, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
-    """The config of a request on a model; `max_tokens`: None for as many as there is room for. Raises ApiError.
+def config_of(request: Wire, info: ModelInfo, max_tokens: int | None) -> GenerateConfig:
+    """The config of a request, of the fields of Generation that it has; `max_tokens`: None for as many as there is room
+    for. Raises ApiError.
 
     temperature and top_p of 0 are the limit that they stand for, the likeliest token always. The checkpoint's defaults
     hold for what the request leaves out; where they are greedy, only a temperature asks for draws.
@@ -32,18 +33,18 @@ def config_of(request: Generation, info: ModelInfo, max_tokens: int | None) -> G
             values["do_sample"] = False
     if request.top_k is not None:
         values["top_k"] = max(request.top_k, 0)
-    if request.seed is not None:
-        values["seed"] = request.seed & (2**64 - 1)
-    if request.logit_bias:
-        values["logit_bias"] = _biases(request.logit_bias)
-    if request.stop:
-        values["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
-    if request.ignore_eos:
+    if (seed := getattr(request, "seed", None)) is not None:
+        values["seed"] = seed & (2**64 - 1)
+    if biases := getattr(request, "logit_bias", None):
+        values["logit_bias"] = _biases(biases)
+    if stop := getattr(request, "stop", None):
+        values["stop"] = [stop] if isinstance(stop, str) else stop
+    if getattr(request, "ignore_eos", None):
         values["early_stopping"] = False
     if max_tokens is not None:
         values["max_new_tokens"] = max_tokens
     for name in _SAME:
-        if (value := getattr(request, name)) is not None:
+        if (value := getattr(request, name, None)) is not None:
             values[name] = value
     return checked(values)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any
 
 from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, ModelInfo
-from allspark_server.chat import Content, Event, Reasoning, ToolCallArguments, ToolCallBegin, chat_format
+from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin, chat_format
 
 from .call import Call
 from .choices import Choice, Choices
@@ -24,6 +24,11 @@ def chat_spec(model: str, messages: list[dict[str, Any]], config: GenerateConfig
     except (ValueError, TypeError) as error:
         raise bad_value(str(error).split("[")[0].split("=")[0].split(" ")[0].split(".")[0], str(error)) from None
     return RequestSpec(model, messages=messages, chat=chat, config=config, want_text=True)
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """An effort of reasoning, by the names that templates have for it."""
+    return {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
 
 
 class Talk:
@@ -79,10 +84,10 @@ class Talk:
                  "function": {"name": begun.name, "arguments": "".join(arguments)}}
                 for begun, arguments in zip(self._begun, self._arguments)]
 
-    def finish_reason(self, choices: Choices) -> str:
+    def finish_reason(self, choices: Choices, of_named: str = "stop") -> str:
         """Why the choice ended, in OpenAI's words: one that had to call a named function "stops"."""
         reason = choices.finish_reason(self.choice)
-        return "tool_calls" if reason == "stop" and self._begun and not self._named else reason
+        return reason if reason != "stop" or not self._begun else of_named if self._named else "tool_calls"
 
     async def reasoning_tokens(self, call: Call, info: ModelInfo) -> int:
         """How many of the choice's tokens are reasoning, with what closes it."""
@@ -123,7 +128,3 @@ class Talks:
     async def reasoning_tokens(self) -> int:
         """Of all choices."""
         return sum([await talk.reasoning_tokens(self._call, self.info) for talk in self.all])
-
-
-__all__: Sequence[str] = ["Content", "Event", "Reasoning", "Talk", "Talks", "ToolCallArguments", "ToolCallBegin",
-                          "chat_spec"]

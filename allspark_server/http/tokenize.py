@@ -6,10 +6,14 @@ from typing import Annotated, Any, Optional
 
 from pydantic import Field, model_validator
 
+from allspark_client.config import GenerateConfig
+from allspark_client.request import RequestSpec
+
 from .call import Call
 from .chat_wire import Messages, plain_messages
 from .completions import TokenId
 from .logprobs import token_text
+from .talk import chat_spec
 from .wire import ModelName, Wire
 
 
@@ -37,10 +41,10 @@ async def tokenize(call: Call, request: TokenizeRequest) -> None:
     info = await call.model(request.model)
     ids: list[int] = []
     if request.messages is not None:
-        ids = await call.pool.tokenize(request.model, {"messages": plain_messages(request.messages)})
+        ids = await call.pool.tokenize(chat_spec(request.model, plain_messages(request.messages), GenerateConfig()))
     elif request.prompt:
         bare = request.add_special_tokens is False
-        ids = await call.pool.tokenize(request.model, {"text": request.prompt}, bare)
+        ids = await call.pool.tokenize(RequestSpec(request.model, text=request.prompt), bare)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": info.max_length, "tokens": ids, "token_strs": None}
     if request.return_token_strs:
         known = await call.pool.token_bytes(info, set(ids))

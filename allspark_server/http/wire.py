@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Optional, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,11 +23,33 @@ Message = TypeVar("Message", bound=Wire)
 
 
 def parse(kind: type[Message], body: bytes) -> Message:
-    """The message of a body. Raises ApiError naming the field that is wrong."""
+    """The message of a body. Raises ApiError naming the field that is wrong. Within messages and items, unknown fields
+    that are null count as absent: clients send answers back with all that their types know."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
+        try:
+            if (rest := _without_nulls(error, body)) is not None:
+                return kind.model_validate_json(rest)
+        except ValidationError as second:
+            error, body = second, rest
         raise from_validation(error, body) from None
+
+
+def _without_nulls(error: ValidationError, body: bytes) -> bytes | None:
+    """The body without unknown fields that are null, below its own; None if there are none."""
+    nulls = [problem["loc"] for problem in error.errors(include_url=False)
+             if problem["type"] == "extra_forbidden" and problem["input"] is None and len(problem["loc"]) > 1]
+    if not nulls:
+        return None
+    value = json.loads(body)
+    for *path, name in nulls:
+        at = value
+        for part in path:   # the names of alternatives are no part of the value
+            at = at[part] if isinstance(part, int) else at.get(part, at) if isinstance(at, dict) else at
+        if isinstance(at, dict):
+            at.pop(name, None)
+    return json.dumps(value).encode()
 
 
 class StreamOptions(Wire):

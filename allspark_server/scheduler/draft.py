@@ -6,6 +6,7 @@ from typing import Optional
 
 import numpy as np
 
+from ..cache import Copies
 from ..runtime.plan import DRAW, MAX_STEP_PROBES, NewSlot, WorkTable
 from .sequence import Sequence
 from .step import Step
@@ -48,7 +49,7 @@ class Draft:
         sequence.planned += count
         return count, flags
 
-    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int) -> Step:
+    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int, copies: Optional[Copies]) -> Step:
         """What was planned."""
         n, chunks = len(self.slots), self.chunks
         columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
@@ -71,4 +72,4 @@ class Draft:
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
         table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])
         return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
-                    self.rows, self.context)
+                    self.rows, self.context, copies)

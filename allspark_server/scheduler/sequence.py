@@ -108,6 +108,7 @@ class Sequence:
     sent_spans: int = 0  # of `spans`, how many the ranks have in the slot's table
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
+    restored: int = 0  # positions that came back from the second tier
     preemptions: int = 0
     account: Optional["Account"] = None  # its tenant's
     # Of ComingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn

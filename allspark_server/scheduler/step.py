@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Optional
 
 import numpy as np
 
-from ..runtime.plan import NewSlot, WorkTable, encode_plan
+from ..cache import Copies
+from ..runtime.plan import COPIES, NewSlot, WorkTable, encode_plan
 from .probe import Probed
 from .sequence import FinishReason, Sequence
 
@@ -42,10 +44,12 @@ class Step:
     admitted: list[Sequence]  # those that have just got their slots
     rows: int  # without drafts
     context: int  # positions before each row, in all; an upper bound
+    copies: Optional[Copies] = None  # made before anything is computed
 
     def encode(self) -> bytes:
         """The step plan's wire form."""
-        return encode_plan(self.free, self.new, self.work)
+        sections = [(COPIES, self.copies.words())] if self.copies is not None else ()
+        return encode_plan(self.free, self.new, self.work, sections)
 
 
 @dataclass
@@ -72,6 +76,9 @@ class Counters:
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    restored_tokens: int = 0  # of these, those that came back from its second tier
+    saved_spans: int = 0  # copied to the second tier
+    restored_spans: int = 0  # and back
     generated_tokens: int = 0
     computed_rows: int = 0  # those of rejected drafts are not counted
     discarded_rows: int = 0  # rows whose token came after the end of its sequence

@@ -1,0 +1,144 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from allspark_client.config import GenerateConfig
+from allspark_server.chat import Content, Event, Reasoning, ToolCallBegin
+
+from .call import Call, new_id
+from .errors import bad_value
+from .messages_wire import MessagesRequest, Prompt, messages_of, options_of, response_format_of
+from .sampling import check_room, config_of
+from .talk import Talk, Talks, chat_spec
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+
+
+def _check(request: Prompt) -> None:
+    if not request.tools and request.tool_choice is not None and request.tool_choice.type in ("any", "tool"):
+        raise bad_value("tool_choice", "it is only allowed when 'tools' are specified")
+
+
+async def messages(call: Call, request: MessagesRequest) -> None:
+    """Answers a chat."""
+    _check(request)
+    info = await call.model(request.model)
+    config = config_of(request, info, request.max_tokens)
+    if request.stop_sequences:
+        config.stop = request.stop_sequences
+    config.response_format = response_format_of(request)
+    spec = chat_spec(request.model, messages_of(request), config, **options_of(request))
+    async with call.generate(spec) as answer:
+        check_room(info, len(answer.prompt_ids), request.max_tokens, "max_tokens")
+        talks = Talks(call, answer, info)
+        if request.stream:
+            await _Stream(call, request, talks).run()
+        else:
+            await talks.collect()
+            await call.reply(_whole(request, talks))
+        call.ended(talks.choices)
+
+
+async def count_tokens(call: Call, request: Prompt) -> None:
+    """How many tokens a chat's prompt has."""
+    _check(request)
+    await call.model(request.model)
+    spec = chat_spec(request.model, messages_of(request), GenerateConfig(), **options_of(request))
+    await call.reply({"input_tokens": len(await call.pool.tokenize(spec))})
+
+
+def _whole(request: MessagesRequest, talks: Talks) -> dict[str, Any]:
+    talk = talks.all[0]
+    content: list[dict[str, Any]] = []
+    if talk.reasoning:
+        content.append({"type": "thinking", "thinking": talk.reasoning, "signature": ""})
+    if talk.content:
+        content.append({"type": "text", "text": talk.content})
+    for made in talk.calls:
+        content.append({"type": "tool_use", "id": made["id"], "name": made["function"]["name"],
+                        "input": _input(made["function"]["arguments"])})
+    return {**_message(new_id("msg_"), request, content), **_end(talk, talks),
+            "usage": {**_input_usage(talks), "output_tokens": talks.choices.tokens}}
+
+
+def _message(name: str, request: MessagesRequest, content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": name, "type": "message", "role": "assistant", "model": request.model, "content": content}
+
+
+def _input(arguments: str) -> Any:
+    """A call's arguments; of an answer that was cut short within them, none."""
+    try:
+        found = json.loads(arguments or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _end(talk: Talk, talks: Talks) -> dict[str, Any]:
+    stop = talk.choice.stop_string
+    reason = "stop_sequence" if stop is not None else _REASONS[talk.finish_reason(talks.choices, of_named="tool_calls")]
+    return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _input_usage(talks: Talks) -> dict[str, Any]:
+    cached = talks.choices.cached_tokens
+    return {"input_tokens": len(talks.choices.answer.prompt_ids) - cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached}
+
+
+class _Stream:
+    """Writes events, block by block."""
+
+    def __init__(self, call: Call, request: MessagesRequest, talks: Talks):
+        self._call, self._request, self._talks = call, request, talks
+        self._block = ""        # the type of the block that is open
+        self._blocks = 0
+
+    async def run(self) -> None:
+        """Writes all of it."""
+        call, talks = self._call, self._talks
+        await call.stream()
+        begun = {**_message(new_id("msg_"), self._request, []), "stop_reason": None, "stop_sequence": None,
+                 "usage": {**_input_usage(talks), "output_tokens": 0}}
+        await call.write(_event("message_start", message=begun) + _event("ping"))
+        async for elements in talks.choices.answer:
+            _, events = talks.take(elements)
+            if events:
+                await call.write(b"".join(map(self._of, events)))
+        talk = talks.all[0]
+        last = b"".join(map(self._of, talk.finish())) + self._close()
+        usage = {**_input_usage(talks), "output_tokens": talks.choices.tokens}
+        last += _event("message_delta", delta=_end(talk, talks), usage=usage)
+        await call.write(last + _event("message_stop"), more=False)
+
+    def _of(self, event: Event) -> bytes:
+        if isinstance(event, ToolCallBegin):
+            return self._open("tool_use", id=event.id, name=event.name, input={})
+        if isinstance(event, Content):
+            kind, empty, delta = "text", {"text": ""}, {"type": "text_delta", "text": event.text}
+        elif isinstance(event, Reasoning):
+            kind, empty = "thinking", {"thinking": "", "signature": ""}
+            delta = {"type": "thinking_delta", "thinking": event.text}
+        else:
+            kind, empty, delta = "tool_use", {}, {"type": "input_json_delta", "partial_json": event.delta}
+        data = b"" if self._block == kind else self._open(kind, **empty)
+        return data + _event("content_block_delta", index=self._blocks - 1, delta=delta)
+
+    def _open(self, kind: str, **fields: Any) -> bytes:
+        data = self._close()
+        self._block = kind
+        self._blocks += 1
+        return data + _event("content_block_start", index=self._blocks - 1, content_block={"type": kind, **fields})
+
+    def _close(self) -> bytes:
+        if not self._block:
+            return b""
+        self._block = ""
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

@@ -1,0 +1,69 @@
+"""The engine over a group that says what the last message of the prompt says: for what a door makes of answers."""
+
+from __future__ import annotations
+
+import codecs
+
+from fake_engine import FakeEngine
+from fake_group import FakeGroup
+
+BEGIN, END, EOS = 1, 2, 999
+
+
+def next_byte(history: list[int]) -> int:
+    """What follows: byte by byte what stands between the last marks, then the end of sequence."""
+    end = len(history) - 1 - history[::-1].index(END)
+    begin = end - 1 - history[:end][::-1].index(BEGIN)
+    script, at = history[begin + 1:end], len(history) - 1 - end
+    return script[at] if at < len(script) else EOS
+
+
+class _Detokenizer:
+    def __init__(self):
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: list[int]) -> str:
+        return self._decoder.decode(bytes(i for i in ids if i < 256))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Tokenizer:
+    """An id a byte."""
+
+    chat_templates: dict[str, str] = {}
+
+    def longest_text(self, tokens: int) -> None:
+        return None
+
+    def chat_template(self, tools: bool) -> str:
+        return ""
+
+    def apply_chat_template(self, messages, tools, **kwargs) -> str:
+        script = messages[-1]["content"]
+        return f"{messages[:-1]}{tools}{kwargs}{chr(BEGIN)}{script}{chr(END)}{kwargs.get('opened', '')}"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_bytes(self, ids) -> list[bytes]:
+        return [bytes([i]) if i < 256 else b"" for i in ids]
+
+    def detokenizer(self, keep=()) -> _Detokenizer:
+        return _Detokenizer()
+
+
+class ScriptEngine(FakeEngine):
+    """With a model "m" of a chat format. A step takes `interval` seconds."""
+
+    def __init__(self, chat_format: str, interval: float = 0.0):
+        self._chat_format = chat_format
+        super().__init__(group=FakeGroup(delay=interval, token=next_byte))
+
+    def _publish(self, config, model) -> None:
+        super()._publish(config, model)
+        model.tokenizer, model.info.chat_format = _Tokenizer(), self._chat_format
