@@ -228,8 +228,9 @@ def requirements() -> dict:
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
     ]
+    clients = ["fschat>=0.2.36"]    # programs that the doors are tested with, where they take long to install
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "cuda": ["torch>=2.4"]}}
+            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
 
 
 def options() -> dict:
