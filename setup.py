@@ -229,8 +229,9 @@ def requirements() -> dict:
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
     ]
-    # What tests/test_http_clients.py and its like bring to the doors, each skipped where it is not installed.
-    clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4"]
+    # Programs that the doors are tested with, each skipped where it is not installed.
+    clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
+               "fschat>=0.2.36"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
             "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
 
