@@ -30,6 +30,14 @@ class TargetDevice(Enum):
     CPU_NUMA = "CPU_NUMA"
 
 
+class RoPEScaleMethod(Enum):
+    """How HuggingFaceModel.set_rope_scale_method stretches the rotary embedding."""
+
+    NO_SCALE = 0
+    YaRN = 3
+    NTK = 4     #: dynamic: with the context's length
+
+
 class AsCacheMode(IntEnum):
     """How keys and values are stored."""
 

@@ -14,7 +14,7 @@ from typing import Iterator
 
 from allspark_server import access
 
-from . import batch, bench, doctor, http, pool
+from . import batch, bench, doctor, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
@@ -160,6 +160,7 @@ model_root, max_message_mib, state_file, log_level, http, http_workers""")
     bench.add_commands(command)
     http.add_command(command)
     batch.add_command(command, _own_group_options, _own_group)
+    fastchat_worker.add_command(command, _own_group_options, _own_group)
     return parser
 
 
