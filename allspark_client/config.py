@@ -45,7 +45,7 @@ class AsModelConfig(Checked):
     """What to load and how to run it. Every assignment is checked; `validate` checks what concerns several fields."""
 
     model_name: str = str_field("")
-    #: a Hugging Face directory, or NAME.asgraph
+    #: a Hugging Face directory, NAME.asgraph, or a model's id on the Hub, such as org/name or org/name@revision
     model_path: str = path_field("")
     #: NAME.asparam; empty for a Hugging Face directory
     weights_path: str = path_field("")
@@ -336,7 +336,13 @@ class GenerateConfig(Checked):
     #: prompt's last token, or the mean of all tokens'. None: tokens are generated
     pooling: str | None = custom_field(_pooling)
     lora_name: str = str_field("")
+    #: what the output must be, by a mask over the vocabulary for each token; it then ends with an end-of-sequence id.
+    #: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} (or the schema
+    #: itself), both also with "disable_any_whitespace": True, {"type": "regex", "regex": ...}, {"type": "grammar",
+    #: "grammar": ..., "syntax": "lark" | "ebnf"}, {"type": "choice", "choice": [...]}; {"type": "text"}: anything.
+    #: With early_stopping=False the end is ignored, as ever, and comes again and again
     response_format: dict[str, Any] | None = custom_field(_response_format)
+    #: of the grammar, instead of the checkpoint's vocabulary; vocab_type: how its tokens are spelled (None: as BPE's)
     vocab: dict[str, int] | None = custom_field(_vocab)
     vocab_type: VocabType | None = enum_field(VocabType, None)
     mm_info: Any = custom_field(lambda name, value: value)
@@ -466,10 +472,5 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     else:
         if config.lora_name:
             raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
-        if config.response_format is not None:
-            raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
-        for name in ("vocab", "vocab_type"):
-            if getattr(config, name) is not None:
-                raise not_available(f"{name} (guided output)")

@@ -234,6 +234,9 @@ class FakeGroup:
             model_hash="fake",
         )
 
+    def masks(self, name: str) -> None:
+        return None
+
     def held_spans(self) -> dict[bytes, int]:
         return {}
 

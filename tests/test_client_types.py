@@ -328,10 +328,7 @@ INERT = (
             a.GenerateConfig(**v)
             for v in (
                 {"lora_name": "x"},
-                {"response_format": {"type": "json_object"}},
                 {"mm_info": object()},
-                {"vocab": ["a"]},
-                {"vocab_type": "VOCAB_TYPE_BPE"},
             )
         ],
     ],

@@ -226,7 +226,7 @@ def test_queue_limit(make_engine):
     (10, {"max_length": 10}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=10"),
     (10, {"max_length": 65}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=65 exceeds engine_max_length=64"),
     (50, {}, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "2 spans of 16"),
-    (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
+    (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "cannot be guided"),
     (1, {"lora_name": "x"}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
 ])  # fmt: skip
 def test_refused_requests(make_engine, length, generate, status, match):

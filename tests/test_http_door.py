@@ -161,7 +161,8 @@ def test_pipelined_requests(http_door):
 
 
 def test_bodies(http_door, http_client):
-    for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"), (b"null", "invalid_json"),
+    for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"),
+                       (b"null", "invalid_json"),
                        (b'{"model": "fable", "prompt": "\\ud800"}', "invalid_json"), (b"\xff", "invalid_json"),
                        (b'{"a":' * 100_000, "invalid_json")):
         assert refusal(http_client, "/v1/completions", body)["code"] == code, body[:40]

@@ -153,7 +153,8 @@ def test_stop_strings(api, story):
         chunks = list(api.chat.completions.create(messages=STORY, stream=True, **ask, **GREEDY))
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
         assert chunks[-1].choices[0].finish_reason == "stop"
-    both = api.completions.create(prompt="Once upon a time", n=2, stop="\n", **{**GREEDY, "temperature": 1.5, "seed": 3})
+    ask = {**GREEDY, "temperature": 1.5, "seed": 3}
+    both = api.completions.create(prompt="Once upon a time", n=2, stop="\n", **ask)
     reasons = {choice.finish_reason for choice in both.choices}
     assert reasons <= {"stop", "length"} and all("\n" not in choice.text for choice in both.choices)
 

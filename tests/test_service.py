@@ -196,7 +196,7 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
         notices = []
         session = ClientStream(None, lambda *notice: notices.append(notice))
         for i in range(waiting + 3):
-            session._register(i)
+            session.register(i)
             session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
         session.take()
         notices.clear()

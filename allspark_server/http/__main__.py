@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
-    p.add_argument("--pool-token-file", help="a token of this file, of the role door, admin or generate, is shown to groups")
+    p.add_argument("--pool-token-file", help="groups are shown a token of this file: of a door, an admin, or generate")
     p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
     p.add_argument("--token-file", help="clients' tokens")
     p.add_argument("--tls-cert")
@@ -71,7 +71,7 @@ def main() -> None:
     a = parser().parse_args()
     logging.basicConfig(level=a.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s http %(levelname)s %(name)s: %(message)s")
-    for name in ("uvicorn.error", "uvicorn.access"):    # they tell of what clients can bring about as often as they like
+    for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
     access = Access(read_tokens(a.token_file) if a.token_file else {}, tls, Role(a.tls_role))

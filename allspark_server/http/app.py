@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from typing import AsyncIterator
 
 from starlette.applications import Starlette
@@ -24,6 +25,7 @@ from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE
 from .models import health, list_models, one_model
+from .openapi import describe
 from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -52,7 +54,7 @@ def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
         ("POST", "/detokenize", Endpoint(door, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
         ("GET", "/health", Endpoint(door, "health", health, role=None)),
-        ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read)),
+        ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read, kind="text/plain")),
     ]
 
 
@@ -68,7 +70,15 @@ def application(door: Door) -> Starlette:
             watch.cancel()
             await door.pool.close()
 
-    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in _endpoints(door)]
+    endpoints = _endpoints(door)
+    description = json.dumps(describe(endpoints)).encode()
+
+    async def openapi(call: Call, _: None) -> None:
+        """This description."""
+        await call.reply(description)
+
+    endpoints.append(("GET", "/openapi.json", Endpoint(door, "openapi", openapi, role=None)))
+    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in endpoints]
     return Starlette(routes=routes, lifespan=life, exception_handlers={HTTPException: _no_route})
 
 

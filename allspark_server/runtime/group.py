@@ -51,6 +51,9 @@ class Group(Protocol):
         """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
         unloads the model, and the group goes on without it."""
 
+    def masks(self, name: str):
+        """Rank 0's native Masks of a loaded model; None if it has none. Its rows are for `DEPTH` steps in turn."""
+
     def submit(self, name: str, plan: bytes) -> None:
         """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
 
@@ -318,6 +321,9 @@ class LocalGroup:
         self.models.start_allocate(name, spans, host_spans, digests)
         self._allocating = True
         return None
+
+    def masks(self, name: str):
+        return self.models.runners[name].masks
 
     def held_spans(self) -> dict[bytes, int]:
         return self._held

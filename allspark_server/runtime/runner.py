@@ -150,6 +150,12 @@ class ModelRunner:
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
+    @property
+    def masks(self):
+        """The native Masks that draws may name, as many for a step as it has outputs at most, for each of the steps
+        that may be under way; None on other ranks than 0."""
+        return self._executor.masks
+
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
         """The second tier: memory, or a file, of which all is checked that it holds from before."""
         config, model = self.config, self._model
@@ -227,8 +233,8 @@ class ModelRunner:
 
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""
-        drafts = 0 if self.config.speculation == "off" else MAX_STEP_DRAFTS
-        return min(self._rows_of_step(), self.config.engine_max_batch + drafts + MAX_STEP_PROBES)
+        # Grammars give drafts without speculation, too.
+        return min(self._rows_of_step(), self.config.engine_max_batch + MAX_STEP_DRAFTS + MAX_STEP_PROBES)
 
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus

@@ -82,6 +82,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the ranks are told with the next plan
         self._unfit: list[Sequence] = []
+        self._mask_rows = 0  # where those of the last step begin
 
     @property
     def waiting(self) -> int:
@@ -167,8 +168,7 @@ class Scheduler:
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
         budget = limits.max_step_tokens - draft.rows
-        if self._drafts is not None:
-            budget -= int(draft.drafts.sum())
+        budget -= int(draft.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
@@ -182,7 +182,8 @@ class Scheduler:
         if not draft.rows and copies is None:
             return None
         free, self._slots_to_free = self._slots_to_free, []
-        return draft.step(free, self._slots.epoch, limits.draft_kind, copies)
+        self._mask_rows = limits.masks - self._mask_rows  # those of the last step may still be in use
+        return draft.step(free, self._slots.epoch, limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
@@ -210,10 +211,12 @@ class Scheduler:
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
-        if self._drafts is not None:
+        if self._drafts is not None or step.masked:
             drafts = step.work.columns[WorkTable.DRAFTS, step.drawing]
             table.longest[live] -= (drafts + 1 - counts)[alive]
-            self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
+            if self._drafts is not None:
+                own = alive & ~table.guided[slots]
+                self._drafts.learn(slots[own], result.drafted[own], counts[own] - 1)  # fewer may have been found
             counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
         plain = alive & ~table.careful[slots]
@@ -336,7 +339,7 @@ class Scheduler:
         if not chosen.all():
             sequences = [sequences[i] for i in np.flatnonzero(chosen).tolist()]
             slots, longest = slots[chosen], longest[chosen]
-        drafts = self._choose_drafts(slots, longest, budget)
+        drafts = self._choose_drafts(draft, sequences, slots, longest, budget)
         short = (longest + drafts > table.capacity[slots]).nonzero()[0]
         if len(short):
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
@@ -348,11 +351,19 @@ class Scheduler:
         draft.rows += len(slots)
         draft.context += int(longest.sum()) - len(slots)
 
-    def _choose_drafts(self, slots: np.ndarray, longest: np.ndarray, budget: int) -> np.ndarray:
-        """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows."""
-        if self._drafts is None:
+    def _choose_drafts(self, draft: Draft, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
+                       budget: int) -> np.ndarray:
+        """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows. Guided ones
+        get what is known to follow, and nothing else."""
+        guided = self._slots.guided[slots].nonzero()[0].tolist()
+        if self._drafts is None and not guided:
             return np.zeros(len(slots), np.int64)
-        drafts = np.minimum(self._drafts.choose(slots), self._slots.limit[slots] - longest - 1)
+        drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
+        for i in guided:
+            forced = draft.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))
+            drafts[i] = len(forced)
+        draft.guided = draft.guided or bool(guided)
+        drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)
         left = budget - len(slots)
         if self._prompts or self._queue.waiting:
             left //= 2
@@ -469,6 +480,7 @@ class Scheduler:
         if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+            draft.guided = draft.guided or sequence.guidance is not None
         if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None

@@ -16,7 +16,8 @@ from .sequence import FinishReason, Sequence
 @dataclass(frozen=True)
 class Limits:
     """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
-    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step."""
+    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
+    must be twice as many, as the next step takes others."""
 
     max_batch: int
     max_step_tokens: int
@@ -24,6 +25,18 @@ class Limits:
     span_size: int
     draft_kind: int = 0
     max_drafts: int = 7
+    masks: int = 0
+
+
+@dataclass
+class Masked:
+    """A draw under masks: the sequence, the draw's place among the step's, the row of its mask, and the drafts, whose
+    masks are in the rows behind."""
+
+    sequence: Sequence
+    draw: int
+    index: int
+    drafts: list[int]
 
 
 @dataclass
@@ -45,6 +58,7 @@ class Step:
     rows: int  # without drafts
     context: int  # positions before each row, in all; an upper bound
     copies: Optional[Copies] = None  # made before anything is computed
+    masked: list[Masked] = field(default_factory=list)
 
     def encode(self) -> bytes:
         """The step plan's wire form."""
