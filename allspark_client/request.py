@@ -41,7 +41,7 @@ class RequestSpec:
         """Raises ValueError for a name that is too long, or cannot be sent."""
         size = len(valid_unicode("tenant", self.tenant).encode())
         if size > MAX_TENANT_BYTES:
-            raise ValueError(f"tenant={self.tenant[:40]!r}… has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
+            raise ValueError(f"tenant={self.tenant[:40]!r}... has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
 
     @property
     def prompt_len(self) -> int:

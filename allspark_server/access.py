@@ -69,8 +69,8 @@ class Client:
 def read_tokens(path: str | os.PathLike) -> dict[str, Role]:
     """The tokens of a file and the role of each.
 
-    One `ROLE TOKEN` a line, roles read, generate, door and admin; blank lines and lines that begin with # do not count. A
-    file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
+    One `ROLE TOKEN` a line, roles read, generate, door and admin; blank lines and lines that begin with # do not count.
+    A file that holds one token and nothing else is an administrator's. Raises ValueError naming file and line.
     """
     known = ", ".join(role.value for role in Role)
     tokens: dict[str, Role] = {}

@@ -10,7 +10,7 @@ from .scheduler import TOKEN_BYTES, Scheduler
 
 #: what a waiting request takes in this process beside its tokens, about, for each sample
 SEQUENCE_BYTES = 4096
-# Waiting prompts may have so many times the tokens that the cache holds, and so many in any case, unless told otherwise.
+# Unless told otherwise, waiting prompts may have so many times the tokens that the cache holds, and so many anyway.
 _QUEUED_CACHES, _QUEUED_TOKENS = 16, 1 << 20
 # A queue that is full takes this part of it more, from tenants that have less than that waiting.
 _RESERVED_PART = 8

@@ -58,8 +58,8 @@ class StepBudget:
         return self._target > 0
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
-        """Takes notice of a step of so many rows, `decoding` of them of running sequences, with so many positions before
-        them in all, that took so long."""
+        """Takes notice of a step of so many rows, with so many positions before them in all, that took so long.
+        `decoding`: of the rows, those of running sequences."""
         if not self.adaptive or rows < 1:
             return
         found = np.array([rows, context, seconds])

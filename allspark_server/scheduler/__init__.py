@@ -10,7 +10,6 @@ from .sequence import TOKEN_BYTES, FinishReason, Sequence, State, StopRules
 from .step import Counters, Limits, Masked, Outcome, Step
 
 __all__ = [
-    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Masked", "Outcome", "Probe", "Probed", "Scheduler", "Sequence",
-    "State", "Step",
-    "StopRules",
+    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Masked", "Outcome", "Probe", "Probed", "Scheduler",
+    "Sequence", "State", "Step", "StopRules",
 ]

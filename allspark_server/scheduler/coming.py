@@ -15,7 +15,7 @@ class ComingSpans:
         self._waits = 0
 
     def announce(self, sequence: Sequence, begin: int, end: int) -> None:
-        """The spans begin … end-1 of a sequence, whose keys it has, will be computed."""
+        """The spans begin ... end-1 of a sequence, whose keys it has, will be computed."""
         sequence.announced = end
         for key in sequence.keys[begin:end]:
             self._of.setdefault(key, sequence)
@@ -37,7 +37,7 @@ class ComingSpans:
         producer.pull = min(producer.pull, (sequence.account.time, sequence.rank), sequence.pull)
 
     def arrived(self, sequence: Sequence, begin: int, end: int) -> list[Sequence]:
-        """The sequence's spans begin … end-1 are in the prefix cache: who has waited for that."""
+        """The sequence's spans begin ... end-1 are in the prefix cache: who has waited for that."""
         self._withdraw(sequence, begin, min(end, sequence.announced))
         ready = []
         while sequence.followers and sequence.followers[0][0] <= end:

@@ -166,9 +166,9 @@ def prefixes(options) -> None:
                     before = bench.model.scheduler.counters.restored_tokens
                     third = bench.run(shared + prompt_of(16, 500 + turn))
                     restored = bench.model.scheduler.counters.restored_tokens - before
-                    print(f"{kind}: first {first.first:.2f} s; sharing 2,000 tokens {100 * second.first / first.first:.1f} "
-                          f"% of it; with {restored} tokens from the second tier {100 * third.first / first.first:.1f} %",
-                          flush=True)
+                    parts = [f"{100 * times.first / first.first:.1f} %" for times in (second, third)]
+                    print(f"{kind}: first {first.first:.2f} s; sharing 2,000 tokens {parts[0]} of it; with {restored} "
+                          f"tokens from the second tier {parts[1]}", flush=True)
                     again.append((shared, first.first))
             if kind == "file":
                 with Bench(options, **fields) as bench:
@@ -177,8 +177,8 @@ def prefixes(options) -> None:
                         before = bench.model.scheduler.counters.restored_tokens
                         times = bench.run(shared + prompt_of(16, 600 + turn))
                         restored = bench.model.scheduler.counters.restored_tokens - before
-                        print(f"after a restart: with {restored} tokens from the file {100 * times.first / first:.1f} %",
-                              flush=True)
+                        print(f"after a restart: with {restored} tokens from the file "
+                              f"{100 * times.first / first:.1f} %", flush=True)
 
 
 def chats(options) -> None:
