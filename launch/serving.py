@@ -256,7 +256,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             show(plan)
         for warning in plan.placement.warnings:
             logger.warning("%s", warning)
-        environment = {**clean_environment(), **plan.environment}
+        environment = {**clean_environment(), **plan.environment, "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
         shared_memory = None
         if trusted("/dev/shm"):
             # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.

@@ -16,6 +16,7 @@ from allspark_client.types import (
     AsEngineStat,
     Detokenized,
     GeneratedElements,
+    MemberState,
     ModelInfo,
     ModelState,
     RequestStatInfo,
@@ -109,6 +110,10 @@ class Pool:
         except ApiError as error:
             logger.debug("model %r: %s", name, error)
             self._infos.pop(name, None)
+
+    async def members(self) -> list[MemberState]:
+        """The groups behind the door."""
+        return await self._ask(self._engine.members)
 
     async def stat(self, name: str) -> AsEngineStat:
         """Load and counters of a model, over the pool."""
