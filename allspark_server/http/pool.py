@@ -166,6 +166,7 @@ class Answer:
         self._pool, self.spec = pool, spec
         self._generation = AsyncGeneration(pool._engine, spec)
         self.started = False
+        self._taken = 0     # tokens
 
     async def __aenter__(self) -> "Answer":
         try:
@@ -183,6 +184,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         try:
             async for elements in self._generation.queue:
+                self._taken += len(elements.ids_from_generate)
                 yield elements
         except AllSparkError as error:
             raise from_engine(error) from error
@@ -209,6 +211,7 @@ class Answer:
 
     @property
     def unread(self) -> int:
-        """Tokens generated so far, read or not."""
-        return self._generation.queue.GeneratedLength()
-
+        """Tokens that wait to be taken, each as much as it holds of log probabilities."""
+        config = self.spec.config
+        size = 1 + config.top_logprobs if config.logprobs else 1
+        return size * (self._generation.queue.GeneratedLength() - self._taken)
