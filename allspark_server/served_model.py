@@ -262,7 +262,7 @@ class ServedModel:
 
     def complete(self, step: Step, result, seconds: float) -> None:
         """Takes the results of the oldest step that runs, which took so long, and passes on what it drew."""
-        self.budget.learn(step.rows, step.context, seconds)
+        self.budget.learn(step.rows, step.context, seconds, step.decoding)
         if self.tier is not None:
             copies = len(step.copies) if step.copies is not None else 0
             self.tier.costs.learn(step.rows, seconds, copies, result.copy_seconds)

@@ -149,6 +149,11 @@ class HttpDoor:
         logger.info("HTTP on %s, %d worker%s", self.address, len(self._workers), "s" * (len(self._workers) > 1))
         self._thread.start()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
+
     def close(self) -> None:
         """Stops the workers; answers under way have some seconds."""
         self._ending.set()

@@ -16,7 +16,7 @@ from allspark_client.types import TlsConfig
 from allspark_server.access import Access, Role, read_tokens
 from allspark_server.runtime.binding import die_with_parent
 
-from .app import application
+from .app import Application
 from .bodies import Bodies
 from .call import Door
 from .metrics import Metrics
@@ -83,7 +83,7 @@ def main() -> None:
     secure = {} if tls is None else {
         "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
-    config = uvicorn.Config(application(door), http=Connection, ws="none", lifespan="on", log_config=None,
+    config = uvicorn.Config(Application(door), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                             timeout_graceful_shutdown=GRACE_SECONDS, backlog=BACKLOG, proxy_headers=False, **secure)
     uvicorn.Server(config).run([listener])

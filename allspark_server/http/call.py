@@ -78,9 +78,10 @@ class Call:
         """The client's address, for logs."""
         return ":".join(map(str, self._scope.get("client") or ("unix",)))
 
-    def path_value(self, name: str) -> str:
-        """What stands in the path for {name}."""
-        return self._scope["path_params"][name]
+    @property
+    def path_rest(self) -> str:
+        """What stands in the path for a {name} at its end."""
+        return self._scope["path_rest"]
 
     # --- what it asks of the pool --------------------------------------------------------------------------------
 
@@ -224,6 +225,8 @@ class Endpoint:
 async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:
     """Answers with an error."""
     headers = [(b"retry-after", str(error.retry_after).encode())] if error.retry_after else []
+    if error.allow:
+        headers.append((b"allow", error.allow.encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status in (408, 413):      # what is left of the body will not be read

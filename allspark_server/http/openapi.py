@@ -41,8 +41,7 @@ def describe(endpoints: list[tuple[str, str, Endpoint]]) -> dict[str, Any]:
     schemas, definitions = models_json_schema([(form, "validation") for form in ordered], ref_template=_REFERENCE)
     paths: dict[str, Any] = {}
     for method, path, endpoint in endpoints:
-        shown = path.replace(":path}", "}")
-        paths.setdefault(shown, {})[method.lower()] = _operation(shown, endpoint, schemas)
+        paths.setdefault(path, {})[method.lower()] = _operation(path, endpoint, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "allspark", "version": __version__,
