@@ -202,7 +202,7 @@ def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
     if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
         try:
-            graph = build_graph(_tied_as_stored(read_config(path), source))
+            graph = build_graph(_experts_as_stored(_tied_as_stored(read_config(path), source), source))
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
@@ -227,6 +227,13 @@ def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
     logger.warning("config.json of %s ties the head to the embedding, but %r is stored and differs: it is used",
                    source.where(), head)
     return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
+    """The config, its experts stacked when the checkpoint's are (transformers 5 can save them so)."""
+    if config.experts is None or not any(name.endswith(".experts.gate_up_proj") for name in source.names()):
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, stacked=True))
 
 
 def _tokenizer(directory: Path) -> str | None:
@@ -290,6 +297,8 @@ def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests:
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
     constants = sorted((name, weight.values) for name, weight in graph.weights.items() if weight.values)
-    facts = (repr(graph.config), ops, constants, model.source.checksum() or list(digests),
+    splits = sorted({repr(split) for weight in graph.weights.values()
+                     for split in (weight.column_split, *(part.units for part in weight.parts)) if split is not None})
+    facts = (repr(graph.config), ops, constants, splits, model.source.checksum() or list(digests),
              sorted((name, str(form)) for name, form in formats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

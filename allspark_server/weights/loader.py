@@ -113,8 +113,9 @@ class Loader:
     def _matrix(self, weight: Weight) -> int:
         first, last = weight.column_range_of(self.rank, self.world)
         form, offset = self.formats[weight.name], 0
+        begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
-                                            group_of_slice(form.group_size, first))
+                                            group_of_slice(form.group_size, first), end - begin)
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank's
