@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models.config import read_config  # noqa: E402
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
@@ -206,3 +207,18 @@ def test_spellings_of_config_json(tmp_path):
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):
         read_config(changed(tmp_path, name, lambda values: values.update(change)))
+
+
+@pytest.mark.parametrize("form, group", [("auto", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)])
+@pytest.mark.parametrize("name, layout", [("qwen2-moe", "each"), ("qwen3-moe", "stacked"), ("mixtral", "each")])
+def test_serialized_and_reloaded(name, layout, form, group, tmp_path):
+    """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
+    source = checkpoint(name) if layout == "each" else stacked(name, tmp_path / "stacked")
+    options = {} if form == "auto" else {"enable_quant": True, "customized_quant_config": {
+        "weight_format": "uint4" if "4" in form else "int8", "group_size": group,
+        "compute_method": "activate_quant" if form.startswith("w") else "weight_only"}}
+    HuggingFaceModel(source, "m").serialize_to_path(None, tmp_path, **options)
+    prompt, fields = prompt_of(50), {"weight_dtype": form, "weight_group_size": group}
+    for world in (1, 2):
+        with Driver(source, world, **fields) as a, Driver(tmp_path / "m.asgraph", world) as b:
+            np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])

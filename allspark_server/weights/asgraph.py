@@ -252,13 +252,13 @@ def write_params(
             entries.append((name, wanted or tensor.dtype, tensor.shape))
             data.append(_pieces(tensor, wanted or tensor.dtype))
             continue
-        if len(tensor.shape) != 2:
+        if len(tensor.shape) not in (2, 3):
             raise not_available(f"Quantizing tensor {name!r} of shape {list(tensor.shape)}")
-        rows, columns = tensor.shape
+        rows, columns = tensor.shape[:-1], tensor.shape[-1]
         entries += [
-            (name + SCALE, SCALE_TYPE, (rows, form.groups(columns))),
-            (name + OFFSET, SCALE_TYPE, (rows, form.groups(columns))),
-            (name, "U8", (rows, form.row_bytes(columns))),
+            (name + SCALE, SCALE_TYPE, (*rows, form.groups(columns))),
+            (name + OFFSET, SCALE_TYPE, (*rows, form.groups(columns))),
+            (name, "U8", (*rows, form.row_bytes(columns))),
         ]
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
@@ -270,7 +270,8 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        q, scale, offset, bad = quantize(tensor.data, tensor.dtype, form.bits, form.group_size)
+        rows = tensor.data.reshape(-1, tensor.shape[-1])
+        q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
                 "tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong",

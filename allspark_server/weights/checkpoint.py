@@ -98,16 +98,19 @@ class ParamSource(SafetensorsSource):
         quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
         return self.files.keys() - {name + suffix for name in quantized for suffix in (SCALE, OFFSET)}
 
-    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
-        """A quantized matrix of `shape`; KeyError when there is none, AllSparkError when it is another."""
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        """A quantized matrix of `shape`, or that of one expert in a tensor of any number of them; KeyError when there is
+        none, AllSparkError when it is another."""
         q, scales, offsets = self.get(name), self.get(name + SCALE), self.get(name + OFFSET)
         found = self.file.metadata.get(f"format:{name}")
         if found != str(form):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
             )
-        groups = (shape[0], form.groups(shape[1]))
-        for tensor, kind, expected in ((q, "U8", (shape[0], form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
+        rows = (shape[0],) if expert is None else (max(q.shape[:1] + (expert + 1,)), shape[0])
+        groups = (*rows, form.groups(shape[1]))
+        for tensor, kind, expected in ((q, "U8", (*rows, form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
                                        (offsets, SCALE_TYPE, groups)):
             if (tensor.dtype, tensor.shape) != (kind, expected):
                 raise AllSparkError(
@@ -115,7 +118,8 @@ class ParamSource(SafetensorsSource):
                     f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
                     f"expected {kind} and {list(expected)}, for {form} of {list(shape)}",
                 )
-        return QuantizedTensor(q.data, scales.data, offsets.data, q.file)
+        one = slice(None) if expert is None else expert
+        return QuantizedTensor(q.data[one], scales.data[one], offsets.data[one], q.file)
 
     def verify(self, rank: int, world: int) -> None:
         names = sorted(self.files)[rank::world]

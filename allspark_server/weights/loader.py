@@ -51,15 +51,15 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
 
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
-    if weight.stored.layout != ScaleLayout() or part.expert is not None:
-        what = "of all experts" if part.expert is not None else f"with {weight.stored.layout}"
-        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} {what},")
+    if weight.stored.layout != ScaleLayout():
+        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} with "
+                            f"{weight.stored.layout},")
     if not isinstance(source, ParamSource):
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"
         )
     try:
-        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns))
+        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns), part.expert)
     except KeyError as error:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"

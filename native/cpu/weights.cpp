@@ -86,7 +86,7 @@ int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, in
 }
 
 int64_t Weights::fill_matrix(int id, const SourceRows& source, int64_t rows) {
-  const Packed& m = checked_part(id, rows, source.row_offset, source.column, source.columns, source.group);
+  checked_part(id, rows, source.row_offset, source.column, source.columns, source.group);
   const size_t item = source.type == SourceType::f32 ? 4 : 2;
   int64_t bad = 0;
   each_expert(id, rows, source.row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
