@@ -6,14 +6,15 @@ types and protobuf. Needs grpcio, protobuf and numpy only: no MPI, no torch, no 
 """
 from .async_client import AsyncClientEngine
 from .client import ClientEngine
-from .config import (ASGenerationConfigBuilder, AsModelConfig, AsModelRuntimeConfigBuilder, GenerateConfig)
+from .config import ASGenerationConfigBuilder, AsModelConfig, GenerateConfig
 from .engine import AbstractEngine, as_token_ids
 from .errors import AllSparkError, AsStatus
 from .generation import AsyncGeneration, Generation, Usage
 from .queue import ResultQueue
+from .runtime_config import AsModelRuntimeConfigBuilder
 from .types import (AsCacheMode, AsEngineStat, AsEvictionStrategy, AsFileInfo, AsMHAPrefill, AsSchedulingStrategy,
                     GeneratedElements, GenerateRequestStatus, ModelInfo, ModelState, RequestStatInfo, TargetDevice,
-                    TlsConfig, VocabType)
+                    RoPEScaleMethod, TlsConfig, VocabType)
 from .version import __version__
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig", "AsModelRuntimeConfigBuilder",
     "AsSchedulingStrategy", "AsStatus", "AsyncClientEngine", "AsyncGeneration", "ClientEngine", "GenerateConfig",
     "GenerateRequestStatus", "GeneratedElements", "Generation", "ModelInfo", "ModelState", "RequestStatInfo",
-    "ResultQueue", "TargetDevice", "TlsConfig", "Usage", "VocabType", "__version__", "as_token_ids",
+    "ResultQueue", "RoPEScaleMethod", "TargetDevice", "TlsConfig", "Usage", "VocabType", "__version__",
+    "as_token_ids",
 ]

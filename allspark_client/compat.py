@@ -1,8 +1,10 @@
 """Importing this module makes DashInfer's import lines work: `from dashinfer import allspark` and the like.
 
-Aliased are `dashinfer`, `dashinfer.allspark` and its modules `engine`, `prompt_utils`, `_allspark`, `model_loader`,
-`runtime_config` and `generation_config`. All resolve to this project's objects; those of the server (Engine,
-HuggingFaceModel) are imported when first used. A real `dashinfer` is left alone.
+Aliased are `dashinfer`, `dashinfer.helper`, `dashinfer.allspark` and its modules `engine`, `prompt_utils`, `_allspark`,
+`model_loader`, `quantization`, `runtime_config` and `generation_config`. All resolve to this project's objects; those
+of the server (Engine, HuggingFaceModel) are imported when first used. A real `dashinfer` is left alone.
+
+    python -m allspark_client.compat SCRIPT [ARGUMENT …]     runs a script of DashInfer's as it is
 """
 from __future__ import annotations
 
@@ -10,26 +12,32 @@ import importlib
 import importlib.machinery
 import importlib.util
 import logging
+import os
+import runpy
 import sys
 import types as module_types
 from typing import Any
 
 import allspark_client
-from allspark_client.prompt_utils import PromptTemplate
 
 logger = logging.getLogger(__name__)
 
 _SERVER_NAMES = ("Engine", "HuggingFaceModel")
+#: names that are no part of allspark_client's own, and the modules that have them
+_ELSEWHERE = {"Engine": "allspark_server", "HuggingFaceModel": "allspark_server",
+              "PromptTemplate": "allspark_client.prompt_utils", "EngineHelper": "allspark_client.helper",
+              "ConfigManager": "allspark_client.helper", "QuantizeConfig": "allspark_client.helper"}
 _MODULES: dict[str, tuple[str, ...]] = {
     "_allspark": ("AsCacheMode", "AsEngineStat", "AsEvictionStrategy", "AsFileInfo", "AsMHAPrefill", "AsModelConfig",
                   "AsSchedulingStrategy", "AsStatus", "GenerateRequestStatus", "GeneratedElements", "ResultQueue",
                   "VocabType"),
     "engine": ("ASGenerationConfigBuilder", "AsCacheMode", "AsEngineStat", "AsModelConfig", "AsStatus", "ClientEngine",
-               "Engine", "RequestStatInfo", "TargetDevice"),
+               "Engine", "RequestStatInfo", "RoPEScaleMethod", "TargetDevice"),
     "model_loader": ("HuggingFaceModel",),
     "runtime_config": ("AsCacheMode", "AsModelConfig", "AsModelRuntimeConfigBuilder", "TargetDevice"),
     "generation_config": ("ASGenerationConfigBuilder",),
     "prompt_utils": ("PromptTemplate",),
+    "quantization": ("QuantizeConfig",),
 }
 
 
@@ -49,12 +57,7 @@ class _Alias(module_types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self._names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        if name in _SERVER_NAMES:
-            value = getattr(importlib.import_module("allspark_server"), name)
-        elif name == "PromptTemplate":
-            value = PromptTemplate
-        else:
-            value = getattr(allspark_client, name)
+        value = getattr(importlib.import_module(_ELSEWHERE.get(name, "allspark_client")), name)
         setattr(self, name, value)
         return value
 
@@ -72,9 +75,10 @@ def install() -> bool:
         return False
     public = tuple(n for n in allspark_client.__all__ if not n.startswith("_")) + (*_SERVER_NAMES, "PromptTemplate")
     root, allspark = _Alias("dashinfer", ()), _Alias("dashinfer.allspark", public)
-    root.allspark = allspark
-    root.__all__ = ["allspark"]
-    sys.modules["dashinfer"], sys.modules["dashinfer.allspark"] = root, allspark
+    root.allspark, root.helper = allspark, _Alias("dashinfer.helper", ("EngineHelper", "ConfigManager"))
+    root.__all__ = ["allspark", "helper"]
+    for module in (root, allspark, root.helper):
+        sys.modules[module.__name__] = module
     for short, names in _MODULES.items():
         module = _Alias(f"dashinfer.allspark.{short}", names)
         setattr(allspark, short, module)
@@ -82,4 +86,17 @@ def install() -> bool:
     return True
 
 
+def main() -> None:
+    """Runs the script that the command line names."""
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.exit("usage: python -m allspark_client.compat SCRIPT [ARGUMENT …]")
+    del sys.argv[0]
+    if not install():
+        logger.warning("dashinfer is installed: %s runs with that", sys.argv[0])
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))     # as python SCRIPT has it
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 install()
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,8 @@
-"""AsModelConfig and GenerateConfig, their builders, and what of them is not built yet."""
+"""AsModelConfig and GenerateConfig, and what of them is not built yet."""
 from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from .errors import nearest_name, not_available
 from .fields import (Checked, as_float, as_int, bool_field, choice_field, custom_field, enum_field, float_field, int_field,
                      path_field, str_field, valid_unicode, wrong_type)
-from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, TargetDevice, VocabType)
+from .types import (AsCacheMode, AsEvictionStrategy, AsMHAPrefill, AsSchedulingStrategy, VocabType)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -46,7 +45,7 @@ class AsModelConfig(Checked):
     """What to load and how to run it. Every assignment is checked; `validate` checks what concerns several fields."""
 
     model_name: str = str_field("")
-    #: a Hugging Face directory, or NAME.asgraph
+    #: a Hugging Face directory, NAME.asgraph, or a model's id on the Hub, such as org/name or org/name@revision
     model_path: str = path_field("")
     #: NAME.asparam; empty for a Hugging Face directory
     weights_path: str = path_field("")
@@ -84,8 +83,10 @@ class AsModelConfig(Checked):
     quantize_head: bool = bool_field(True)
     #: bytes per rank for the KV cache; 0: chosen
     cache_memory: int = int_field(0, 0, INT64_MAX)
-    #: bytes per rank for the prefix cache's second tier; 0: chosen
+    #: bytes per rank for the prefix cache's second tier; 0: none, as the first is in the host's memory already
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
+    #: the second tier is a file in this directory, which outlives the process; empty: it is memory
+    host_cache_dir: str = path_field("")
     #: for AsCacheDefault
     cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
     #: token budget of a step; 0: chosen
@@ -127,6 +128,11 @@ class AsModelConfig(Checked):
                 f"max_step_tokens={self.max_step_tokens} is less than engine_max_batch={self.engine_max_batch}: a step "
                 "computes a token of every running request; raise the one or lower the other"
             )
+        if self.host_cache_dir and not self.host_cache_memory:
+            raise ValueError(f"host_cache_dir={self.host_cache_dir!r} needs host_cache_memory, the file's size in bytes")
+        if self.host_cache_memory and not self.enable_prefix_cache:
+            raise ValueError(f"host_cache_memory={self.host_cache_memory} is the prefix cache's, which is off: set "
+                             "enable_prefix_cache")
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
@@ -295,7 +301,8 @@ class GenerateConfig(Checked):
                                      hint="for the likeliest token always, set do_sample=False or top_k=1")
     #: 0: off
     top_k: int = int_field(0, 0, INT32_MAX)
-    top_p: float = float_field(1.0, 0.0, 1.0, above=True)
+    #: 1 and, as in DashInfer, 0: off
+    top_p: float = custom_field(lambda name, value: as_float(name, value, 0.0, 1.0) or 1.0, 1.0)
     #: tokens less than min_p times as probable as the likeliest are not drawn; 0: off
     min_p: float = float_field(0.0, 0.0, 1.0)
     repetition_penalty: float = float_field(1.0, 1e-30, FLOAT_MAX)      # in single precision not 0
@@ -329,7 +336,13 @@ class GenerateConfig(Checked):
     #: prompt's last token, or the mean of all tokens'. None: tokens are generated
     pooling: str | None = custom_field(_pooling)
     lora_name: str = str_field("")
+    #: what the output must be, by a mask over the vocabulary for each token; it then ends with an end-of-sequence id.
+    #: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} (or the schema
+    #: itself), both also with "disable_any_whitespace": True, {"type": "regex", "regex": ...}, {"type": "grammar",
+    #: "grammar": ..., "syntax": "lark" | "ebnf"}, {"type": "choice", "choice": [...]}; {"type": "text"}: anything.
+    #: With early_stopping=False the end is ignored, as ever, and comes again and again
     response_format: dict[str, Any] | None = custom_field(_response_format)
+    #: of the grammar, instead of the checkpoint's vocabulary; vocab_type: how its tokens are spelled (None: as BPE's)
     vocab: dict[str, int] | None = custom_field(_vocab)
     vocab_type: VocabType | None = enum_field(VocabType, None)
     mm_info: Any = custom_field(lambda name, value: value)
@@ -385,120 +398,6 @@ class GenerateConfig(Checked):
         return config
 
 
-class AsModelRuntimeConfigBuilder:
-    """Builds an AsModelConfig by chained calls; every call checks its value and returns the builder."""
-
-    #: spellings of DashInfer's configuration files
-    _ALIASES = {"kv_cache_mode": "cache_mode", "kv_cache_span_size": "cache_span_size"}
-
-    def __init__(self) -> None:
-        self._config = AsModelConfig()
-
-    def _set(self, **values: Any) -> "AsModelRuntimeConfigBuilder":
-        self._config.update(values)
-        return self
-
-    def model_name(self, model_name: str) -> "AsModelRuntimeConfigBuilder":
-        """The name that other calls use."""
-        return self._set(model_name=model_name)
-
-    def model_dir(self, model_dir: str, file_name_prefix: str | None = None) -> "AsModelRuntimeConfigBuilder":
-        """A Hugging Face directory, or with a prefix a directory that holds PREFIX.asgraph and PREFIX.asparam."""
-        if file_name_prefix is None:
-            return self._set(model_path=model_dir, weights_path="")
-        return self._set(model_path=os.path.join(model_dir, f"{file_name_prefix}.asgraph"),
-                         weights_path=os.path.join(model_dir, f"{file_name_prefix}.asparam"))
-
-    def model_file_path(self, model_file_name: str, weight_file_path: str = "") -> "AsModelRuntimeConfigBuilder":
-        """The .asgraph and .asparam files, or a Hugging Face directory."""
-        return self._set(model_path=model_file_name, weights_path=weight_file_path)
-
-    def compute_unit(self, target_device: TargetDevice | str, device_id_array: list[int] | None = None,
-                     compute_thread_in_device: int = 0) -> "AsModelRuntimeConfigBuilder":
-        """Device, ids (GPUs, or NUMA nodes; default [0]) and threads per device (0: its physical cores)."""
-        if isinstance(target_device, str):
-            names = {d.name: d for d in TargetDevice}
-            if target_device.upper() not in names:
-                raise ValueError(f"target_device={target_device!r} is not known; allowed: {', '.join(names)}"
-                                 f"{nearest_name(target_device.upper(), names)}")
-            target_device = names[target_device.upper()]
-        if not isinstance(target_device, TargetDevice):
-            raise wrong_type("target_device", target_device, "a TargetDevice or its name")
-        ids = [as_int(f"device_id_array[{i}]", v, 0) for i, v in enumerate(device_id_array or [0])]
-        if target_device is TargetDevice.CPU:
-            ids = ids[:1]   # one process without regard to nodes, as in DashInfer
-        unit = "CUDA" if target_device is TargetDevice.CUDA else "CPU"
-        return self._set(compute_unit=f"{unit}:{','.join(map(str, ids))}", num_threads=compute_thread_in_device)
-
-    def max_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
-        """Tokens of prompt and output together."""
-        return self._set(engine_max_length=length)
-
-    def max_batch(self, batch: int) -> "AsModelRuntimeConfigBuilder":
-        """Sequences in a step."""
-        return self._set(engine_max_batch=batch)
-
-    def max_prefill_length(self, length: int) -> "AsModelRuntimeConfigBuilder":
-        """Tokens in a prompt chunk."""
-        return self._set(engine_max_prefill_length=length)
-
-    def kv_cache_mode(self, cache_mode: AsCacheMode) -> "AsModelRuntimeConfigBuilder":
-        """How keys and values are stored."""
-        return self._set(cache_mode=cache_mode)
-
-    def kv_cache_span_size(self, span_size: int) -> "AsModelRuntimeConfigBuilder":
-        """Tokens in a span: 16, 32, 64 or 128."""
-        return self._set(cache_span_size=span_size)
-
-    def prefill_cache(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
-        """Whether prompts share cached prefixes."""
-        return self._set(enable_prefix_cache=enable)
-
-    def prefix_cache_ttl(self, ttl: int = 300) -> "AsModelRuntimeConfigBuilder":
-        """Seconds that an unused prefix stays."""
-        return self._set(prefix_cache_ttl=ttl)
-
-    def quantize_head(self, enable: bool = True) -> "AsModelRuntimeConfigBuilder":
-        """Of quantized weights: whether the embedding and the language-model head are quantized as well."""
-        return self._set(quantize_head=enable)
-
-    def lora_max_rank(self, rank: int) -> "AsModelRuntimeConfigBuilder":
-        """Largest rank of a LoRA adapter."""
-        return self._set(lora_max_rank=rank)
-
-    def lora_max_num(self, num: int) -> "AsModelRuntimeConfigBuilder":
-        """How many LoRA adapters may be loaded at once."""
-        return self._set(lora_max_num=num)
-
-    def from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
-        """Start anew from a dict of AsModelConfig's keys, or of DashInfer's configuration files."""
-        self._config = AsModelConfig()
-        return self.update_from_dict(values)
-
-    def update_from_dict(self, values: dict[str, Any]) -> "AsModelRuntimeConfigBuilder":
-        """Change what `values` names; an unknown key is a ValueError with the nearest known name.
-
-        DashInfer's files spell compute_unit {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}.
-        """
-        if not isinstance(values, dict):
-            raise wrong_type("values", values, "a dict")
-        for key, value in values.items():
-            if key == "compute_unit" and isinstance(value, dict):
-                parts = {"device_type": "CPU", "device_ids": [0], "compute_thread_in_device": 0}
-                for part in value:
-                    if part not in parts:
-                        raise ValueError(f"compute_unit has no key {part!r}{nearest_name(part, parts)}")
-                parts.update(value)
-                self.compute_unit(parts["device_type"], parts["device_ids"], parts["compute_thread_in_device"])
-            else:
-                self._set(**{self._ALIASES.get(key, key): value})
-        return self
-
-    def build(self) -> AsModelConfig:
-        """A config that later calls on this builder do not change."""
-        return copy.deepcopy(self._config)
-
-
 class ASGenerationConfigBuilder:
     """Builds a GenerateConfig by chained calls: update({...}), or any key by its name, such as top_k(5)."""
 
@@ -552,7 +451,7 @@ _ONLY = {
     "prefill_mode": (AsMHAPrefill.AsPrefillDefault, "there is one kernel for prompts"),
     "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
     "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
-    "swap_threshold": (-1, "no memory is swapped"),
+    "swap_threshold": (-1, "what is swapped to host_cache_memory is decided by what it costs"),
     "lora_max_rank": (64, "there is no LoRA"),
     "lora_max_num": (5, "there is no LoRA"),
 }
@@ -563,8 +462,6 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     if isinstance(config, AsModelConfig):
         if config.compute_unit.startswith("CUDA"):
             raise not_available(f"compute_unit={config.compute_unit!r}")
-        if config.host_cache_memory:
-            raise not_available(f"host_cache_memory={config.host_cache_memory} (the prefix cache's second tier)")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():
@@ -575,10 +472,5 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     else:
         if config.lora_name:
             raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
-        if config.response_format is not None:
-            raise not_available("response_format (guided output)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")
-        for name in ("vocab", "vocab_type"):
-            if getattr(config, name) is not None:
-                raise not_available(f"{name} (guided output)")

@@ -228,7 +228,7 @@ def elements_to_pb(elements: GeneratedElements) -> pb.Elements:
 
 def elements_from_pb(message: pb.Elements) -> GeneratedElements:
     elements = GeneratedElements(
-        ids_from_generate=list(message.ids), token_logprobs_list=list(message.token_logprobs),
+        ids_from_generate=message.ids[:], token_logprobs_list=message.token_logprobs[:],
         prefix_cache_len=message.prefix_cache_len, prefix_len_gpu=message.prefix_len_gpu,
         prefix_len_cpu=message.prefix_len_cpu, sample_index=message.sample_index, text=message.text)
     # What few requests ask for: every token comes through here.

@@ -8,7 +8,6 @@ from .errors import not_available
 _OFF = ("", "0", "0.0", "off", "false", "no")
 #: variable: values that mean what happens anyway, and what does the rest here
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, ...], str]] = {
-    "AS_NUMA_OFFSET": (_OFF, "ranks start at the first NUMA node; choose others with allspark serve --numa-nodes"),
     "CPU_CACHE_RATIO": (_OFF, "set cache_memory in AsModelConfig"),
     "AS_PROFILE": (_OFF, "get_op_profiling_info needs no switch"),
     "ALLSPARK_TIME_LOG": (_OFF, "see get_op_profiling_info, and RequestStatInfo of a result queue"),

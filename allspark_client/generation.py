@@ -59,8 +59,9 @@ class _Output:
     @property
     def usage(self) -> Usage:
         """Tokens so far, read or not."""
+        prompt = self._spec.prompt_len
         cached = max(sample.prefix_cache_len for sample in self.samples)
-        return Usage(self._spec.prompt_len, cached, self.queue.GeneratedLength())
+        return Usage(prompt, min(cached, prompt), self.queue.GeneratedLength())
 
     @property
     def queue(self) -> ResultQueue:

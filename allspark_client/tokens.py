@@ -1,28 +1,16 @@
 """From what callers have as token ids to a list of ints."""
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
 
 
-class _Capsule:
-    """Makes a DLPack capsule look like an object that offers one, which is what numpy takes."""
-
-    def __init__(self, capsule: Any):
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)   # kDLCPU; numpy checks the device inside the capsule itself
-
-
 def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
     """Token ids as a list of ints, from a DLPack capsule, an object with __dlpack__, a NumPy array, or a list.
 
-    Shape [n] or [1, n], of an integer type. Raises TypeError for other types and ValueError for other shapes, an empty
+    Shape [n] or [1, n], of an integer type. A capsule is left as it is: it may be given again. Raises TypeError for other types and ValueError for other shapes, an empty
     prompt, or negative ids; the upper end of the vocabulary is the engine's to check.
     """
     if isinstance(ids, (list, tuple)):
@@ -30,7 +18,7 @@ def as_token_ids(ids: Any, name: str = "input_ids") -> list[int]:
     elif isinstance(ids, np.ndarray):
         array = ids
     elif type(ids).__name__ == "PyCapsule":
-        array = _from_dlpack(_Capsule(ids), name, "a DLPack capsule")
+        array = _from_capsule(ids, name)
     elif hasattr(ids, "__dlpack__"):
         array = _from_dlpack(ids, name, f"the {type(ids).__name__}")
     else:
@@ -72,3 +60,43 @@ def _from_dlpack(source: Any, name: str, what: str) -> np.ndarray:
         return np.from_dlpack(source)
     except (BufferError, RuntimeError, TypeError, ValueError) as e:
         raise TypeError(f"{name}: {what} cannot be read as an integer array in CPU memory: {e}") from e
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor of dlpack.h."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+                ("byte_offset", ctypes.c_uint64)]
+
+
+#: by the capsule's name, where its DLTensor is: behind a version, a pointer to its owner, its deleter, and flags
+_OFFSETS = {b"dltensor": 0, b"dltensor_versioned": 8 + 2 * ctypes.sizeof(ctypes.c_void_p) + 8}
+_CPU, _KINDS = 1, {0: "i", 1: "u", 2: "f", 4: "V", 6: "b"}
+
+
+def _from_capsule(capsule: Any, name: str) -> np.ndarray:
+    """A copy of what a capsule holds. Consumers of capsules take them over, for once; DashInfer's scripts start several
+    requests with one."""
+    get_name, get_pointer = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+    get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    kind = get_name(capsule)
+    if kind not in _OFFSETS:
+        raise TypeError(f"{name}: a DLPack capsule of the name {(kind or b'').decode(errors='replace')!r} holds no tensor: "
+                        "it was given to something that has taken it over")
+    tensor = _Tensor.from_address(get_pointer(capsule, kind) + _OFFSETS[kind])
+    if tensor.device_type != _CPU or tensor.lanes != 1 or tensor.code not in _KINDS or tensor.bits not in (8, 16, 32, 64):
+        raise TypeError(f"{name}: a DLPack capsule cannot be read as an integer array in CPU memory (device type "
+                        f"{tensor.device_type}, type code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes)")
+    dtype = np.dtype(f"{_KINDS[tensor.code]}{tensor.bits // 8}")
+    shape = tensor.shape[:tensor.ndim]
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    strides = [n * dtype.itemsize for n in tensor.strides[:tensor.ndim]] if tensor.strides \
+        else np.zeros(shape, dtype).strides
+    reach = [(n - 1) * stride for n, stride in zip(shape, strides)]
+    before, after = -sum(r for r in reach if r < 0), sum(r for r in reach if r > 0) + dtype.itemsize
+    data = (ctypes.c_char * (before + after)).from_address(tensor.data + tensor.byte_offset - before)
+    return np.ndarray(shape, dtype, data, before, strides).copy()

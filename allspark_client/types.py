@@ -30,6 +30,14 @@ class TargetDevice(Enum):
     CPU_NUMA = "CPU_NUMA"
 
 
+class RoPEScaleMethod(Enum):
+    """How HuggingFaceModel.set_rope_scale_method stretches the rotary embedding."""
+
+    NO_SCALE = 0
+    YaRN = 3
+    NTK = 4     #: dynamic: with the context's length
+
+
 class AsCacheMode(IntEnum):
     """How keys and values are stored."""
 
@@ -177,6 +185,11 @@ class AsEngineStat:
     prefix_cache_hit_rate: float = 0.0   #: 0…1
     prefix_cache_miss_rate: float = 0.0  #: 0…1
     preempted_request: int = 0           #: times a running request gave way
+    total_host_span: int = 0             #: spans that the prefix cache's second tier can hold
+    used_host_span: int = 0
+    prefix_cache_host_token: int = 0     #: of prefix_cache_hit_token, those that came from the second tier
+    saved_host_span: int = 0             #: spans that were copied to the second tier
+    restored_host_span: int = 0          #: and back
 
     @property
     def pending_request(self) -> int:
@@ -231,6 +244,8 @@ class ModelInfo:
     tokenizer_dir: str | None = None
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
+    host_spans: int = 0                 #: of the prefix cache's second tier
+    host_cache_bytes: int = 0           #: of the second tier, on rank 0
     quantize_head: bool = True          #: whether the embedding and the head are in weight_dtype too
     embeddings: bool = False            #: whether requests may have pooling: its program hands out hidden states
     chat_format: str = ""               #: how its answers hold tool calls and reasoning, see allspark_server.chat

@@ -79,8 +79,11 @@ def numbers(text: str) -> list[int]:
 def model_config(text: str):
     """The AsModelConfig of one --model argument: a JSON object, or a directory named after its last part."""
     from allspark_client.config import AsModelConfig
+    from .hub import hub_name, is_hub_id, local_directory, with_local_paths
     if text.lstrip().startswith("{"):
-        return AsModelConfig.from_dict(json.loads(text))
+        return with_local_paths(AsModelConfig.from_dict(json.loads(text)))
+    if is_hub_id(text):
+        return AsModelConfig(model_name=hub_name(text), model_path=local_directory(text))
     path = Path(text).expanduser().resolve()
     return AsModelConfig(model_name=path.stem if path.suffix == ".asgraph" else path.name, model_path=str(path))
 

@@ -249,6 +249,11 @@ class ModelRoots:
         beside = [path.with_suffix(".asparam") for path in named if path.suffix == ".asgraph"]
         self._named = {os.path.realpath(path) for path in named + beside}
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether clients may name any path."""
+        return "/" in self._roots
+
     def check_model(self, config: AsModelConfig) -> None:
         """Raises AllSparkError (denied) unless all paths of a model may be opened."""
         for name, path in _paths(config):
@@ -274,7 +279,7 @@ class ModelRoots:
 
 
 def _paths(config: AsModelConfig) -> Iterator[tuple[str, str]]:
-    for name in ("model_path", "weights_path", "draft_model"):
+    for name in ("model_path", "weights_path", "draft_model", "host_cache_dir"):
         if path := os.fspath(getattr(config, name)):
             yield name, path
 

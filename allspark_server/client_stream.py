@@ -40,6 +40,7 @@ def _values(tensors: list[dict[str, Any]]) -> int:
 class _Pending:
     """What happened to one request since the last message."""
 
+    stopped: bool = False       # before it was started
     answered: bool = False      # Started was sent, or is in `event`: until then results are held back
     event: pb.RequestEvent | None = None
     elements: list[GeneratedElements] = field(default_factory=list)
@@ -155,9 +156,20 @@ class ClientStream:
         self.task: asyncio.Task | None = None   # the call that sends; cancelled on overflow, since it may be stuck
         self.ready = asyncio.Event()
 
+    def register(self, request_id: int) -> None:
+        """A request of this id follows; whatever its client says of it until then counts. ValueError if there is one."""
+        with self._lock:
+            if request_id in self._pending or request_id in self._handles:
+                raise ValueError(f"id {request_id} is in use by another request of this stream")
+            self._pending[request_id] = _Pending()
+
     def start(self, request_id: int, spec: RequestSpec) -> None:
-        """Submit a request; its answer (started or refused) becomes part of the next message. Blocks; any thread."""
-        self._register(request_id)
+        """Submit a registered request; its answer (started or refused) becomes part of the next message. Blocks; any
+        thread."""
+        with self._lock:
+            pending = self._pending.get(request_id)
+        if pending is None:     # released already
+            return
         try:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
             as_ids = spec.input_ids is not None
@@ -171,24 +183,19 @@ class ClientStream:
             self._answer(request_id, pb.RequestEvent(id=request_id, refused=convert.error_to_pb(error)))
             return
         with self._lock:
-            gone = self._closed
+            gone = self._closed or self._pending.get(request_id) is not pending
             if not gone:
                 self._handles[request_id] = handle
-        if gone:    # the client vanished while the engine took the request
+        if gone:    # the client vanished, or wants it no more, while the engine took the request
             self._release(handle)
             return
+        if pending.stopped:
+            self.stop(request_id)
         self._answer(request_id, pb.RequestEvent(id=request_id, started=started))
 
     def refuse(self, request_id: int, error: Exception) -> None:
-        """Answer a request that never reaches the engine."""
-        self._register(request_id)
+        """Answer a registered request that never reaches the engine."""
         self._answer(request_id, pb.RequestEvent(id=request_id, refused=convert.error_to_pb(error)))
-
-    def _register(self, request_id: int) -> None:
-        with self._lock:
-            if request_id in self._pending or request_id in self._handles:
-                raise ValueError(f"id {request_id} is in use by another request of this stream")
-            self._pending[request_id] = _Pending()
 
     def _answer(self, request_id: int, event: pb.RequestEvent) -> None:
         with self._lock:
@@ -267,6 +274,8 @@ class ClientStream:
         """Cancel a request; harmless if it has ended or was never started."""
         with self._lock:
             handle = self._handles.get(request_id)
+            if handle is None and request_id in self._pending:
+                self._pending[request_id].stopped = True
         if handle is not None:
             try:
                 self._engine.cancel(handle)

@@ -36,6 +36,8 @@ from allspark_client.version import __version__
 
 from .chat import chat_format_of
 from .fingerprint import fingerprint
+from .guided import Guide
+from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
 from .prepare import Obstacle, prepare, size_before
@@ -89,7 +91,7 @@ class Engine(AbstractEngine):
     # --- models ---
 
     def install_model(self, config: AsModelConfig) -> AsStatus:
-        config = copy.deepcopy(check_config(config))
+        config = with_local_paths(check_config(config))
         check_available(config)
         self._install(config)
         return _SUCCESS
@@ -197,7 +199,7 @@ class Engine(AbstractEngine):
         queue, samples, size = model.queue, spec.config.n, size_before(spec)
         queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
         try:
-            prepared = prepare(spec, model.info, model.tokenizer, model.keys)
+            prepared = prepare(spec, model.info, model.tokenizer, model.keys, model.guide)
             prepared.obstacle = obstacle
             queue.resize(spec.tenant, size, prepared.size)
             size = prepared.size
@@ -300,9 +302,9 @@ class Engine(AbstractEngine):
 
     def get_op_profiling_info(self, model_name: str) -> str:
         # The first call of a process measures the machine's ceilings, in slices between the steps of running requests.
-        while not self._call(lambda: self._group.measure_ceilings(self._model(model_name).name)):
+        while not self._call(lambda: self._settled().measure_ceilings(self._model(model_name).name)):
             time.sleep(BETWEEN_SLICES)
-        return self._call(lambda: self._group.profile(self._model(model_name).name)).table()
+        return self._call(lambda: self._settled().profile(self._model(model_name).name)).table()
 
     def get_rank_id(self) -> int:
         return 0
@@ -437,13 +439,17 @@ class Engine(AbstractEngine):
                 while (info := self._call(lambda: self._poll_load(config))) is None:
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST_POLL)
-                tokenizer = None
+                tokenizer = guide = None
+                masks = self._call(lambda: self._group.masks(name))
                 if info.tokenizer_dir:
                     from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
                     tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
                     info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
-                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output)
+                    guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+                    guide.start()
+                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans(),
+                                    guide, masks, self._post_quietly)
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:
@@ -532,11 +538,20 @@ class Engine(AbstractEngine):
         self._output.close()
         self._close_group()
 
+    def _settled(self) -> Group:
+        """The group, with no step under way: for calls that wait for it."""
+        self._pipeline.settle()
+        return self._group
+
     def _close_group(self) -> None:
+        for model in self._models.values():
+            model.give_up_masks()
         try:
             self._group.close()
         except RuntimeError as error:
             logger.warning("closing the group: %s", error)
+        for model in self._models.values():
+            model.close()
 
     def _start_load(self, config: AsModelConfig) -> None:
         name = config.model_name
@@ -551,12 +566,12 @@ class Engine(AbstractEngine):
                 name,
                 self._group.size,
             )
-        self._group.start_load(config)
+        self._settled().start_load(config)
         self._loading = config
 
     def _poll_load(self, config: AsModelConfig) -> Optional[ModelInfo]:
         self._check_loading(config)
-        return self._group.poll_load()
+        return self._settled().poll_load()
 
     def _check_loading(self, config: AsModelConfig) -> None:
         if self._loading is not config:
@@ -574,7 +589,7 @@ class Engine(AbstractEngine):
     def _give_up_load(self, config: AsModelConfig) -> None:
         if self._loading is config:
             self._loading = None
-            self._group.unload(config.model_name)
+            self._settled().unload(config.model_name)
 
     def _start_model(self, name: str) -> None:
         self._model(name).running = True
@@ -602,7 +617,8 @@ class Engine(AbstractEngine):
     def _remove_model(self, name: str) -> ServedModel:
         self._stop_model(name)
         model = self._models.pop(name)
-        self._group.unload(name)
+        self._settled().unload(name)
+        model.close()
         return model
 
 

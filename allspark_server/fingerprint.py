@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def fingerprint(info: ModelInfo) -> str:
     # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
     # by any length.
     facts = (results_digest(), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
-             info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir))
+             info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir),
+             importlib.metadata.version("llguidance"))  # grammars become masks by it
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 

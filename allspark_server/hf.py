@@ -11,9 +11,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder, AsModelRuntimeConfigBuilder
+from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_client.types import TargetDevice
+from allspark_client.runtime_config import AsModelRuntimeConfigBuilder
+from allspark_client.types import RoPEScaleMethod, TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
@@ -30,6 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
                    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
                    "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
+ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
 
 class HuggingFaceModel:
@@ -51,6 +53,8 @@ class HuggingFaceModel:
         self.in_memory = in_memory_serialize
         self.model_config: ModelConfig | None = None
         self._model: OpenedModel | None = None
+        self._rope_scaling: dict | None = None      # instead of config.json's
+        self._customized: dict | None = None        # init_quantization's
         self._unquantized = ""
         self._tokenizer: Any = None
         self._files: tuple[Path, Path] | None = None
@@ -75,14 +79,48 @@ class HuggingFaceModel:
             self.data_type = self._checked_type("override_data_type", override_data_type)
         if load_format not in ("auto", "safetensors", "pt"):
             raise ValueError(f"load_format={load_format!r} is not known; allowed: auto, safetensors, pt")
-        self._model = open_model(str(self._directory()))
+        self._model = open_model(str(self._directory()), rope_scaling=self._rope_scaling)
         self._unquantized = unquantized_type(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
         return self
 
     def read_model_config(self) -> "HuggingFaceModel":
         """Reads config.json into `model_config`."""
-        self.model_config = read_config(self._directory())
+        self.model_config = read_config(self._directory(), self._rope_scaling)
+        return self
+
+    def get_model_context_length(self) -> int:
+        """Positions that the model was made for, with set_rope_scale_method's scaling."""
+        return self._config().max_position_embeddings
+
+    def set_rope_scale_method(self, method: RoPEScaleMethod, parameter_dict: dict | None = None) -> "HuggingFaceModel":
+        """What is serialized from now on has this rotary scaling instead of config.json's. parameter_dict: as a
+        config.json's rope_scaling, say {"factor": 4.0, "original_max_position_embeddings": 32768}."""
+        if not isinstance(method, RoPEScaleMethod):
+            raise TypeError(f"method must be a RoPEScaleMethod, not {type(method).__name__}")
+        given = dict(parameter_dict or {})
+        if method is RoPEScaleMethod.NO_SCALE:
+            scaling: dict = {}
+        else:
+            kind = ROPE_SCALINGS[method]
+            named = given.pop("type", given.pop("rope_type", kind))
+            if named != kind:
+                raise ValueError(f"parameter_dict: type={named!r} is not what {method} is; leave it out, or {kind!r}")
+            scaling = {"rope_type": kind, "type": kind, **given}
+        self.model_config = read_config(self._directory(), scaling)     # which says what is wrong
+        self._rope_scaling, self._files = scaling, None
+        return self.load_model() if self._model is not None else self
+
+    def init_quantization(self, enable: bool = True, customized_quant_config: dict | None = None) -> "HuggingFaceModel":
+        """Serializing with enable_quant uses this customized_quant_config unless it is given another."""
+        if customized_quant_config is not None:
+            quantization_of(False, customized_quant_config)     # which says what is wrong
+        elif enable:
+            path = self._directory() / "config.json"
+            if "quantization_config" not in read_json(path):
+                raise ValueError(f"{path} has no quantization_config: give a customized_quant_config")
+            self.read_model_config()    # which says that quantized checkpoints are not available yet
+        self._customized = customized_quant_config if enable else None
         return self
 
     def free_model(self) -> "HuggingFaceModel":
@@ -130,10 +168,21 @@ class HuggingFaceModel:
             return self._serialize_to_memory(how, text_graph)
         return self._serialize(Path(model_output_dir), how, skip_if_exists, text_graph)
 
+    def serialize(self, engine: Any, model_output_dir: str | os.PathLike = "", enable_quant: bool = False,
+                  weight_only_quant: bool = False, customized_quant_config: dict | None = None,
+                  multinode_mode: bool = True, lora_cfg: Any = None) -> "HuggingFaceModel":
+        """serialize_to_memory if the object was made with in_memory_serialize, otherwise serialize_to_path."""
+        if not self.in_memory and not os.fspath(model_output_dir):
+            raise ValueError("model_output_dir is empty; without in_memory_serialize=True a directory is needed")
+        return self.serialize_to_path(engine, model_output_dir, enable_quant, weight_only_quant,
+                                      customized_quant_config, False, multinode_mode, lora_cfg)
+
     def serialize_to_memory(self, engine: Any, enable_quant: bool = False, weight_only_quant: bool = False,
-                            customized_quant_config: dict | None = None,
-                            text_graph: bool = False) -> "HuggingFaceModel":
+                            customized_quant_config: dict | None = None, text_graph: bool = False,
+                            multinode_mode: bool = True, lora_cfg: Any = None) -> "HuggingFaceModel":
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
+        if lora_cfg:
+            raise not_available("Serializing with LoRA")
         return self._serialize_to_memory(
             self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph
         )
@@ -151,11 +200,10 @@ class HuggingFaceModel:
         self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
         return self._serialize(Path(folder), how, False, text_graph)
 
-    @staticmethod
-    def _quantization(enable: bool, weight_only: bool, customized: dict | None) -> Quantization | None:
+    def _quantization(self, enable: bool, weight_only: bool, customized: dict | None) -> Quantization | None:
         """None: no quantization; as in DashInfer, weight_only_quant alone asks for none."""
         if enable:
-            return quantization_of(weight_only, customized)
+            return quantization_of(weight_only, customized or self._customized)
         if customized:
             raise ValueError("customized_quant_config is given, but enable_quant is False")
         return None
@@ -170,7 +218,7 @@ class HuggingFaceModel:
     def _serialize(self, directory: Path, how: Quantization | None, skip_if_exists: bool,
                    text_graph: bool) -> "HuggingFaceModel":
         graph_path, param_path = directory / f"{self.name}.asgraph", directory / f"{self.name}.asparam"
-        if not (skip_if_exists and graph_path.exists() and param_path.exists() and _same_formats(graph_path, how)):
+        if not (skip_if_exists and graph_path.exists() and param_path.exists() and self._is_written(graph_path, how)):
             model, graph = self._opened(), self._graph(how)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -182,6 +230,13 @@ class HuggingFaceModel:
             write_graph(graph, graph_path, text=text_graph)
         self._files = graph_path, param_path
         return self
+
+    def _is_written(self, graph_path: Path, how: Quantization | None) -> bool:
+        """Whether a serialized model has the rotary scaling and the quantization that are wanted."""
+        graph = read_graph(graph_path)
+        stored = graph.quantization
+        return graph.config.rope == self._config().rope and \
+            (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))
 
     def _copy_tokenizer(self, folder: Path) -> None:
         found = [self.path / name for name in TOKENIZER_FILES if (self.path / name).exists()]
@@ -227,6 +282,9 @@ class HuggingFaceModel:
         builder.max_batch(max_batch)
         if self._files:
             builder.model_file_path(*map(str, self._files))
+        elif self._rope_scaling is not None:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                "set_rope_scale_method is for what is serialized: call serialize_to_path first")
         else:
             builder.model_dir(str(self._directory()))
         config = self._config()
@@ -278,9 +336,3 @@ class HuggingFaceModel:
         if self.model_config is None:
             self.read_model_config()
         return self.model_config
-
-
-def _same_formats(graph_path: Path, how: Quantization | None) -> bool:
-    """Whether a serialized model is quantized as is wanted."""
-    stored = read_graph(graph_path).quantization
-    return (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))

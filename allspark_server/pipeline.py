@@ -56,6 +56,12 @@ class Pipeline:
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
 
+    def settle(self) -> None:
+        """Before calls of the group that wait for its steps: one that draws under masks may wait for what is written when
+        the one before it is collected."""
+        while any(running.step.masked for running in self._running):
+            self._collect()
+
     def _submit(self, model: ServedModel) -> bool:
         try:
             step = model.plan()
@@ -86,5 +92,6 @@ class Pipeline:
         """A defect: this model's cache is no longer what the scheduler thinks it is."""
         logger.error("a step of model %r failed", model.name, exc_info=error)
         model.failure = str(error) or type(error).__name__
+        model.give_up_masks()
         message = f"a step of model {model.name!r} failed: {model.failure}"
         model.end_all(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))

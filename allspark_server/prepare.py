@@ -7,17 +7,18 @@ import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Iterable, Optional
+from typing import TYPE_CHECKING, Any, Iterable, Optional
 
 from allspark_client.chat import ChatOptions
 from allspark_client.config import GenerateConfig, check_available
-from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .cache import SpanKeys
 from .chat import formats
 from .chat import prompt as chats
+from .guided import Guidance, Guide, Matcher, MatcherError
 from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
 from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
@@ -75,10 +76,12 @@ def size_before(spec: RequestSpec) -> int:
 
 
 def prepare(
-    spec: RequestSpec, info: ModelInfo, tokenizer: Optional[Tokenizer], keys: Optional[SpanKeys] = None
+    spec: RequestSpec, info: ModelInfo, tokenizer: Optional[Tokenizer], keys: Optional[SpanKeys] = None,
+    guide: Optional[Guide] = None,
 ) -> PreparedRequest:
     """Does all the work on a request that needs no engine's thread, and checks all that can be checked before it is
-    queued. A prompt of text or of a chat is replaced by its ids in `spec`. `keys`: if there is a prefix cache.
+    queued. A prompt of text or of a chat is replaced by its ids in `spec`. `keys`: if there is a prefix cache; `guide`: if
+    output can be guided.
 
     Raises ValueError or TypeError for a bad argument, AllSparkError for one that is refused.
     """
@@ -94,8 +97,6 @@ def prepare(
     spec.set_prompt(prompt)
     if chat_format is not None and of_chat:
         spec.opened = chats.opened(tokenizer, prompt)
-    if chat_format is not None and spec.chat.forced:
-        raise not_available("tool_choice that forces a call (guided output)")
     generated = list(spec.generated)
     check_ids("input_ids", prompt, info.vocab_size)
     check_ids("generated", generated, info.vocab_size)
@@ -125,6 +126,7 @@ def prepare(
         root = keys.root(config.cache_salt, len(prompt))
         keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
     words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
+    matcher = _matcher(spec, tokenizer, chat_format, [i for i in eos if i < info.vocab_size], guide)
     sequences: list[Sequence] = []
     for index in range(config.n):
         sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
@@ -138,6 +140,7 @@ def prepare(
                 salt=config.cache_salt,
                 probe=None if sequences else probe,  # one sample is enough
                 draws=config.pooling is None,
+                guidance=matcher and Guidance(matcher.fork(), len(prompt) + len(generated)),
                 tenant=spec.tenant,
                 extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
@@ -167,6 +170,36 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
         raise _exceeds(f"prompt_logprobs={config.prompt_logprobs} of {len(prompt)} tokens are {pairs} log "
                        f"probabilities; at most {MAX_PROMPT_PAIRS} are given")
     return Probe(int(Flag.PROMPT), True)
+
+
+def _matcher(
+    spec: RequestSpec, tokenizer: Optional[Tokenizer], chat_format: Optional[formats.ChatFormat], eos: list[int],
+    guide: Optional[Guide],
+) -> Optional[Matcher]:
+    """Where the request is in the grammar of its output; None: it has none."""
+    config, field = spec.config, None  # what the caller has given, if not response_format
+    response_format = config.response_format
+    if chat_format is not None and spec.chat.forced:
+        tokenizer, field = need_tokenizer(tokenizer, spec.model), "tools"
+        response_format = chats.forced_calls(tokenizer, chat_format, spec.chat, spec.input_ids)
+    if response_format is None or response_format["type"] == "text" or config.pooling is not None:
+        return None
+    if guide is None:
+        raise AllSparkError(
+            AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+            f"model {spec.model!r} has no tokenizer.json beside its checkpoint: its output cannot be guided "
+            f"({field or 'response_format'})",
+        )
+    # With early_stopping=False, too, the grammar's end is an end-of-sequence id: it is ignored, and comes again.
+    ends = eos or [word[0] for word in config.stop_words_ids if len(word) == 1]
+    if not ends:
+        raise ValueError(f"{field or 'response_format'} needs an id that ends the output: eos_token_id="
+                         f"{config.eos_token_id} gives none")
+    grammar = guide.compile(response_format, config.vocab, config.vocab_type, field)
+    try:
+        return grammar.matcher(ends, spec.generated)
+    except MatcherError as error:
+        raise ValueError(f"generated does not follow the {field or 'response_format'}: {error}") from error
 
 
 def _output_texts(

@@ -6,19 +6,21 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
 
-from .cache import PrefixCache, SpanKeys, SpanPool
+from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
+from .guided import Guide, MaskWriter, MatcherError
 from .output import End, OutputStage, StepOutput
 from .prepare import check_ids, need_tokenizer, prompt_ids
 from .queue_limits import QueueLimits
 from .request import Request
 from .runtime.plan import Flag
+from .runtime.steps import DEPTH
 from .scheduler import FinishReason, Limits, Scheduler, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
 
@@ -34,8 +36,11 @@ class ServedModel:
 
     def __init__(
         self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str,
-        output: OutputStage,
+        output: OutputStage, held: Optional[dict[bytes, int]] = None, guide: Optional[Guide] = None, masks: Any = None,
+        post: Callable[[Callable[[], None]], None] = lambda command: None,
     ):
+        """`held`: what the prefix cache's second tier holds from before, by keys. `guide`, `masks`: of guided output, if
+        there is any: rank 0's native Masks. `post`: has a command run on the engine's thread."""
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
         self.name = info.name
         self.running = False
@@ -48,12 +53,20 @@ class ServedModel:
         prefix = None
         #: names spans of prompts; None without a prefix cache
         self.keys: Optional[SpanKeys] = None
+        self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
             self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
-            prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl)
+            if info.host_spans:
+                self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
+            prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
         chunk = min(config.engine_max_prefill_length or info.max_step_tokens, info.max_step_tokens)
+        #: compiles grammars; None where output cannot be guided
+        self.guide = guide if masks is not None else None
+        self._masks = MaskWriter(masks, self._unguided) if masks is not None else None
+        self._post = post
         limits = Limits(
-            info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation]
+            info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
+            masks=len(masks.bits) // DEPTH if masks is not None else 0,
         )
         self.scheduler = Scheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -98,6 +111,11 @@ class ServedModel:
             prefix_cache_hit_rate=hit / seen if seen else 0.0,
             prefix_cache_miss_rate=(seen - hit) / seen if seen else 0.0,
             preempted_request=counters.preemptions,
+            total_host_span=info.host_spans,
+            used_host_span=len(self.tier) if self.tier is not None else 0,
+            prefix_cache_host_token=counters.restored_tokens,
+            saved_host_span=counters.saved_spans,
+            restored_host_span=counters.restored_spans,
         )
 
     def tokenize(self, spec: RequestSpec, bare: bool) -> list[int]:
@@ -174,6 +192,23 @@ class ServedModel:
         for request in list(self.live):
             self.end(request, status, error)
 
+    def give_up_masks(self) -> None:
+        """Steps that still wait for masks need not: their results are of no use to anybody. Any thread."""
+        if self._masks is not None:
+            self._masks.release()
+
+    def close(self) -> None:
+        """Ends its threads and processes; the engine has no steps of it any more."""
+        if self._masks is not None:
+            self._masks.close()
+        if self.guide is not None:
+            self.guide.close()
+
+    def _unguided(self, sequence: Sequence, error: MatcherError) -> None:
+        """On the masks' thread: a sequence can go on in its grammar no more."""
+        failure = AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, f"response_format: {error}")
+        self._post(lambda: self.end(sequence.owner.request, GenerateRequestStatus.InternalError, failure))
+
     def finish_stopped(self, sequence: Sequence) -> None:
         """The output stage has found a stop string: what the sequence has drawn since is discarded. Nothing happens if
         it has ended."""
@@ -216,6 +251,8 @@ class ServedModel:
                 f"cannot hold the {len(sequence.tokens)} tokens of this request; give it more cache_memory",
             )
             self.end(sequence.owner.request, GenerateRequestStatus.InternalError, error)
+        if step is not None and step.masked:
+            self._masks.plan(step.masked)
         if step is not None and step.admitted:
             now = time.monotonic()
             for sequence in step.admitted:
@@ -225,9 +262,14 @@ class ServedModel:
 
     def complete(self, step: Step, result, seconds: float) -> None:
         """Takes the results of the oldest step that runs, which took so long, and passes on what it drew."""
-        self.budget.learn(step.rows, step.context, seconds)
+        self.budget.learn(step.rows, step.context, seconds, step.decoding)
+        if self.tier is not None:
+            copies = len(step.copies) if step.copies is not None else 0
+            self.tier.costs.learn(step.rows, seconds, copies, result.copy_seconds)
         generated = self.scheduler.counters.generated_tokens
         outcome = self.scheduler.complete(step, result)
+        if step.masked:
+            self._masks.complete(step, outcome, result.tokens)
         output = StepOutput(outcome, result, time.monotonic())
         for index, reason in outcome.ended:
             end = self._ended_sequence(outcome.sequences[index], reason)

@@ -9,6 +9,7 @@ of their clients, and after each step wakes the loop once, which sends each clie
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.errors import AllSparkError, AsStatus
 
 from .access import Access, Client, ModelRoots, Role
+from .hub import with_local_paths
 from .listen import listen
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
 
@@ -47,6 +49,8 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
+#: requests of one stream whose grammars are being compiled; more have to wait
+_MAX_COMPILING = 1024
 #: how long a stream may stay without its first message, and other calls, whose message may be large
 HELLO_SECONDS, _RECEIVE_SECONDS = 10.0, 60.0
 _QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
@@ -114,6 +118,7 @@ class Service:
         self._control = ThreadPoolExecutor(4, thread_name_prefix="allspark-control")
         self._input = ThreadPoolExecutor(4, thread_name_prefix="allspark-input")
         self._large_input = ThreadPoolExecutor(2, thread_name_prefix="allspark-large-input")
+        self._guided_input = ThreadPoolExecutor(4, thread_name_prefix="allspark-guided-input")
         self._statistics = ThreadPoolExecutor(2, thread_name_prefix="allspark-statistics")
         self._ends = ThreadPoolExecutor(1, thread_name_prefix="allspark-ends")      # of sessions
         self._dirty: set[ClientStream] = set()
@@ -156,7 +161,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
         self._control.shutdown(wait=False, cancel_futures=True)
-        for pool in (self._input, self._large_input, self._statistics):
+        for pool in (self._input, self._large_input, self._guided_input, self._statistics):
             pool.shutdown(cancel_futures=True)
         self._ends.shutdown()
 
@@ -278,6 +283,7 @@ class Service:
     async def _read(self, context: grpc.aio.ServicerContext, stream: ClientStream, client: Client) -> None:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
+        compiling = asyncio.Semaphore(_MAX_COMPILING)
         while (data := await context.read()) is not grpc.aio.EOF:
             pool = self._input_pool(data)
             if pool is self._input:
@@ -286,8 +292,14 @@ class Service:
                 message = await loop.run_in_executor(pool, self._parse, pb.SessionRequest, data, context)
             action = message.WhichOneof("action")
             if action == "start":
-                if client.role in _REQUESTS:
-                    await loop.run_in_executor(pool, self._start, stream, message.start, client, connection)
+                stream.register(message.start.id)
+                start = functools.partial(self._start, stream, message.start, client, connection)
+                if client.role in _REQUESTS and _guided(message.start.request):
+                    # What comes behind does not wait until its grammar is compiled.
+                    await compiling.acquire()
+                    loop.run_in_executor(self._guided_input, start).add_done_callback(lambda _: compiling.release())
+                elif client.role in _REQUESTS:
+                    await loop.run_in_executor(pool, start)
                 else:
                     stream.refuse(message.start.id, _denied("a request", _REQUESTS, client.role))
             elif action == "stop":
@@ -314,9 +326,11 @@ class Service:
         stream.task = asyncio.current_task()
         try:
             try:
-                data = await _receive(context)
-                await asyncio.get_running_loop().run_in_executor(
-                    self._input_pool(data), self._start_only, stream, data, context, client)
+                loop, data = asyncio.get_running_loop(), await _receive(context)
+                pool = self._input_pool(data)
+                request = await loop.run_in_executor(pool, self._parse, pb.GenerateRequest, data, context)
+                pool = self._guided_input if _guided(request) else pool
+                await loop.run_in_executor(pool, self._start_only, stream, request, context, client)
             except (ValueError, TypeError, AllSparkError) as error:
                 await _abort(context, error)
             while not stream.idle:
@@ -334,10 +348,11 @@ class Service:
         finally:
             self._close(stream)
 
-    def _start_only(self, stream: ClientStream, data: bytes, context: grpc.aio.ServicerContext,
+    def _start_only(self, stream: ClientStream, request: pb.GenerateRequest, context: grpc.aio.ServicerContext,
                     client: Client) -> None:
-        spec = convert.request_from_pb(self._parse(pb.GenerateRequest, data, context))
+        spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, context.peer())
+        stream.register(0)
         stream.start(0, spec)
 
     def _open(self) -> ClientStream:
@@ -438,7 +453,7 @@ class Service:
             raise ValueError(f"what was sent is no {message_type.DESCRIPTOR.name} message: {error}") from None
 
     def _install(self, request: pb.InstallModelRequest) -> pb.Done:
-        config = convert.model_config_from_pb(request.config)
+        config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)
         self._roots.check_model(config)
         try:
             self._engine.install_model(config)
@@ -515,6 +530,12 @@ class _RareLog:
         self._next = now + _QUIET_SECONDS
         logger.warning(self._text + "; %d more before", peer, self._more)
         self._more = 0
+
+
+def _guided(request: pb.GenerateRequest) -> bool:
+    """Whether it has a grammar, which may take a second to compile."""
+    forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
+    return forced or request.config.HasField("response_format_json")
 
 
 async def _receive(context: grpc.aio.ServicerContext, seconds: float = _RECEIVE_SECONDS) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 _RATE_SECONDS = 10  # throughput is over at most so many past seconds
 
 
@@ -31,39 +33,59 @@ class Throughput:
 
 
 class StepBudget:
-    """What a step may cost, chosen to keep its time under a target: less after a step that was too slow, more again
-    while steps that used the whole budget are fast. What a request outputs does not depend on it.
+    """What a step may cost, chosen to keep its time under a target. What a request outputs does not depend on it.
 
-    The unit is a row at the beginning of its context; `price` is what each position before it adds, as learned from the
-    times of steps.
+    The unit is a row at the beginning of its context; `price` is what each position before it adds. Steps of running
+    sequences alone tell what a step takes in any case; the others, what a prompt's rows add to that. So the first
+    prompt that comes after a while already gets what the target leaves, and not less step by step.
     """
 
     _MEMORY = 0.95  # of what was learned, how much stays with each step
+    _MARGIN, _STRIDE = 0.9, 1.25  # of the target; how much the cost may grow from one step to the next
+    _FIRST = 4  # times the fewest rows: a step's cost while nothing is known
 
     def __init__(self, max_rows: int, min_rows: int, target_ms: float):
-        self.rows, self.price = max_rows, 0.0
-        self._min, self._target = min(min_rows, max_rows), target_ms / 1e3
-        self._sums = [0.0] * 5  # of rows², rows · context, context², rows · seconds, context · seconds
+        self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
+        self.price = 0.0
+        self.rows = max_rows if not self.adaptive else min(max_rows, self._FIRST * self._min)
+        self._base = np.zeros(3)  # of steps without a prompt: rows, positions before them, seconds
+        self._row = 0.0  # seconds; 0: unknown
+        self._sums = np.zeros(5)  # of rows^2, rows * context, context^2, rows * seconds, context * seconds
 
     @property
     def adaptive(self) -> bool:
         """Whether there is a target."""
         return self._target > 0
 
-    def learn(self, rows: int, context: int, seconds: float) -> None:
-        """Takes notice of a step of so many rows, with so many positions before them in all, that took so long."""
-        if not self.adaptive:
+    def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
+        """Takes notice of a step of so many rows, `decoding` of them of running sequences, with so many positions before
+        them in all, that took so long."""
+        if not self.adaptive or rows < 1:
             return
+        found = np.array([rows, context, seconds])
+        if rows == decoding:
+            known = self._base[2] > 0
+            found[2] = min(seconds, 2 * self._base[2]) if known else seconds  # somebody else may have had the processor
+            self._base = self._MEMORY * self._base + (1 - self._MEMORY) * found if known else found
+        else:
+            self._learn_prompt(*np.maximum(found - self._base * (decoding > 0), (1, 0, 0)).tolist())
+        if self._row:
+            base_rows, base_context, base = self._base.tolist() if decoding else (0.0, 0.0, 0.0)
+            left = (self._MARGIN * self._target - base) / self._row
+            wanted = left + base_rows + self.price * base_context
+            limit = max(self.rows, self._STRIDE * (rows + self.price * context))
+            self.rows = max(self._min, min(int(wanted), int(limit), self._max))
+
+    def _learn_prompt(self, rows: float, context: float, seconds: float) -> None:
+        """Least squares of seconds = a * rows + b * context."""
+        if self._row:
+            seconds = min(seconds, 1.5 * self._row * (rows + self.price * context))
         terms = (rows * rows, rows * context, context * context, rows * seconds, context * seconds)
-        self._sums = [self._MEMORY * old + new for old, new in zip(self._sums, terms)]
-        rr, rc, cc, rs, cs = self._sums
-        determinant = rr * cc - rc * rc  # least squares of seconds = a · rows + b · context
-        if determinant > 1e-6 * rr * cc:
-            row, position = (cc * rs - rc * cs) / determinant, (rr * cs - rc * rs) / determinant
-            if row > 0:
-                self.price = max(0.0, position / row)
-        cost = rows + self.price * context
-        if seconds > self._target and cost > self._min:
-            self.rows = max(self._min, min(self.rows, int(cost * max(0.5, self._target / seconds))))
-        elif seconds < 0.8 * self._target and cost >= 0.9 * self.rows:
-            self.rows += max(1, self.rows // 8)
+        self._sums = self._MEMORY * self._sums + terms
+        rr, rc, cc, rs, cs = self._sums.tolist()
+        determinant = rr * cc - rc * rc
+        row = (cc * rs - rc * cs) / determinant if determinant > 1e-6 * rr * cc else 0.0
+        if row > 0:
+            self._row, self.price = row, max(0.0, (rr * cs - rc * rs) / determinant / row)
+        else:  # with the price that is known
+            self._row = seconds / (rows + self.price * context)

@@ -14,7 +14,7 @@ from typing import Iterator
 
 from allspark_server import access
 
-from . import batch, bench, doctor, http, pool
+from . import batch, bench, doctor, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
@@ -68,7 +68,8 @@ examples:
   allspark run --model ~/Qwen2.5-0.5B-Instruct --ranks 2 --greedy "Why is the sky blue?"
   echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
     p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
-    p.add_argument("--model", metavar="DIR", help="Hugging Face directory or NAME.asgraph (default: the shipped model)")
+    p.add_argument("--model", metavar="DIR", 
+                   help="Hugging Face directory, NAME.asgraph, or org/name on the Hub (default: the shipped model)")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     p.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
     p.add_argument("--greedy", action="store_true", help="always the likeliest token")
@@ -106,7 +107,8 @@ keys of the config file (TOML or JSON): models (a list of directories, or tables
 ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
 model_root, max_message_mib, state_file, log_level, http, http_workers""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
-                   help="a checkpoint to load and start; repeatable; without one, clients install what they need")
+                   help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
+                        "clients install what they need")
     p.add_argument("--address", action="append", default=[],
                    help="host:port or unix:/path; repeatable (default: a Unix socket of this user's; 127.0.0.1:50051 "
                         "with a token file or --insecure)")
@@ -158,6 +160,7 @@ model_root, max_message_mib, state_file, log_level, http, http_workers""")
     bench.add_commands(command)
     http.add_command(command)
     batch.add_command(command, _own_group_options, _own_group)
+    fastchat_worker.add_command(command, _own_group_options, _own_group)
     return parser
 
 
@@ -194,10 +197,14 @@ def _model_options(p: argparse.ArgumentParser) -> None:
 def _model_config(options: argparse.Namespace, directory: str) -> dict:
     """AsModelConfig's fields for a --model directory; checked here, so that a slip is told before anything starts."""
     from allspark_client.config import AsModelConfig
-    path = Path(directory).expanduser().resolve()
-    if not path.exists():
-        raise ValueError(f"--model {directory}: there is no such file or directory")
-    name = path.stem if path.suffix == ".asgraph" else path.name
+    from allspark_server.hub import hub_name, is_hub_id, local_directory
+    if is_hub_id(directory):
+        path, name = Path(local_directory(directory)), hub_name(directory)
+    else:
+        path = Path(directory).expanduser().resolve()
+        if not path.exists():
+            raise ValueError(f"--model {directory}: there is no such file or directory")
+        name = path.stem if path.suffix == ".asgraph" else path.name
     config = {"model_name": options.model_name or name, "model_path": str(path)}
     for key, value in (("engine_max_length", options.max_length), ("engine_max_batch", options.max_batch),
                        ("weight_dtype", options.weight_dtype), ("weight_group_size", options.weight_group_size)):

@@ -82,7 +82,7 @@ class HttpOptions:
 
 
 def open_socket(address: str, mode: int = 0o600) -> tuple[socket.socket, str]:
-    """A listening socket and its address, with the port that it got. Raises ValueError or OSError naming the address."""
+    """A listening socket and its address, with the port that it got. ValueError or OSError name the address."""
     if access.is_unix(address):
         return _open_unix(address, mode)
     host, colon, port = address.rpartition(":")
@@ -149,6 +149,11 @@ class HttpDoor:
         logger.info("HTTP on %s, %d worker%s", self.address, len(self._workers), "s" * (len(self._workers) > 1))
         self._thread.start()
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
+
     def close(self) -> None:
         """Stops the workers; answers under way have some seconds."""
         self._ending.set()
@@ -210,9 +215,10 @@ def http_door(options: HttpOptions) -> Iterator[HttpDoor]:
 def add_command(command) -> None:
     """`allspark http`, for build_parser."""
     p = command("http", _http, "OpenAI's API over HTTP, in front of a group or a pool", epilog="""\
-Answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health and /metrics. It keeps no
-state: run as many as you like, anywhere. Groups may come and go; requests move on as those of any client do. Beside a group of
-its own, allspark serve --http does the same.
+Answers /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings, /v1/models, /v1/messages (Anthropic's),
+/tokenize, /detokenize, /health, /metrics and /openapi.json. It keeps no state: run as many as you like, anywhere. Groups
+may come and go; requests move on as those of any client do. Beside a group of its own, allspark serve --http does the
+same.
 
 Clients need a key of the token file, shown as 'Authorization: Bearer KEY' or 'x-api-key: KEY'; the rules of what may be
 served where are those of allspark serve.
@@ -225,7 +231,7 @@ examples:
                    help="a group's address; repeatable (default $ALLSPARK_ADDRESS, or where a group serves that was "
                         "given none)")
     p.add_argument("--pool-token-file", default="", metavar="FILE", help="groups are shown a token of this file")
-    p.add_argument("--pool-tls-ca", default="", metavar="PEM", help="reach groups with TLS, trusting these certificates")
+    p.add_argument("--pool-tls-ca", default="", metavar="PEM", help="reach groups with TLS, trusting these")
     p.add_argument("--http", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="where to serve (default %(default)s)")
     p.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default %(default)s)")
     p.add_argument("--token-file", default="", metavar="FILE", help="clients' keys: a line 'ROLE TOKEN' for each")

@@ -177,6 +177,17 @@ def shipped_model() -> Path:
     return found[0]
 
 
+def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
+    """The NUMA nodes of $AS_NUMA_OFFSET, with one for each of so many ranks; of 0, all that follow."""
+    if not offset.isdigit() or int(offset) not in nodes:
+        raise ValueError(f"AS_NUMA_OFFSET is {offset!r}; it must be the first NUMA node that is used, of {nodes}")
+    following = [node for node in nodes if node >= int(offset)]
+    if ranks > len(following):
+        raise ValueError(f"AS_NUMA_NUM={ranks} ranks from AS_NUMA_OFFSET={offset} on need as many NUMA nodes; there are "
+                         f"{following}")
+    return following[:ranks] if ranks else following
+
+
 def plan_group(options: GroupOptions, more_addresses: Sequence[str] = ()) -> GroupPlan:
     """Placement and command line. ValueError or MpiNotFound says what cannot be met. `more_addresses`: Unix sockets
     that are served, too."""
@@ -189,7 +200,10 @@ def plan_group(options: GroupOptions, more_addresses: Sequence[str] = ()) -> Gro
         if not text.isdigit() or int(text) < 1:
             raise ValueError(f"AS_NUMA_NUM is {text!r}; it must be the number of ranks, at least 1")
         ranks = int(text)
-    placement = place(read_topology(), ranks, options.numa_nodes, options.cpus_per_rank, options.use_siblings)
+    numa_nodes, topology = options.numa_nodes, read_topology()
+    if not options.ranks and numa_nodes is None and os.environ.get("AS_NUMA_OFFSET", "0") != "0":
+        numa_nodes = _nodes_from(os.environ["AS_NUMA_OFFSET"], ranks, [node.id for node in topology.nodes if node.cpus])
+    placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings)
     bind_memory = memory_policy_allowed()
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "

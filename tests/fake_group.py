@@ -15,7 +15,7 @@ import numpy as np
 
 from allspark_client.config import AsModelConfig
 from allspark_client.types import ModelInfo
-from allspark_server.runtime.plan import DRAW, Flag, SamplingParams, StepPlan, WorkItem
+from allspark_server.runtime.plan import COPIES, DRAW, Flag, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
 from allspark_server.runtime.steps import DEPTH
 
@@ -75,11 +75,15 @@ class FakeExecutor:
         self.cache: list[list[Optional[int]]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
         self.drafted = self.accepted = 0
+        self.host: dict[int, tuple[list[int], list[Optional[int]]]] = {}  # of the second tier: key and ids
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)
         self.plans.append(plan)
-        assert 0 < plan.rows <= self.max_step_tokens
+        assert (plan.rows > 0 or plan.sections) and plan.rows <= self.max_step_tokens
+        for kind, words in plan.sections:
+            assert kind == COPIES
+            self._copy(words)
         for slot in plan.free:
             del self.slots[slot]
         for new in plan.new:
@@ -96,6 +100,16 @@ class FakeExecutor:
                 drafted.append(self.drafted - tried)
             tried = self.drafted
         return step_result(drawn, drafted)
+
+    def _copy(self, words: list[int]) -> None:
+        copies = [(words[i], words[i + 1], words[i + 2:i + 6]) for i in range(1, len(words), 6)]
+        saved, restored = copies[:words[0]], copies[words[0]:]
+        assert len({host for _, host, _ in saved}) == len(saved) and len({s for s, *_ in restored}) == len(restored)
+        for span, host, key in saved:
+            self.host[host] = key, list(self.cache[span])
+        for span, host, key in restored:
+            assert self.host[host][0] == key
+            self.cache[span] = list(self.host[host][1])
 
     def _work(self, item: WorkItem) -> list[int]:
         """The tokens that the item draws."""
@@ -153,6 +167,7 @@ def step_result(drawn: list[list[int]], drafted: list[int]) -> SimpleNamespace:
         top_ids=np.tile(np.arange(20, dtype=np.int32), (len(tokens), 1)),
         top_logprobs=np.tile(-np.arange(20, dtype=np.float32), (len(tokens), 1)),
         logits=None,
+        copy_seconds=0.0,
     )
 
 
@@ -218,6 +233,12 @@ class FakeGroup:
             max_batch=config.engine_max_batch,
             model_hash="fake",
         )
+
+    def masks(self, name: str) -> None:
+        return None
+
+    def held_spans(self) -> dict[bytes, int]:
+        return {}
 
     def submit(self, name: str, plan: bytes) -> None:
         assert len(self._submitted) < DEPTH, "too many steps in flight"

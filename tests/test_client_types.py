@@ -75,7 +75,6 @@ def test_generate_config_defaults():
         ("temperature", True, TypeError, "temperature must be a number"),
         ("temperature", "hot", TypeError, "'hot'"),
         ("top_p", 1.01, ValueError, "at most 1"),
-        ("top_p", 0, ValueError, "above 0"),
         ("top_p", -0.5, ValueError, "top_p"),
         ("temperature", 1e39, ValueError, "at most 3.4e"),
         ("repetition_penalty", 0, ValueError, "at least 1e-30"),
@@ -322,7 +321,6 @@ INERT = (
             for v in (
                 {"compute_unit": "CUDA:0"},
                 {"lora_names": ["x"]},
-                {"host_cache_memory": 1 << 20},
                 *INERT,
             )
         ],
@@ -330,10 +328,7 @@ INERT = (
             a.GenerateConfig(**v)
             for v in (
                 {"lora_name": "x"},
-                {"response_format": {"type": "json_object"}},
                 {"mm_info": object()},
-                {"vocab": ["a"]},
-                {"vocab_type": "VOCAB_TYPE_BPE"},
             )
         ],
     ],
@@ -364,7 +359,6 @@ def test_a_refusal_names_field_value_and_what_is_allowed(values):
 @pytest.mark.parametrize(
     "name, neutral, asking, advice",
     [
-        ("AS_NUMA_OFFSET", "0", "1", "--numa-nodes"),
         ("CPU_CACHE_RATIO", "0.0", "0.5", "cache_memory"),
         ("AS_PROFILE", "OFF", "ON", "get_op_profiling_info"),
         ("ALLSPARK_TIME_LOG", "0", "1", "RequestStatInfo"),
@@ -422,9 +416,8 @@ def test_token_ids_by_dlpack():
     assert a.as_token_ids(Exporter(array)) == [5, 6]
     assert a.as_token_ids(array.__dlpack__()) == [5, 6]
     capsule = array.__dlpack__()
-    a.as_token_ids(capsule)
-    with pytest.raises(TypeError, match="DLPack capsule cannot be read"):
-        a.as_token_ids(capsule)  # consumed
+    assert a.as_token_ids(capsule) == a.as_token_ids(capsule) == [5, 6]  # not consumed
+    np.from_dlpack(Exporter(array))
     with pytest.raises(TypeError, match="float"):
         a.as_token_ids(Exporter(array.astype(np.float32)))
 

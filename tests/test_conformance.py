@@ -515,12 +515,11 @@ def test_not_available_yet(engine, tiny_model):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, "lora", match="not available yet")
     for call in (engine.unload_device_mem, engine.load_device_mem):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="not available yet")
-    for generate in ({"lora_name": "x"}, {"response_format": {"type": "json_object"}}):
-        args = (NAME, {"input_ids": [1]}, generate)
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, *args, match="not available yet")
+    args = (NAME, {"input_ids": [1]}, {"lora_name": "x"})
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, *args, match="not available yet")
     later = {
         "compute_unit": "CUDA:0",
-        "host_cache_memory": 1 << 30,
+        "lora_names": ["x"],
     }
     for field, value in later.items():
         config = AsModelConfig(model_name="later", model_path=str(tiny_model), **{field: value})

@@ -226,7 +226,7 @@ def test_queue_limit(make_engine):
     (10, {"max_length": 10}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=10"),
     (10, {"max_length": 65}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=65 exceeds engine_max_length=64"),
     (50, {}, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "2 spans of 16"),
-    (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
+    (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "cannot be guided"),
     (1, {"lora_name": "x"}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
 ])  # fmt: skip
 def test_refused_requests(make_engine, length, generate, status, match):
@@ -283,7 +283,7 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0", "host_cache_memory": 1 << 30}
+    later = {"compute_unit": "CUDA:0", "lora_names": ["x"]}
     for name, value in later.items():
         wanted = config("x", **{name: value})
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
@@ -307,7 +307,7 @@ def test_state_file_restores_models(make_engine, tmp_path):
     second.close()
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
-    entries[0]["config"]["host_cache_memory"] = 1 << 30  # recorded by a newer version, say
+    entries[0]["config"]["lora_names"] = ["x"]  # recorded by a newer version, say
     with open(path, "w", encoding="utf-8") as file:
         json.dump(entries, file)
     third = make_engine(None, state_file=path)

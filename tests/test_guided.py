@@ -161,6 +161,14 @@ def test_the_end_is_the_requests(guide):
     assert a not in allowed(letter.matcher([a]))  # an end is no text
 
 
+def test_an_end_that_the_tokenizer_does_not_have():
+    for eos in ([1599], [], [9999]):
+        guide = Guide((FABLE / "tokenizer.json").read_text(), VOCAB, eos)
+        matcher = guide.compile({"type": "regex", "regex": "a?"}).matcher([1599])
+        assert 1599 in allowed(matcher) and len(allowed(matcher)) == 2
+        guide.close()
+
+
 def test_forks_replays_and_ends(guide, tokenizer):
     grammar = guide.compile(schema_format(PERSON, disable_any_whitespace=True))
     matcher = grammar.matcher([EOS])

@@ -1,5 +1,5 @@
-"""What the HTTP door makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model says
-what the test writes."""
+"""What the HTTP door makes of answers with tool calls and reasoning, in each of the three forms of a chat. The model
+says what the test writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fake_service import serving
 from http_helpers import door_before
 from script_engine import ScriptEngine
 
-CALLS = ('Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>\n'
+CALLS = ('Let me see.\n'
+         '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}\n</tool_call>\n'
          '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>')
 THOUGHT = "<think>\nShould I?\n</think>\n\nYes."
 FUNCTIONS = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}, "time": {"type": "object"}}

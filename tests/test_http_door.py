@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
-import subprocess
 import time
 
 import httpx
@@ -161,7 +161,8 @@ def test_pipelined_requests(http_door):
 
 
 def test_bodies(http_door, http_client):
-    for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"), (b"null", "invalid_json"),
+    for body, code in ((b"", "invalid_json"), (b"{", "invalid_json"), (b"[1]", "invalid_json"),
+                       (b"null", "invalid_json"),
                        (b'{"model": "fable", "prompt": "\\ud800"}', "invalid_json"), (b"\xff", "invalid_json"),
                        (b'{"a":' * 100_000, "invalid_json")):
         assert refusal(http_client, "/v1/completions", body)["code"] == code, body[:40]
@@ -212,8 +213,13 @@ def test_heads(http_door):
             assert connection.recv(100)[:12] in (b"HTTP/1.1 400", b"")
 
 
-def test_silent_connections_block_nobody(http_door, http_client):
-    silent = [http_door.connect() for _ in range(500)]
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_silent_connections_block_nobody(http_door, http_client, count):
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < count + 1000:
+        pytest.skip(f"this system allows {most} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    silent = [http_door.connect() for _ in range(count)]
     try:
         began = time.monotonic()
         assert post(http_client, "/v1/completions", prompt="Once", max_tokens=1)
@@ -250,22 +256,21 @@ def answers(client) -> bool:
 
 
 def test_a_worker_that_dies_is_started_again(http_door):
-    before = workers_of(os.getpid())
-    with door_before(http_door.group, insecure=True, workers=2) as address:
-        found = wait_for(lambda: [pid for pid in workers_of(os.getpid()) if pid not in before], 10)
+    from allspark_launch.http import http_door as start
+
+    with start(HttpOptions("127.0.0.1:0", 2, insecure=True, pool=[http_door.group])) as door:
+        found = wait_for(lambda: len(door.pids) == 2 and door.pids, 10)
+        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
+            wait_for(lambda: answers(client) and client.get("/health").status_code == 200, 20)
+            assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
         os.kill(found[0], signal.SIGKILL)
-        wait_for(lambda: len(set(workers_of(os.getpid())) - set(before) - {found[0]}) == 2, 10)
-        with httpx.Client(base_url=f"http://{address}", timeout=30) as client:
+        wait_for(lambda: len(door.pids) == 2 and found[0] not in door.pids and found[1] in door.pids, 10)
+        with httpx.Client(base_url=f"http://{door.address}", timeout=30) as client:
             assert post(client, "/v1/completions", prompt="Once", max_tokens=1)
             counted = [line for line in client.get("/metrics").text.splitlines() if 'endpoint="completions"' in line]
-            assert any(line.endswith(" 1.0") for line in counted)
-    assert set(workers_of(os.getpid())) == set(before)
-
-
-def workers_of(parent: int) -> list[int]:
-    """The HTTP workers that a process has started."""
-    listed = subprocess.run(["pgrep", "-P", str(parent), "-f", "allspark_server.http"], capture_output=True, text=True)
-    return [int(pid) for pid in listed.stdout.split()]
+            assert any(line.endswith(" 2.0") for line in counted), "the counters of a worker that died are lost"
+        pids = door.pids
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 def test_beside_a_group(tmp_path):

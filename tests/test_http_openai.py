@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Annotated, Literal
 
 import openai
+import pydantic
 import pytest
 
 from http_helpers import KEYS, MODEL, STORY
@@ -153,7 +156,8 @@ def test_stop_strings(api, story):
         chunks = list(api.chat.completions.create(messages=STORY, stream=True, **ask, **GREEDY))
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected
         assert chunks[-1].choices[0].finish_reason == "stop"
-    both = api.completions.create(prompt="Once upon a time", n=2, stop="\n", **{**GREEDY, "temperature": 1.5, "seed": 3})
+    ask = {**GREEDY, "temperature": 1.5, "seed": 3}
+    both = api.completions.create(prompt="Once upon a time", n=2, stop="\n", **ask)
     reasons = {choice.finish_reason for choice in both.choices}
     assert reasons <= {"stop", "length"} and all("\n" not in choice.text for choice in both.choices)
 
@@ -248,3 +252,52 @@ def test_many_at_once(http_door, story):
             return await asyncio.gather(*(ask(api) for _ in range(40)))
 
     assert set(asyncio.run(all_of_them())) == {story[0]}
+
+
+# --- answers of a given form -------------------------------------------------------------------------------------
+
+
+class Fox(pydantic.BaseModel):
+    """What a structured answer is read into."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: Annotated[str, pydantic.Field(pattern="^[A-Z][a-z]{2,8}$")]
+    age: Literal[1, 2, 3]
+
+
+def test_structured_output(api):
+    ask = {"model": MODEL, "messages": STORY, "max_tokens": 100}
+    found = api.chat.completions.parse(response_format=Fox, **ask).choices[0].message.parsed
+    assert isinstance(found, Fox)
+    answer = api.responses.parse(model=MODEL, input=STORY[0]["content"], text_format=Fox, max_output_tokens=100)
+    assert answer.output_parsed == found
+    with api.chat.completions.stream(response_format=Fox, **ask) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == found
+    for form, right in (({"type": "regex", "regex": "[ab]{5}"}, lambda text: set(text) <= {"a", "b"} and len(text) == 5),
+                        ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no"))):
+        text = api.chat.completions.create(extra_body={"response_format": form}, **ask).choices[0].message.content
+        assert right(text), text
+    with pytest.raises(openai.BadRequestError) as wrong:
+        api.chat.completions.create(extra_body={"response_format": {"type": "regex", "regex": "("}}, **ask)
+    assert wrong.value.param == "response_format"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "age"}}])
+def test_forced_calls(api, choice):
+    schema = {"type": "object", "properties": {"years": {"enum": [1, 2, 3]}}, "required": ["years"],
+              "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("age", "rank")]
+    ask = {"model": MODEL, "messages": STORY, "max_tokens": 100, "tools": tools, "tool_choice": choice,
+           "parallel_tool_calls": False}
+    try:
+        answer = api.chat.completions.create(**ask).choices[0]
+    except openai.BadRequestError as error:     # of a chat format without calls
+        assert error.param == "tool_choice"
+        pytest.skip(error.message)
+    call = answer.message.tool_calls[0]
+    assert json.loads(call.function.arguments)["years"] in (1, 2, 3)
+    assert call.function.name == "age" if isinstance(choice, dict) else call.function.name in ("age", "rank")
+    assert answer.finish_reason == ("stop" if isinstance(choice, dict) else "tool_calls")
+    with api.chat.completions.stream(**ask) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments

@@ -482,6 +482,7 @@ class FakeRunner:
 
     def __init__(self, config, *, rank, world, window, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
+        self.host_spans, self.held = 10 + rank, {bytes([0] * 16): 0, bytes([rank + 1] * 16): 1}
 
     def _maybe_fail(self, where: str) -> None:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):
@@ -493,9 +494,9 @@ class FakeRunner:
         self._maybe_fail("load")
         return 100 - self.rank
 
-    def allocate_cache(self, spans: int, digests: list[str]):
+    def allocate_cache(self, spans: int, digests: list[str], host_spans: int):
         self._maybe_fail("allocate")
-        return SimpleNamespace(num_spans=spans)
+        return SimpleNamespace(num_spans=spans, host_spans=host_spans)
 
     def step(self, plan: bytes):
         self._maybe_fail("step")
@@ -567,7 +568,8 @@ def step(group, name: str, plan: bytes):
 def test_ranks_agree_on_the_cache(threads):
     group, failures, _ = threads
     info = load(group, "m")
-    assert info.num_spans == 98                 # the least that any rank can hold
+    assert (info.num_spans, info.host_spans) == (98, 10)    # the least that any rank can hold
+    assert group.held_spans() == {bytes(16): 0}             # what all of them have
     assert step(group, "m", b"plan" * 500_000) == (0, b"plan" * 500_000)
     group.unload("m")
     assert not failures

@@ -9,7 +9,7 @@ from collections import deque
 
 import pytest
 
-from allspark_server.cache import PrefixCache, SpanKeys, SpanPool
+from allspark_server.cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from allspark_server.runtime.plan import DRAW, Flag, NewSlot, SamplingParams, StepPlan, WorkItem
 from allspark_server.scheduler import FinishReason, Limits, Scheduler, Sequence, State, StopRules
 from allspark_server.scheduler.scheduler import PRIORITY_LEVELS, PRIORITY_SECONDS
@@ -28,13 +28,15 @@ class Clock:
 
 class Rig:
     """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
-    are known, that one included. `executor`: arguments of FakeExecutor."""
+    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the second tier."""
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
-                 draft_kind=0, executor=None, **cache):
+                 draft_kind=0, executor=None, host_spans=0, lasting=False, **cache):
         self.clock = Clock()
         self.pool = SpanPool(num_spans)
-        self.prefix = PrefixCache(self.pool, SpanKeys(span_size), clock=self.clock, **cache) if prefix else None
+        self.tier = HostTier(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
+        keys = SpanKeys(span_size)
+        self.prefix = PrefixCache(self.pool, keys, clock=self.clock, tier=self.tier, **cache) if prefix else None
         limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
         self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, **(executor or {}))

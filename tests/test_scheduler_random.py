@@ -62,6 +62,7 @@ class Run:
             num_spans=rng.choice([9, 14, 20, 64]), span_size=rng.choice([4, 4, 7]), max_batch=self.max_batch,
             max_step_tokens=rng.choice([8, 20, 64]), max_chunk=rng.choice([1, 5, 64]), prefix=rng.random() < 0.7,
             depth=rng.choice([1, 2, 2, 2, 3]), draft_kind=int(kind), executor=executor, ttl=rng.choice([0.5, 100.0]),
+            host_spans=rng.choice([0, 0, 3, 30]), lasting=rng.random() < 0.3,
         )  # fmt: skip
         self.tenants = [f"tenant {i}" for i in range(rng.choice([1, 1, 2, 5]))]
         self.live: list[Sequence] = []
@@ -121,6 +122,8 @@ class Run:
                 self.add()
             self.disturb()
             before = [(s, s.preemptions) for step, _ in rig.running for s in step.sequences]
+            if rig.tier is not None and rng.random() < 0.2:  # what copies cost, and rows
+                rig.tier.costs.copy, rig.tier.costs.row = rng.choice([0.0, 1e-3, 0.3]), rng.choice([0.0, 1e-3])
             rig.step()
             self.seen["waited for a prefix"] += sum(s.awaited is not None for s in self.live)
             self.seen["preempted in flight"] += sum(s.preemptions - n for s, n in before)
@@ -146,7 +149,7 @@ class Run:
                 assert (got, rig.finished.get(sequence)) == (tokens, reason)
                 assert (sequence in rig.failed) == (reason is None)
             assert not sequence.followers and sequence.awaited is None
-        assert not scheduler._coming._of and not len(scheduler._tenants)
+        assert not scheduler._spans.coming._of and not len(scheduler._tenants)
         counters, executor = scheduler.counters, rig.executor
         assert counters.generated_tokens == sum(map(len, rig.output.values()))
         assert counters.accepted_tokens == executor.accepted <= executor.drafted <= counters.drafted_tokens
@@ -156,6 +159,8 @@ class Run:
         seen["discarded"] += counters.discarded_rows
         seen["preempted"] += counters.preemptions
         seen["found in the prefix cache"] += counters.prefix_tokens
+        seen["saved"] += counters.saved_spans
+        seen["restored"] += counters.restored_spans
         seen["failed"] += len(rig.failed)
         seen["unfit"] += len(rig.unfit)
         seen.update(reason.value for reason in rig.finished.values())
@@ -171,6 +176,6 @@ def test_random_traffic(chunk):
             error.add_note(f"seed {seed}")
             raise
     wanted = ("accepted", "rejected", "discarded", "preempted", "preempted in flight", "cancelled in flight",
-              "unblocked", "blocked while running", "waited for a prefix", "found in the prefix cache", "failed", "unfit",
+              "unblocked", "blocked while running", "waited for a prefix", "saved", "restored", "found in the prefix cache", "failed", "unfit",
               "stop", "stop_word", "length")
     assert all(seen[what] >= 5 for what in wanted), seen

@@ -196,7 +196,7 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
         notices = []
         session = ClientStream(None, lambda *notice: notices.append(notice))
         for i in range(waiting + 3):
-            session._register(i)
+            session.register(i)
             session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
         session.take()
         notices.clear()
@@ -279,9 +279,9 @@ def test_a_request_that_fails_later(client):
         (lambda e: e.install_model(MODEL), AllSparkError, "is installed already"),
         (lambda e: e.install_model({}), TypeError, "config must be an AsModelConfig"),
         (
-            lambda e: e.install_model(AsModelConfig("i", "/x", host_cache_memory=1 << 30)),
+            lambda e: e.install_model(AsModelConfig("i", "/x", lora_names=["l"])),
             AllSparkError,
-            "ALLSPARK_INVALID_CALL_ERROR: host_cache_memory=1073741824 .* is not available yet",
+            "ALLSPARK_INVALID_CALL_ERROR: lora_names .* is not available yet",
         ),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"mm_info": 1}), AllSparkError, "is not available yet"),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "is not available yet"),

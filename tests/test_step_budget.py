@@ -39,3 +39,43 @@ def test_rows_far_into_a_context_cost_more():
     scheduler._running[0].planned = 20_000  # found in a prefix cache, say
     rows = scheduler.plan(budget.rows, budget.price).rows
     assert 0.005 < 1e-4 * (rows + rows * 20) < 0.024
+
+
+def test_a_prompt_gets_what_running_sequences_leave():
+    """They alone take 34 ms; a prompt's rows half a millisecond each: 22 of these fit beside them into 50 ms, less a
+    tenth."""
+    budget = StepBudget(256, 8, 50.0)
+    for _ in range(40):
+        budget.learn(8, 8 * 100, 0.034, 8)
+    assert budget.rows == 32
+    for turn in range(3):
+        times = []
+        for step in range(120):
+            times.append(0.034 + 5e-4 * (budget.rows - 8))
+            budget.learn(budget.rows, 8 * 100 + 10 * step, times[-1], 8)
+        assert max(times) < 0.050 and min(times) > (0.042 if turn else 0.040)
+        for _ in range(200):  # and they alone again
+            budget.learn(8, 8 * 100, 0.034, 8)
+
+
+def test_one_slow_step_is_not_taken_for_the_rule():
+    budget = StepBudget(256, 8, 50.0)
+    for alone in (True, False):
+        for step in range(60):
+            budget.learn(8, 0, 0.034, 8)
+            budget.learn(budget.rows, 0, 0.030 + 5e-4 * budget.rows, 8)
+        before = budget.rows
+        budget.learn(8 if alone else budget.rows, 0, 3.0, 8)
+        assert budget.rows >= before // 2
+        for step in range(60):
+            budget.learn(8, 0, 0.034, 8)
+            budget.learn(budget.rows, 0, 0.030 + 5e-4 * budget.rows, 8)
+        assert abs(budget.rows - before) <= 2
+
+
+def test_the_fewest_rows_are_given_even_where_the_target_is_out_of_reach():
+    budget = StepBudget(256, 8, 5.0)
+    for _ in range(20):
+        budget.learn(8, 100, 0.034, 8)
+        budget.learn(budget.rows, 100, 0.030 + 5e-4 * budget.rows, 8)
+    assert budget.rows == 8

@@ -4,8 +4,9 @@ A span is `span_size` consecutive positions of one sequence, over all layers; he
 behind it belongs to the native executor. No tensors and no requests in this package.
 """
 
+from .host_tier import Copies, HostTier
 from .prefix_cache import PrefixCache
 from .span_keys import SpanKeys
 from .span_pool import SpanPool
 
-__all__ = ["PrefixCache", "SpanKeys", "SpanPool"]
+__all__ = ["Copies", "HostTier", "PrefixCache", "SpanKeys", "SpanPool"]

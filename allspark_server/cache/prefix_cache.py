@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Callable, Sequence
+from typing import Callable, Optional, Sequence
 
+from .host_tier import HostTier
 from .span_keys import SpanKeys
 from .span_pool import SpanPool
 
@@ -13,11 +14,17 @@ class PrefixCache:
     """Full spans by their keys (see `SpanKeys`)."""
 
     def __init__(
-        self, pool: SpanPool, keys: SpanKeys, ttl: float = 300.0, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: SpanPool,
+        keys: SpanKeys,
+        ttl: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        tier: Optional[HostTier] = None,
     ):
-        """`ttl`: seconds an unreferenced span is kept."""
+        """`ttl`: seconds an unreferenced span is kept. `tier`: where those go then that are given away."""
         self.keys = keys
         self.ttl = ttl
+        self.tier = tier
         self._pool = pool
         self._clock = clock
         self._span_of: dict[bytes, int] = {}
@@ -47,10 +54,15 @@ class PrefixCache:
             self._span_of[key] = span
             self._key_of[span] = key
             self._pool.keep(span)
+            if self.tier is not None:
+                self.tier.computed(key, span)
 
     def expire(self) -> None:
         """Frees the spans that nobody has used for `ttl` seconds."""
         self._pool.evict_older_than(self._clock() - self.ttl)
 
     def _forget(self, span: int) -> None:
-        del self._span_of[self._key_of.pop(span)]
+        key = self._key_of.pop(span)
+        del self._span_of[key]
+        if self.tier is not None:
+            self.tier.evicted(key, span)

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import llguidance
 
@@ -30,6 +30,7 @@ STEP_SECONDS = 0.025  # of a processor, that a mask may take; it must not hold u
 WALK_STEPS, SLOW_STEPS = 24, 3  # of the trial; how many of them may take longer
 MAX_BYTES = 512 << 10  # of a response_format
 START_SECONDS = 30.0  # for the process to read the tokenizer
+NICE = 5  # running requests go first
 STACK_BYTES = 1 << 20  # half of what the threads have that later use the grammar
 RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 LIMITS: dict[str, Any] = {
@@ -41,7 +42,7 @@ LIMITS: dict[str, Any] = {
 
 
 def read_tokenizer(text: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
-    """Of the text of a tokenizer.json."""
+    """Of the text of a tokenizer.json, which must have the ids that tell of the end."""
     return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_ids)
 
 
@@ -98,9 +99,9 @@ class Checker:
     """The process that tries out grammars for one tokenizer. Safe to use from several threads, which do not wait for
     each other."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: list[int]):
-        """Of the text of a tokenizer.json."""
-        self._tokenizer = json.dumps([tokenizer, vocab_size, eos_ids]).encode()
+    def __init__(self, tokenizer: Callable[[], tuple[str, int, list[int]]]):
+        """tokenizer: gives what `read_tokenizer` takes, when the process starts."""
+        self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._process: Optional[subprocess.Popen[bytes]] = None
         self._control: Optional[socket.socket] = None
@@ -156,7 +157,8 @@ class Checker:
                     stderr=subprocess.DEVNULL,
                 )
             self._control.settimeout(START_SECONDS)
-            self._control.sendall(len(self._tokenizer).to_bytes(8, "little") + self._tokenizer)
+            data = json.dumps(self._tokenizer()).encode()
+            self._control.sendall(len(data).to_bytes(8, "little") + data)
             if not self._control.recv(1):
                 raise ValueError("cannot be compiled: the tokenizer cannot be used for grammars")
         return self._control
@@ -219,6 +221,7 @@ def _serve(connection: socket.socket, tokenizer: llguidance.LLTokenizer) -> None
     connection.settimeout(SECONDS)
     while part := connection.recv(1 << 16):
         data += part
+    os.nice(NICE)
     # Their signals end the process, whatever that is in.
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, SECONDS)

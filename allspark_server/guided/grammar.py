@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -9,6 +10,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Iterable, Optional
 
 import numpy as np
@@ -16,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from allspark_client.types import VocabType
 
+from ..weights.files import MAX_TOKENIZER_BYTES, read_file
 from .checker import Checker, new_matcher, read_tokenizer
 from .vocabulary import tokenizer_of_vocab, without_marks
 
@@ -43,24 +46,30 @@ class Matcher:
         self._patched = () if end_ids == own else tuple((i, i in end_ids) for i in sorted(end_ids | own))
 
     def accept(self, ids: Iterable[int]) -> None:
-        """Further ids of the sequence, sampled or received; MatcherError if they do not fit."""
-        ids = [self._end if i in self._end_ids else i for i in ids]
-        if ids and not self.inner.consume_tokens(ids):
-            raise self.error() or MatcherError("the grammar has ended")
+        """Further ids of the sequence, sampled or received; MatcherError if they do not fit. The end may come again and
+        again."""
+        ended, consumed = self.inner.is_stopped(), []
+        for i in ids:
+            is_end = i in self._end_ids
+            if not (is_end and ended):
+                consumed.append(self._end if is_end else i)
+            ended = ended or is_end
+        if consumed and not self.inner.consume_tokens(consumed):
+            raise self.error() or MatcherError("nothing may follow the end")
 
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token into a uint32 row: bit i % 32 of word i / 32 is 1 if id i is allowed."""
         self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self.patch(row)
-
-    def patch(self, row: np.ndarray) -> None:
-        """Puts the request's end-of-sequence ids in the place of the tokenizer's, in a mask of the present state that
-        llguidance has written; MatcherError if it could not."""
         error = self.error()
         if error is not None:
             raise error
+
+    def patch(self, row: np.ndarray) -> None:
+        """Puts the request's end-of-sequence ids in the place of the tokenizer's, in a mask of the present state that
+        llguidance has written. After an error, the end is all that is allowed."""
         if self._patched:
-            may_stop = self.inner.is_accepting()
+            may_stop = self.inner.is_accepting() or self.inner.is_error()
             for i, is_end in self._patched:
                 bit = np.uint32(1 << i % 32)
                 if is_end and may_stop:
@@ -75,7 +84,7 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The ids that follow now if the text that the grammar leaves no choice for is tokenized as usual. They are
-        drafts: masks may allow other ids for the same text."""
+        drafts: masks may allow other ids for the same text. The end is none of them."""
         return self.inner.compute_ff_tokens()
 
     @property
@@ -120,15 +129,26 @@ class Guide:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Iterable[int]):
         """tokenizer: the text of its tokenizer.json. vocab_size: of the model, which may be padded."""
-        self._vocab_size = vocab_size
-        # llguidance needs one to tell of the end; without any, an id that no text has.
-        self._eos_ids = [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
-        self._text = without_marks(tokenizer)
-        self._checker = Checker(self._text, vocab_size, self._eos_ids)
+        self._vocab_size, self._eos_ids = vocab_size, list(eos_ids)
+        self._parts = functools.cache(lambda: self._prepared(tokenizer))
+        self._checker = Checker(self._parts)
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._tokenizers: OrderedDict[bytes, LLTokenizer] = OrderedDict()
-        self._grammars: OrderedDict[tuple[str, bytes], Future[tuple[Grammar, int]]] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, bytes, Optional[str]], Future[tuple[Grammar, int]]] = OrderedDict()
+
+    def _prepared(self, tokenizer: str) -> tuple[str, int, list[int]]:
+        """What llguidance's tokenizer is made of."""
+        text, size = without_marks(tokenizer)
+        # It needs an id to tell of the end; matchers put a request's own in its place.
+        eos_ids = [i for i in self._eos_ids if 0 <= i < size]
+        return text, self._vocab_size, eos_ids or [min(size, self._vocab_size) - 1]
+
+    @classmethod
+    def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> "Guide":
+        """Of the tokenizer.json in a directory."""
+        data = read_file(Path(path) / "tokenizer.json", MAX_TOKENIZER_BYTES)
+        return cls(data.decode(), vocab_size, eos_ids)
 
     def start(self) -> None:
         """Reads the tokenizer, here and in the checker's process, so that the first request need not wait for it.
@@ -148,12 +168,12 @@ class Guide:
 
     def compile(
         self, response_format: dict[str, Any], vocab: Optional[dict[str, int]] = None,
-        vocab_type: Optional[VocabType] = None,
+        vocab_type: Optional[VocabType] = None, field: Optional[str] = None,
     ) -> Grammar:
         """The grammar of a response_format, over the checkpoint's vocabulary or the one given. ValueError names what is
-        wrong with it, after a second at the most."""
+        wrong with it, after a second at the most. field: what the caller has given, if not response_format."""
         digest = b"" if vocab is None else _digest(vocab, vocab_type)
-        key = (json.dumps(response_format), digest)
+        key = (json.dumps(response_format), digest, field)
         with self._lock:
             entry = self._grammars.get(key)
             mine = entry is None
@@ -162,7 +182,7 @@ class Guide:
             self._grammars.move_to_end(key)
         if mine:
             try:
-                entry.set_result(self._compile(response_format, digest, vocab, vocab_type))
+                entry.set_result(self._compile(response_format, digest, vocab, vocab_type, field))
             except ValueError as error:
                 entry.set_exception(error)  # the next who tries it need not wait
             except BaseException as error:
@@ -174,9 +194,9 @@ class Guide:
 
     def _compile(
         self, response_format: dict[str, Any], digest: bytes, vocab: Optional[dict[str, int]],
-        vocab_type: Optional[VocabType],
+        vocab_type: Optional[VocabType], field: Optional[str],
     ) -> tuple[Grammar, int]:
-        name = "response_format." + _FIELDS.get(response_format["type"], "type")
+        name = field or "response_format." + _FIELDS.get(response_format["type"], "type")
         try:
             text, size = self._checker.check(response_format)
             tokenizer = self._tokenizer(vocab, vocab_type, digest)
@@ -191,9 +211,9 @@ class Guide:
             tokenizer = self._tokenizers.get(digest)
             if tokenizer is None:
                 if vocab is None:
-                    tokenizer = read_tokenizer(self._text, self._vocab_size, self._eos_ids)
+                    tokenizer = read_tokenizer(*self._parts())
                 else:
-                    tokenizer = tokenizer_of_vocab(vocab, vocab_type, self._vocab_size, self._eos_ids)
+                    tokenizer = tokenizer_of_vocab(vocab, vocab_type, *self._parts()[1:])
                 self._tokenizers[digest] = tokenizer
                 while len(self._tokenizers) > 1 + CACHED_VOCABULARIES:
                     del self._tokenizers[next(key for key in self._tokenizers if key)]

@@ -20,10 +20,10 @@ _SPECIAL = re.compile(r"<\|.*\|>|<[a-z/_]+>|\[[A-Z]+\]", re.DOTALL)
 _NO_TEXT = "\ufdd0"  # a code point that is no character
 
 
-def without_marks(tokenizer: str) -> str:
-    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>). llguidance's drafts
-    are tokenized text, and it takes such tokens in them for the text that they are spelled with, but accepts them only
-    as <[id]>."""
+def without_marks(tokenizer: str) -> tuple[str, int]:
+    """A tokenizer.json in which no text is tokenized to a marking token (<|im_end|>, <tool_call>), and how many ids it
+    has. llguidance's drafts are tokenized text, and it takes such tokens in them for the text that they are spelled
+    with, but accepts them only as <[id]>."""
     value = json.loads(tokenizer)
     renamed = {}
     for token in value.get("added_tokens") or []:
@@ -37,7 +37,8 @@ def without_marks(tokenizer: str) -> str:
     elif isinstance(vocab, list):
         value["model"]["vocab"] = [[renamed.get(text, text), score] for text, score in vocab]
     value["post_processor"] = None
-    return json.dumps(value)
+    size = len(vocab) if isinstance(vocab, list) else 1 + max((vocab or {}).values(), default=0)
+    return json.dumps(value), max([size, *(1 + token["id"] for token in value.get("added_tokens") or [])])
 
 
 class _Vocabulary:

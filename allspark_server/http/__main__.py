@@ -16,7 +16,7 @@ from allspark_client.types import TlsConfig
 from allspark_server.access import Access, Role, read_tokens
 from allspark_server.runtime.binding import die_with_parent
 
-from .app import application
+from .app import Application
 from .bodies import Bodies
 from .call import Door
 from .metrics import Metrics
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m allspark_server.http", description=__doc__.splitlines()[0])
     p.add_argument("--fd", type=int, required=True, help="the listening socket")
     p.add_argument("--address", action="append", required=True, help="of a group; repeatable")
-    p.add_argument("--pool-token-file", help="a token of this file, of the role door, admin or generate, is shown to groups")
+    p.add_argument("--pool-token-file", help="groups are shown a token of this file: of a door, an admin, or generate")
     p.add_argument("--pool-tls-ca", help="groups are reached with TLS, and must have certificates signed by these")
     p.add_argument("--token-file", help="clients' tokens")
     p.add_argument("--tls-cert")
@@ -71,7 +71,7 @@ def main() -> None:
     a = parser().parse_args()
     logging.basicConfig(level=a.log_level.upper(), stream=sys.stderr,
                         format="%(asctime)s http %(levelname)s %(name)s: %(message)s")
-    for name in ("uvicorn.error", "uvicorn.access"):    # they tell of what clients can bring about as often as they like
+    for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
     access = Access(read_tokens(a.token_file) if a.token_file else {}, tls, Role(a.tls_role))
@@ -83,7 +83,7 @@ def main() -> None:
     secure = {} if tls is None else {
         "ssl_certfile": tls.cert, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.ca,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if tls.ca else ssl.CERT_NONE}
-    config = uvicorn.Config(application(door), http=Connection, ws="none", lifespan="on", log_config=None,
+    config = uvicorn.Config(Application(door), http=Connection, ws="none", lifespan="on", log_config=None,
                             access_log=False, server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
                             timeout_graceful_shutdown=GRACE_SECONDS, backlog=BACKLOG, proxy_headers=False, **secure)
     uvicorn.Server(config).run([listener])

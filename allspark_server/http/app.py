@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import AsyncIterator
-
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+import json
+from typing import Any
 
 from allspark_server.access import Role
 
-from .call import Call, Door, Endpoint
+from .bodies import Receive
+from .call import Call, Door, Endpoint, Send
 from .chat import chat
 from .chat_wire import ChatRequest
 from .completions import CompletionRequest, completions
@@ -24,6 +19,7 @@ from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE
 from .models import health, list_models, one_model
+from .openapi import describe
 from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -48,38 +44,68 @@ def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
         ("POST", "/v1/messages/count_tokens", Endpoint(door, "count_tokens", count_tokens, form=Prompt, role=generate,
                                                        error_body=ApiError.anthropic_body)),
         ("GET", "/v1/models", Endpoint(door, "models", list_models, role=read)),
-        ("GET", "/v1/models/{model:path}", Endpoint(door, "model", one_model, role=read)),
+        ("GET", "/v1/models/{model}", Endpoint(door, "model", one_model, role=read)),
         ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
         ("POST", "/detokenize", Endpoint(door, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
         ("GET", "/health", Endpoint(door, "health", health, role=None)),
-        ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read)),
+        ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read, kind="text/plain")),
     ]
 
 
-def application(door: Door) -> Starlette:
-    """The door's application; its life is the pool's connection's."""
-    @contextlib.asynccontextmanager
-    async def life(_: Starlette) -> AsyncIterator[None]:
-        await door.pool.open()
-        watch = asyncio.create_task(door.watch())
-        try:
-            yield
-        finally:
-            watch.cancel()
-            await door.pool.close()
+class Application:
+    """The ASGI application: finds the endpoint of a path. Its life is that of the connection to the pool."""
 
-    routes = [Route(path, endpoint, methods=[method]) for method, path, endpoint in _endpoints(door)]
-    return Starlette(routes=routes, lifespan=life, exception_handlers={HTTPException: _no_route})
+    def __init__(self, door: Door):
+        self._door = door
+        endpoints = _endpoints(door)
+        description = json.dumps(describe(endpoints)).encode()
 
+        async def openapi(call: Call, _: None) -> None:
+            """This description."""
+            await call.reply(description)
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path, method = request.url.path, request.method
-    if error.status_code == 404:
-        known = ApiError(404, f"Unknown request URL: {method} {path}", code="unknown_url")
-    elif error.status_code == 405:
-        known = ApiError(405, f"{path} does not take {method}", code="method_not_supported")
-    else:
-        known = ApiError(error.status_code, str(error.detail))
-    return JSONResponse(known.body(), error.status_code, headers=error.headers)
+        endpoints.append(("GET", "/openapi.json", Endpoint(door, "openapi", openapi, role=None)))
+        #: of each path, or of what a path begins with, the endpoint of each method
+        self._paths: dict[str, dict[str, Endpoint]] = {}
+        self._prefixes: dict[str, dict[str, Endpoint]] = {}
+        for method, path, endpoint in endpoints:
+            begin, brace, _ = path.partition("{")
+            methods = (self._prefixes if brace else self._paths).setdefault(begin, {})
+            methods[method] = endpoint
+            if method == "GET":
+                methods["HEAD"] = endpoint
 
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await self._find(scope)(scope, receive, send)
+
+    def _find(self, scope: dict[str, Any]) -> Endpoint:
+        path, method = scope["path"], scope["method"]
+        methods = self._paths.get(path)
+        if methods is None:
+            begin = next((begin for begin in self._prefixes if path.startswith(begin) and len(path) > len(begin)), None)
+            if begin is None:
+                return self._refusal(ApiError(404, f"Unknown request URL: {method} {path}", code="unknown_url"))
+            methods, scope["path_rest"] = self._prefixes[begin], path[len(begin):]
+        if method not in methods:
+            return self._refusal(ApiError(405, f"{path} does not take {method}", code="method_not_supported",
+                                          allow=", ".join(methods)))
+        return methods[method]
+
+    def _refusal(self, error: ApiError) -> Endpoint:
+        async def refuse(_: Call, __: None) -> None:
+            raise error
+
+        return Endpoint(self._door, "none", refuse, role=None)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()     # lifespan.startup
+        await self._door.pool.open()
+        watch = asyncio.create_task(self._door.watch())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()     # lifespan.shutdown
+        watch.cancel()
+        await self._door.pool.close()
+        await send({"type": "lifespan.shutdown.complete"})

@@ -78,9 +78,10 @@ class Call:
         """The client's address, for logs."""
         return ":".join(map(str, self._scope.get("client") or ("unix",)))
 
-    def path_value(self, name: str) -> str:
-        """What stands in the path for {name}."""
-        return self._scope["path_params"][name]
+    @property
+    def path_rest(self) -> str:
+        """What stands in the path for a {name} at its end."""
+        return self._scope["path_rest"]
 
     # --- what it asks of the pool --------------------------------------------------------------------------------
 
@@ -151,17 +152,19 @@ ErrorBody = Callable[[ApiError], dict[str, Any]]
 class Endpoint:
     """An ASGI application for one path: finds out who calls, reads the body as `form`, and lets `handler` answer.
 
-    `role`: what the client must be allowed to do; None: anybody may. `error_body`: how errors are written.
+    `role`: what the client must be allowed to do; None: anybody may. `error_body`: how errors are written. `kind`: what
+    answers are, if all is well and they are no events.
     """
 
     def __init__(self, door: Door, name: str, handler: Handler, *, form: type[Wire] | None = None,
-                 role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body):
-        self._door, self.name, self.form = door, name, form
-        self._handler, self._role, self._error_body = handler, role, error_body
+                 role: Role | None = Role.READ, error_body: ErrorBody = ApiError.body,
+                 kind: str = "application/json"):
+        self.name, self.handler, self.form, self.role, self.kind = name, handler, form, role, kind
+        self._door, self._error_body = door, error_body
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         door = self._door
-        call = Call(door, scope, receive, send, Client(Role.READ, ""))
+        call = Call(door, scope, receive, send, Client(Role.READ))
         door.calls.add(call)
         try:
             call.client = self._admit(scope)
@@ -178,13 +181,13 @@ class Endpoint:
             door.metrics.request(self.name, call.status, time.monotonic() - call.began)
 
     def _admit(self, scope: dict[str, Any]) -> Client:
-        if self._role is None:
-            return Client(Role.READ, "")
-        return admit(self._door.access, scope, self._role)
+        if self.role is None:
+            return Client(Role.READ)
+        return admit(self._door.access, scope, self.role)
 
     async def _until_gone(self, call: Call, form: Any, receive: Receive) -> None:
         """Runs the handler, but no longer than the client stays."""
-        call.task = asyncio.ensure_future(self._handler(call, form))
+        call.task = asyncio.ensure_future(self.handler(call, form))
         watch = asyncio.ensure_future(self._wait_gone(receive))
         try:
             await asyncio.wait((call.task, watch), return_when=asyncio.FIRST_COMPLETED)
@@ -222,6 +225,8 @@ class Endpoint:
 async def reply_error(call: Call, error: ApiError, error_body: ErrorBody = ApiError.body) -> None:
     """Answers with an error."""
     headers = [(b"retry-after", str(error.retry_after).encode())] if error.retry_after else []
+    if error.allow:
+        headers.append((b"allow", error.allow.encode()))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status in (408, 413):      # what is left of the body will not be read

@@ -41,7 +41,7 @@ class CompletionRequest(Generation):
 
 
 class _Part:
-    """One prompt's completions. `echo`: the prompt's text, where it is wanted; `logprobs`: how many alternatives are."""
+    """One prompt's completions. `echo`: the prompt's text, if wanted; `logprobs`: how many alternatives are wanted."""
 
     def __init__(self, choices: Choices, echo: str, logprobs: int | None):
         self.choices, self.echo = choices, echo

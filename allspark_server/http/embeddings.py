@@ -37,8 +37,8 @@ async def embeddings(call: Call, request: EmbeddingRequest) -> None:
     await call.model(request.model)
     config = checked({"pooling": request.pooling or "last"})
     inputs = prompts_of(request.input, "input")
-    specs = [RequestSpec(request.model, config=config, **({"text": one} if isinstance(one, str) else {"input_ids": one}))
-             for one in inputs]
+    specs = [RequestSpec(request.model, config=config,
+                         **({"text": one} if isinstance(one, str) else {"input_ids": one})) for one in inputs]
     async with contextlib.AsyncExitStack() as stack:
         answers = await start_all(call, stack, specs, "input")
         found = await asyncio.gather(*map(_embedding, answers))

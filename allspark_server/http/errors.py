@@ -48,13 +48,13 @@ _MAX_VALUE = 80  # characters of a wrong value in an error
 
 class ApiError(Exception):
     """An answer that is an error. `param`: the field of the request that is wrong; `code`: OpenAI's word for what is.
-    `retry_after`: seconds after which the same request may be accepted."""
+    `retry_after`: seconds after which the same request may be accepted; `allow`: the methods that a path takes."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int = 0
-    ):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 retry_after: int = 0, allow: str = ""):
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after, self.allow = retry_after, allow
 
     def body(self) -> dict[str, Any]:
         """As OpenAI writes it."""

@@ -22,7 +22,7 @@ async def list_models(call: Call, _: None) -> None:
 
 async def one_model(call: Call, _: None) -> None:
     """A model, and how long prompt and output together may be."""
-    name = call.path_value("model")
+    name = call.path_rest
     for model in await call.pool.models():
         if model.name == name and model.running:
             info = await call.model(name)

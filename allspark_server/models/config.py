@@ -197,10 +197,13 @@ def known_architectures() -> str:
     return ", ".join(ARCHITECTURES)
 
 
-def read_config(directory: str | Path) -> ModelConfig:
-    """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory."""
+def read_config(directory: str | Path, rope_scaling: dict | None = None) -> ModelConfig:
+    """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory.
+    `rope_scaling`: instead of what stands there; as there, {} for none."""
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+    if rope_scaling is not None:
+        fields = _rescaled(fields, rope_scaling)
     name, architecture = _architecture(fields)
     _refuse_unsupported(fields, architecture)
     hidden, heads = fields.need_positive("hidden_size"), fields.need_positive("num_attention_heads")
@@ -311,6 +314,19 @@ def _rope(fields: Fields, max_positions: int, default_theta: float) -> RopeConfi
         attention_factor=attention_factor, beta_fast=rope.get("beta_fast", float) or RopeConfig.beta_fast,
         beta_slow=rope.get("beta_slow", float) or RopeConfig.beta_slow, mscale=rope.get("mscale", float, 0.0),
         mscale_all_dim=rope.get("mscale_all_dim", float, 0.0), truncate=rope.get("truncate", bool, True))
+
+
+def _rescaled(fields: Fields, rope_scaling: dict) -> Fields:
+    """Another rotary scaling of the same frequencies; the context grows to what it is for."""
+    found = _rope(fields, fields.need_positive("max_position_embeddings", most=MAX_POSITIONS))
+    values = {**fields.values, "rope_scaling": {"rope_theta": found.theta, **rope_scaling}, "rope_parameters": {}}
+    values.pop("original_max_position_embeddings", None)
+    fields = Fields(values, fields.path)
+    if rope_scaling.get("type", rope_scaling.get("rope_type")) == "yarn":
+        rope = _rope(fields, values["max_position_embeddings"])
+        values["max_position_embeddings"] = max(values["max_position_embeddings"],
+                                                round(rope.original_max * rope.factor))
+    return fields
 
 
 def _eos_token_ids(fields: Fields, directory: Path) -> tuple[int, ...]:

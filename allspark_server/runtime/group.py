@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Callable, Protocol
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
+from .host_cache import held_by_all, pack_held
 from .steps import DEPTH, Steps
 
 if TYPE_CHECKING:
@@ -50,12 +51,18 @@ class Group(Protocol):
         """How the load stands: None while it is under way. Raises what a rank raised (naming the rank); the caller then
         unloads the model, and the group goes on without it."""
 
+    def masks(self, name: str):
+        """Rank 0's native Masks of a loaded model; None if it has none. Its rows are for `DEPTH` steps in turn."""
+
     def submit(self, name: str, plan: bytes) -> None:
         """Queue a step plan. At most `depth` steps, of all models, may be submitted and not collected."""
 
     def collect(self):
         """Rank 0's StepResult of the oldest step that was submitted. Raises what the step raised; ValueError: every
         rank has refused the plan, and nothing was computed."""
+
+    def held_spans(self) -> dict[bytes, int]:
+        """What the second tier of the model that was loaded last holds from before: spans by their keys."""
 
     def unload(self, name: str) -> None:
         """Begin to free a model on every rank; its load, if that is under way, is given up."""
@@ -76,7 +83,7 @@ class Group(Protocol):
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
     LOAD = 1        # JSON of the AsModelConfig
-    ALLOCATE = 2    # JSON {"name", "num_spans", "digests"}
+    ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests"}
     POLL = 3        # answered: how the last LOAD or ALLOCATE stands
     STEP = 4        # uint16 length of the name, name, plan
     UNLOAD = 5      # name
@@ -95,9 +102,11 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: a number and (of a load) the digest of its weights, that it is
-    under way, or the error that prevented it."""
+    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights, (of
+    an allocation) what its second tier holds, that it is under way, or the error that prevented it."""
     value: int = 0
+    host_spans: int = 0
+    held: str = ""
     digest: str = ""
     pending: bool = False
     error: str = ""         # name of the exception's class that the engine's caller is to see
@@ -170,10 +179,11 @@ class RankModels:
         cancelled = self._cancelled
         self._phase = self._in_background(lambda: self._load(config, cancelled))
 
-    def start_allocate(self, name: str, num_spans: int, digests: list[str]) -> None:
-        """Second phase: the KV cache, of the same size on every rank. digests: of every rank's weights."""
+    def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str]) -> None:
+        """Second phase: the KV cache and its second tier, of the same sizes on every rank. digests: of every rank's
+        weights."""
         cancelled = self._cancelled
-        self._phase = self._in_background(lambda: self._allocate(name, num_spans, digests, cancelled))
+        self._phase = self._in_background(lambda: self._allocate(name, num_spans, host_spans, digests, cancelled))
 
     def answer(self) -> Answer:
         """How the phase that was begun last stands."""
@@ -251,13 +261,15 @@ class RankModels:
             raise
         self.progress(name, 1.0)
         self.runners[name] = runner
-        return Answer(value=spans, digest=runner.digest)
+        return Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest)
 
-    def _allocate(self, name: str, num_spans: int, digests: list[str], cancelled: threading.Event) -> Answer:
+    def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
+                  cancelled: threading.Event) -> Answer:
         if cancelled.is_set():
             raise LoadCancelled(f"the load of model {name!r} was given up")
-        self.info = self.runners[name].allocate_cache(num_spans, digests)
-        return Answer(value=num_spans)
+        runner = self.runners[name]
+        self.info = runner.allocate_cache(num_spans, digests, host_spans)
+        return Answer(value=num_spans, held=pack_held(runner.held))
 
     def _unload(self, name: str) -> None:
         runner = self.runners.pop(name, None)
@@ -278,6 +290,7 @@ class LocalGroup:
         self._on_failure = on_failure
         self._config: AsModelConfig | None = None
         self._allocating = False
+        self._held: dict[bytes, int] = {}
         self._steps = Steps()
         self._submitted: deque[str] = deque()   # models of the steps that were not collected
         self._processors = len(os.sched_getaffinity(0))
@@ -299,13 +312,21 @@ class LocalGroup:
             return None
         raise_failures(answers)
         if self._allocating:
+            self._held = held_by_all(answer.held for answer in answers)
             return self.models.info
         name, spans = self._config.model_name, min(answer.value for answer in answers)
-        digests = [answer.digest for answer in answers]
-        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "digests": digests}).encode())
-        self.models.start_allocate(name, spans, digests)
+        host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
+        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "host_spans": host_spans,
+                                                 "digests": digests}).encode())
+        self.models.start_allocate(name, spans, host_spans, digests)
         self._allocating = True
         return None
+
+    def masks(self, name: str):
+        return self.models.runners[name].masks
+
+    def held_spans(self) -> dict[bytes, int]:
+        return self._held
 
     def submit(self, name: str, plan: bytes) -> None:
         self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)

@@ -9,6 +9,12 @@ A plan is a sequence of little-endian 32-bit words (floats bit for bit):
               each group; then the known ids of all items, then the span ids of all items, group by group
     sections  n_sections x { kind, n_words, words }
 
+Kinds of sections that the CPU backend knows:
+
+    COPIES    n_saved, then copies { span, span of the second tier, 4 words of the key }: n_saved that go there, then
+              those that come back, in this order and before any row is computed. None of the former may share its
+              target with another, nor any of the latter. A key says what a span holds: it must be what was saved there
+
 The ranks' native code reads it; `StepPlan` is the form that tests and tools make and read.
 """
 
@@ -27,6 +33,8 @@ MAX_STEP_DRAFTS = 64
 MAX_STEP_PROBES = 32
 
 MAGIC = 0x41535032
+
+COPIES = 3  # a kind of section
 
 _DO_SAMPLE, _LOGPROBS, _SUPPRESS, _EXTENDED = 1, 2, 4, 8
 _SAMPLING = struct.Struct("<ififfffiiiIIiiii")

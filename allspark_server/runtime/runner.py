@@ -12,6 +12,8 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime.binding import pages_by_node
+from allspark_server.runtime.digest import results_digest
+from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
@@ -31,6 +33,7 @@ DEFAULT_STEP_TOKENS = 256
 # that is needed for even one request of full length.
 CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 MISPLACED_SHARE = 0.05
+_PAGE = 4096
 PROGRESS_SECONDS = 5.0
 
 
@@ -69,8 +72,13 @@ class ModelRunner:
         self._draft_executor = None
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
+        self._host_file: HostCacheFile | None = None
         #: of the bytes that load has read on this rank
         self.digest = ""
+        #: how many spans the second tier can hold on this rank, known after load
+        self.host_spans = 0
+        #: of these, those that it holds from before, by their keys; known after allocate_cache
+        self.held: dict[bytes, int] = {}
 
     def load(self) -> int:
         """Opens and loads the model; returns how many spans of cache this rank can hold. AllSparkError if it cannot."""
@@ -87,6 +95,9 @@ class ModelRunner:
         step = self._rows_of_step(), self._outputs_of_step(), self.threads
         fixed = sum(each.weight_bytes() + each.activation_bytes(*step) for each in models)
         self._span_bytes = sum(each.span_bytes() for each in models)
+        self.host_spans = self._count_host_spans()
+        if not config.host_cache_dir:
+            fixed += config.host_cache_memory
         with planning():
             spans = self._spans(available_memory(self.world), fixed)
             self._reservation = Reservation(config.model_name, fixed + spans * self._span_bytes, bound_nodes())
@@ -103,10 +114,13 @@ class ModelRunner:
                     time.perf_counter() - began)
         return spans
 
-    def allocate_cache(self, num_spans: int, digests: Sequence[str] = ()) -> ModelInfo:
-        """Allocates KV cache and activations; the model can then run. num_spans: the least of what ranks can hold.
-        digests: every rank's, in order; by default this one's alone."""
+    def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None) -> ModelInfo:
+        """Allocates KV cache and activations; the model can then run. num_spans, host_spans: the least of what ranks
+        can hold, in the second tier as many as this one by default. digests: every rank's, in order; by default this
+        one's alone."""
         config, model = self.config, self._loaded()
+        if host_spans is None:
+            host_spans = self.host_spans
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
@@ -114,6 +128,10 @@ class ModelRunner:
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
             self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor,
                                     masks=DEPTH * outputs)
+        hash_of_model = model_hash(model.opened, model.formats, digests or [self.digest])
+        if host_spans:
+            with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
+                self._allocate_host_cache(host_spans, hash_of_model)
         if self.rank == 0:
             self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
         self._check_placement()
@@ -124,12 +142,38 @@ class ModelRunner:
             span_size=config.cache_span_size, max_step_tokens=rows, max_batch=config.engine_max_batch,
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
             isa=native_library().isa(), weight_dtype=model.weight_dtype, cache_dtype=model.cache_dtype,
-            model_hash=model_hash(model.opened, model.formats, digests or [self.digest]),
+            model_hash=hash_of_model, host_spans=host_spans,
+            host_cache_bytes=self._executor.host_cache_bytes(host_spans) if host_spans else 0,
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
+
+    @property
+    def masks(self):
+        """The native Masks that draws may name, as many for a step as it has outputs at most, for each of the steps
+        that may be under way; None on other ranks than 0."""
+        return self._executor.masks
+
+    def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
+        """The second tier: memory, or a file, of which all is checked that it holds from before."""
+        config, model = self.config, self._model
+        if not config.host_cache_dir:
+            self._executor.allocate_host_cache(spans)
+            return
+        self._host_file = HostCacheFile(config.host_cache_dir, config.model_name, self.rank, self.world)
+        facts = {"results": results_digest(), "model": hash_of_model, "draft": config.draft_model, "rank": self.rank,
+                 "world": self.world, "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
+                 "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans}
+        self._host_file.prepare(facts, self._executor.host_cache_bytes(spans))
+        began = time.perf_counter()
+        self._executor.allocate_host_cache(spans, self._host_file.fd, HEADER)
+        self.held, dropped = self._executor.verify_host_cache()
+        if dropped:
+            logger.warning("%s: %d damaged spans are dropped", self._host_file.path, dropped)
+        logger.info("%s holds %d of %d spans of model %r; they were checked in %.2f s", self._host_file.path,
+                    len(self.held), spans, config.model_name, time.perf_counter() - began)
 
     def step(self, plan: bytes, want_logits: bool = False):
         """Runs one step plan; see runtime/plan.py. Returns the native StepResult; other threads' Python runs on."""
@@ -167,6 +211,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
         self._executor = self._draft_executor = self._model = self._draft = self._profiler = self._meter = None
+        if self._host_file is not None:
+            self._host_file.close()
         if self._reservation is not None:
             self._reservation.release()
 
@@ -187,8 +233,8 @@ class ModelRunner:
 
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""
-        drafts = 0 if self.config.speculation == "off" else MAX_STEP_DRAFTS
-        return min(self._rows_of_step(), self.config.engine_max_batch + drafts + MAX_STEP_PROBES)
+        # Grammars give drafts without speculation, too.
+        return min(self._rows_of_step(), self.config.engine_max_batch + MAX_STEP_DRAFTS + MAX_STEP_PROBES)
 
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
@@ -197,6 +243,16 @@ class ModelRunner:
     def threads(self) -> int:
         """That compute."""
         return self.config.num_threads or physical_cores(self.cpus)
+
+    def _count_host_spans(self) -> int:
+        """Spans of the second tier, with what the file and each of them has beside."""
+        size = self.config.host_cache_memory
+        spans = (size - HEADER - _PAGE) // (-(-self._span_bytes // 64) * 64 + 32)
+        if size and spans < 1:
+            raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
+                                f"host_cache_memory={size} holds no span of {self.config.cache_span_size} tokens: one "
+                                f"takes {self._span_bytes} bytes on rank {self.rank}")
+        return min(spans, 2**31 - 1) if size else 0
 
     def _spans(self, available: int, fixed: int) -> int:
         """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""

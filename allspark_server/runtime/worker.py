@@ -46,7 +46,7 @@ def serve(models: RankModels) -> None:
             models.start_load(AsModelConfig.from_dict(json.loads(payload)))
         elif kind == Command.ALLOCATE:
             request = json.loads(payload)
-            models.start_allocate(request["name"], request["num_spans"], request["digests"])
+            models.start_allocate(**request)
         elif kind == Command.POLL:
             window.gather(models.answer().encode())
         elif kind == Command.UNLOAD:

@@ -7,10 +7,10 @@ oldest one has drawn.
 from .probe import Probe, Probed
 from .scheduler import Scheduler
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State, StopRules
-from .step import Counters, Limits, Outcome, Step
+from .step import Counters, Limits, Masked, Outcome, Step
 
 __all__ = [
-    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Outcome", "Probe", "Probed", "Scheduler", "Sequence",
+    "TOKEN_BYTES", "Counters", "FinishReason", "Limits", "Masked", "Outcome", "Probe", "Probed", "Scheduler", "Sequence",
     "State", "Step",
     "StopRules",
 ]

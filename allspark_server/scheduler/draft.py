@@ -6,11 +6,13 @@ from typing import Optional
 
 import numpy as np
 
-from ..runtime.plan import DRAW, MAX_STEP_PROBES, NewSlot, WorkTable
+from ..cache import Copies
+from ..runtime.plan import DRAW, MAX_STEP_PROBES, Flag, NewSlot, WorkTable
 from .sequence import Sequence
-from .step import Step
+from .step import Masked, Step
 
 NOBODY = np.zeros(0, np.int64)
+_GIVEN, _DRAFTING = int(Flag.GIVEN), int(Flag.LOOKUP | Flag.GIVEN | Flag.MODEL)
 
 
 class Draft:
@@ -26,6 +28,8 @@ class Draft:
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
         self.rows = self.context = 0
+        self.forced: dict[int, list[int]] = {}  # what guided sequences may be given as drafts, by their slots
+        self.guided = False  # whether any sequence draws under masks
 
     def add_chunk(self, sequence: Sequence, count: int) -> tuple[int, int]:
         """Up to `count` more rows of a history. Returns how many, and their flags: DRAW if they are the last of a
@@ -48,15 +52,17 @@ class Draft:
         sequence.planned += count
         return count, flags
 
-    def step(self, free: list[int], epoch: np.ndarray, draft_kind: int) -> Step:
-        """What was planned."""
+    def step(
+        self, free: list[int], epoch: np.ndarray, draft_kind: int, copies: Optional[Copies], masks: int
+    ) -> Step:
+        """What was planned. masks: the first row of masks that it may have."""
         n, chunks = len(self.slots), self.chunks
         columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
         columns[WorkTable.SLOT, :n] = self.slots
         columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
         columns[WorkTable.FLAGS, :n] = DRAW
         columns[WorkTable.ADAPTER] = -1
-        if draft_kind:
+        if draft_kind or self.forced:
             columns[WorkTable.DRAFTS, :n] = self.drafts
             columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
         if self.span_counts is not None:
@@ -69,6 +75,27 @@ class Draft:
                 columns[:, index] = (sequence.slot, rows, outputs, 0, flags, -1, 0, 0, len(new_spans))
                 spans += new_spans
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
-        table = WorkTable(columns, np.zeros(0, np.int32), [np.array(spans, np.int32)])
+        known, masked = self._mask(columns, sequences, drawing, masks) if self.guided else ([], [])
+        table = WorkTable(columns, np.array(known, np.int32), [np.array(spans, np.int32)])
         return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
-                    self.rows, self.context)
+                    self.rows, self.context, copies, masked)
+
+    def _mask(
+        self, columns: np.ndarray, sequences: list[Sequence], drawing: np.ndarray, row: int
+    ) -> tuple[list[int], list[Masked]]:
+        """Gives guided draws their masks, from `row` on, and what is known to follow as drafts: the known ids of the
+        step, and the draws."""
+        known, masked = [], []
+        for draw, index in enumerate(drawing.tolist()):
+            sequence = sequences[index]
+            if sequence.guidance is None:
+                continue
+            drafts = self.forced.get(sequence.slot, [])[: columns[WorkTable.DRAFTS, index]]
+            columns[WorkTable.MASK, index] = 1 + row
+            columns[WorkTable.N_KNOWN, index] = len(drafts)
+            columns[WorkTable.FLAGS, index] &= ~_DRAFTING
+            columns[WorkTable.FLAGS, index] |= _GIVEN if drafts else 0
+            known += drafts
+            masked.append(Masked(sequence, draw, row, drafts))
+            row += 1 + len(drafts)
+        return known, masked

@@ -5,18 +5,19 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
+from operator import attrgetter
 from typing import Callable, Optional
 
 import numpy as np
 
 from ..cache import PrefixCache, SpanPool
 from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
-from .coming import ComingSpans
 from .draft import NOBODY, Draft
 from .probe import ProbeResults
 from .queue import WaitingQueue
 from .sequence import TOKEN_BYTES, FinishReason, Sequence, State
 from .slots import SlotTable
+from .spans import SequenceSpans, Taken
 from .speculation import DraftLengths
 from .step import Counters, Limits, Outcome, Step
 from .tenants import Account, Tenants
@@ -30,6 +31,8 @@ SHORT_PART = 4
 BURST_STEPS = 4
 # Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
 OVERTAKING_PART = 8
+
+_rank_of, _turn_of = attrgetter("rank"), attrgetter("turn")
 
 class Scheduler:
     """Waiting and running sequences of one model.
@@ -65,7 +68,8 @@ class Scheduler:
         self._arrivals = 0
         self._tenants = Tenants(limits.max_batch)
         self._queue = WaitingQueue(self._tenants)
-        self._coming = ComingSpans()
+        self._spans = SequenceSpans(limits.span_size, pool, prefix_cache, clock)
+        self._restoring: list[Sequence] = []  # those that wait for more of the second tier's spans
         self._overtakers: list[Sequence] = []  # those that went before one that waits for spans
         self._departures = 0  # of running sequences
         self._short_of_spans: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_short
@@ -78,6 +82,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the ranks are told with the next plan
         self._unfit: list[Sequence] = []
+        self._mask_rows = 0  # where those of the last step begin
 
     @property
     def waiting(self) -> int:
@@ -107,11 +112,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is any sequence to plan for."""
-        return bool(self._running) or self._queue.waiting > 0
-
-    def spans_for(self, positions: int) -> int:
-        """Spans that hold so many positions."""
-        return -(-positions // self.limits.span_size)
+        return bool(self._running or self._restoring) or self._queue.waiting > 0
 
     def add(self, sequence: Sequence) -> None:
         """Puts a new sequence into the queue."""
@@ -154,6 +155,11 @@ class Scheduler:
         before it. Running sequences always get their next row, and prompts those that the batch leaves.
         """
         limits = self.limits
+        self._spans.begin_step(not self._running)
+        if self._restoring:
+            restoring, self._restoring = self._restoring, []
+            for sequence in restoring:
+                self.unblock(sequence)
         if self._queue.waiting and not self._free_slots and len(self._tenants) > 1:
             self._share_slots()
         preemptions = self.counters.preemptions
@@ -162,8 +168,7 @@ class Scheduler:
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
         budget = limits.max_step_tokens - draft.rows
-        if self._drafts is not None:
-            budget -= int(draft.drafts.sum())
+        budget -= int(draft.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
@@ -173,10 +178,12 @@ class Scheduler:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
         if prompts or self._free_slots and self._queue.waiting:
             self._plan_prompts(draft, prompts, budget, may_admit)
-        if not draft.rows:
+        copies = self._spans.take_copies()
+        if not draft.rows and copies is None:
             return None
         free, self._slots_to_free = self._slots_to_free, []
-        return draft.step(free, self._slots.epoch, limits.draft_kind)
+        self._mask_rows = limits.masks - self._mask_rows  # those of the last step may still be in use
+        return draft.step(free, self._slots.epoch, limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""
@@ -204,10 +211,12 @@ class Scheduler:
         alive = table.epoch[slots] == epochs
         live = slots[alive]
         table.pending[live] -= 1
-        if self._drafts is not None:
+        if self._drafts is not None or step.masked:
             drafts = step.work.columns[WorkTable.DRAFTS, step.drawing]
             table.longest[live] -= (drafts + 1 - counts)[alive]
-            self._drafts.learn(live, result.drafted[alive], counts[alive] - 1)  # fewer may have been found, or none
+            if self._drafts is not None:
+                own = alive & ~table.guided[slots]
+                self._drafts.learn(slots[own], result.drafted[own], counts[own] - 1)  # fewer may have been found
             counters.drafted_tokens += int(result.drafted.sum())
             counters.accepted_tokens += len(tokens) - len(counts)
         plain = alive & ~table.careful[slots]
@@ -222,6 +231,9 @@ class Scheduler:
                 self._take(outcome, index, tokens[drawn].tolist(), result.status[drawn].tolist(), bool(alive[index]))
         counters.computed_rows += step.rows + len(tokens) - len(counts)
         counters.generated_tokens += int(outcome.kept.sum())
+        if step.copies is not None:
+            counters.saved_spans += len(step.copies.saved)
+            counters.restored_spans += len(step.copies.restored)
         counters.steps += 1
         return outcome
 
@@ -304,17 +316,11 @@ class Scheduler:
             self.cancel(sequence)
 
     def _enter_prefix(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.limits.span_size
-        if self.prefix_cache is None or full <= sequence.entered:
-            return
-        self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
-        for index in range(sequence.entered, full):
-            self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
-        if sequence.announced > sequence.entered:
-            for follower in self._coming.arrived(sequence, sequence.entered, full):
+        ready = self._spans.enter(sequence)
+        if ready is not None:
+            self._slots.note_entered(sequence)
+            for follower in ready:
                 self.unblock(follower)
-        sequence.entered = full
-        self._slots.note_entered(sequence)
 
     # --- running sequences ---
 
@@ -333,7 +339,7 @@ class Scheduler:
         if not chosen.all():
             sequences = [sequences[i] for i in np.flatnonzero(chosen).tolist()]
             slots, longest = slots[chosen], longest[chosen]
-        drafts = self._choose_drafts(slots, longest, budget)
+        drafts = self._choose_drafts(draft, sequences, slots, longest, budget)
         short = (longest + drafts > table.capacity[slots]).nonzero()[0]
         if len(short):
             sequences, slots, longest, drafts = self._make_room(draft, short, sequences, slots, longest, drafts)
@@ -345,11 +351,19 @@ class Scheduler:
         draft.rows += len(slots)
         draft.context += int(longest.sum()) - len(slots)
 
-    def _choose_drafts(self, slots: np.ndarray, longest: np.ndarray, budget: int) -> np.ndarray:
-        """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows."""
-        if self._drafts is None:
+    def _choose_drafts(self, draft: Draft, sequences: list[Sequence], slots: np.ndarray, longest: np.ndarray,
+                       budget: int) -> np.ndarray:
+        """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows. Guided ones
+        get what is known to follow, and nothing else."""
+        guided = self._slots.guided[slots].nonzero()[0].tolist()
+        if self._drafts is None and not guided:
             return np.zeros(len(slots), np.int64)
-        drafts = np.minimum(self._drafts.choose(slots), self._slots.limit[slots] - longest - 1)
+        drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
+        for i in guided:
+            forced = draft.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))
+            drafts[i] = len(forced)
+        draft.guided = draft.guided or bool(guided)
+        drafts = np.minimum(drafts, self._slots.limit[slots] - longest - 1)
         left = budget - len(slots)
         if self._prompts or self._queue.waiting:
             left //= 2
@@ -387,13 +401,9 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence, positions: int) -> bool:
         """Gives the sequence the spans of so many positions, if there are enough."""
-        missing = self.spans_for(positions) - len(sequence.spans)
-        if missing > 0:
-            spans = self.pool.allocate(missing)
-            if spans is None:
-                return False
-            sequence.spans += spans
-            self._slots.note_spans(sequence)
+        if not self._spans.extend(sequence, positions):
+            return False
+        self._slots.note_spans(sequence)
         return True
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
@@ -436,7 +446,7 @@ class Scheduler:
             return
         share = max(1, self.limits.max_batch // len(self._tenants))
         busiest = self._tenants.busiest()
-        needed = self.spans_for(len(claimant.tokens)) + len(self._running)
+        needed = self._spans.count_for(len(claimant.tokens)) + len(self._running)
         if claimant.account.running < share < busiest.running and needed <= self.pool.available:
             self._preempt(self._last_of(busiest))
 
@@ -450,11 +460,9 @@ class Scheduler:
         if sequence in self._prompts:
             self._prompts.remove(sequence)
         self._decoding = None
-        self.pool.release(sequence.spans, self._clock())
         self._slots_to_free.append(slot)
         self._free_slots.append(slot)
-        abandoned = self._coming.abandon(sequence) if sequence.announced else ()
-        sequence.lose_cache()
+        abandoned = self._spans.release(sequence)
         sequence.state = state
         self._departures += 1
         if state is State.WAITING:
@@ -465,11 +473,14 @@ class Scheduler:
 
     def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
         """Up to `count` more rows of a history; returns how many."""
+        begin = sequence.planned
         count, flags = draft.add_chunk(sequence, count)
+        self._spans.before_writes(sequence, begin)
         self._tenants.serve(sequence.account, count)
         if flags & DRAW:
             self._slots.longest[sequence.slot] += 1
             self._slots.pending[sequence.slot] += 1
+            draft.guided = draft.guided or sequence.guidance is not None
         if sequence.planned == len(sequence.tokens):
             self._prompts.remove(sequence)
             self._decoding = None
@@ -542,15 +553,15 @@ class Scheduler:
     def _has_room_beside(self, sequence: Sequence) -> bool:
         """Whether there are spans for it, also beside a sequence that waits for its own: that one must get them though
         short ones come again and again."""
-        if self.spans_for(len(sequence.tokens)) + len(self._running) > self.pool.available:
+        if self._spans.count_for(len(sequence.tokens)) + len(self._running) > self.pool.available:
             return False
         first = self._short_of_spans[0] if self._short_of_spans is not None else None
         if first is None or not self._still_short(first):
             return True
         self._overtakers = [one for one in self._overtakers if one.state is State.RUNNING]
-        taken = sum(self.spans_for(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
+        taken = sum(self._spans.count_for(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
         total = self.pool.num_spans
-        return taken <= min(total // OVERTAKING_PART, total - self.spans_for(len(first.tokens)))
+        return taken <= min(total // OVERTAKING_PART, total - self._spans.count_for(len(first.tokens)))
 
     def _start(self, draft: Draft, sequence: Sequence, budget: int) -> int:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""
@@ -577,48 +588,24 @@ class Scheduler:
         return sequence.state is State.WAITING and not changed
 
     def _take_spans(self, sequence: Sequence) -> bool:
-        """Shared spans from the prefix cache and new ones for the rest of the history. False if there are too few; or
-        if the next one is being computed: then the sequence is blocked until it is there."""
-        length = len(sequence.tokens)
-        shared: list[int] = []
-        self._short_of_spans = next_key = None
-        if self.prefix_cache is not None:
-            # At least one row must be computed, or there would be nothing to sample from.
-            full = 0 if sequence.probes_every_row else (length - 1) // self.limits.span_size
-            self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
-            shared = self.prefix_cache.match(sequence.keys[:full])
-            producer, end = self._coming.find(sequence.keys[:full], len(shared))
-            if producer is not None:
-                self._coming.wait(sequence, producer, end)
-                self.block(sequence, "spans that another request computes")
-                return False
-            next_key = sequence.keys[len(shared)] if len(shared) < full else None
-            self.pool.acquire(shared)
-        needed = self.spans_for(length) - len(shared)
+        """Gives a waiting sequence its spans. False if there are too few; or if some are to come, for which it is
+        blocked then."""
         # One span to spare for each running sequence, lest the newcomer be preempted at once.
-        if needed + len(self._running) > self.pool.available:
-            self.pool.release(shared, self._clock())
-            if not self._running:  # the whole cache is not enough
-                self._queue.remove(sequence, State.ENDED)
-                self._unfit.append(sequence)
-            else:
-                self._short_of_spans = (sequence, self._departures, next_key)
-            return False
-        sequence.spans = shared + self.pool.allocate(needed)
-        sequence.entered = len(shared)
-        sequence.planned = sequence.computed = len(shared) * self.limits.span_size
-        if self.prefix_cache is not None:
-            self._coming.announce(sequence, len(shared), full)
-        if sequence.prefix_len is None:
+        taken = self._spans.take(sequence, len(self._running))
+        self._short_of_spans = None
+        if taken is Taken.COMING:
+            self.block(sequence, "spans that another request computes")
+        elif taken is Taken.RESTORING:
+            self.block(sequence, "spans of the second tier")
+            self._restoring.append(sequence)
+        elif taken is Taken.SHORT and self._running:
+            self._short_of_spans = (sequence, self._departures, self._spans.next_key)
+        elif taken is Taken.SHORT:  # the whole cache is not enough
+            self._queue.remove(sequence, State.ENDED)
+            self._unfit.append(sequence)
+        elif sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_len
             self.counters.prefix_tokens += sequence.computed
-        return True
-
-
-def _rank_of(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank
-
-
-def _turn_of(sequence: Sequence) -> tuple[float, tuple[float, int]]:
-    return sequence.turn
+            self.counters.restored_tokens += sequence.restored
+        return taken is Taken.YES

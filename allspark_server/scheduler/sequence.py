@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from .probe import Probe
 
 if TYPE_CHECKING:
+    from ..guided.masks import Guidance
     from .tenants import Account
 
 # What a token of a history takes in this process, its part of a key included: it is an object of its own.
@@ -93,6 +94,7 @@ class Sequence:
     draws: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # whose shares and limits count
     extra: int = 0  # bytes that it takes in this process beside its tokens
+    guidance: Optional["Guidance"] = None  # its tokens are drawn under masks
     owner: Any = None  # the scheduler does not look at it
     blocked_on: str = ""  # what it waits for before it may wait for a slot
     root: bytes = b""
@@ -108,6 +110,7 @@ class Sequence:
     sent_spans: int = 0  # of `spans`, how many the ranks have in the slot's table
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
+    restored: int = 0  # positions that came back from the second tier
     preemptions: int = 0
     account: Optional["Account"] = None  # its tenant's
     # Of ComingSpans: spans that it has announced, who waits for some, (spans, number, sequence), and the earliest turn

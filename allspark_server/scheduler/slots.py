@@ -15,7 +15,7 @@ class SlotTable:
     `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
     the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
     drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
-    maximum length. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
+    maximum length. `guided` (bool): whether its tokens are drawn under masks. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
     (bool): whether its tokens must be looked at one by one.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
@@ -28,7 +28,7 @@ class SlotTable:
         self._span_size, self._prefix = span_size, prefix
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
-        self.careful = np.zeros(slots, bool)
+        self.careful, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
 
@@ -39,6 +39,7 @@ class SlotTable:
         self.pending[slot] = self.tail_length[slot] = 0
         self.limit[slot] = stop.max_length
         self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
+        self.guided[slot] = sequence.guidance is not None
         self.eos[slot] = -1
         if len(stop.eos) <= self.EOS:
             self.eos[slot, : len(stop.eos)] = list(stop.eos)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Optional
 
 import numpy as np
 
-from ..runtime.plan import NewSlot, WorkTable, encode_plan
+from ..cache import Copies
+from ..runtime.plan import COPIES, NewSlot, WorkTable, encode_plan
 from .probe import Probed
 from .sequence import FinishReason, Sequence
 
@@ -14,7 +16,8 @@ from .sequence import FinishReason, Sequence
 @dataclass(frozen=True)
 class Limits:
     """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
-    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step."""
+    which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
+    must be twice as many, as the next step takes others."""
 
     max_batch: int
     max_step_tokens: int
@@ -22,6 +25,18 @@ class Limits:
     span_size: int
     draft_kind: int = 0
     max_drafts: int = 7
+    masks: int = 0
+
+
+@dataclass
+class Masked:
+    """A draw under masks: the sequence, the draw's place among the step's, the row of its mask, and the drafts, whose
+    masks are in the rows behind."""
+
+    sequence: Sequence
+    draw: int
+    index: int
+    drafts: list[int]
 
 
 @dataclass
@@ -42,10 +57,13 @@ class Step:
     admitted: list[Sequence]  # those that have just got their slots
     rows: int  # without drafts
     context: int  # positions before each row, in all; an upper bound
+    copies: Optional[Copies] = None  # made before anything is computed
+    masked: list[Masked] = field(default_factory=list)
 
     def encode(self) -> bytes:
         """The step plan's wire form."""
-        return encode_plan(self.free, self.new, self.work)
+        sections = [(COPIES, self.copies.words())] if self.copies is not None else ()
+        return encode_plan(self.free, self.new, self.work, sections)
 
 
 @dataclass
@@ -72,6 +90,9 @@ class Counters:
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0  # of the prompt tokens, those found in the prefix cache
+    restored_tokens: int = 0  # of these, those that came back from its second tier
+    saved_spans: int = 0  # copied to the second tier
+    restored_spans: int = 0  # and back
     generated_tokens: int = 0
     computed_rows: int = 0  # those of rejected drafts are not counted
     discarded_rows: int = 0  # rows whose token came after the end of its sequence

@@ -197,8 +197,9 @@ class OpenedModel:
     tokenizer_dir: str | None
 
 
-def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
+def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | None = None) -> OpenedModel:
     """Opens a Hugging Face directory, or an .asgraph file with its .asparam (by default the file beside it).
+    `rope_scaling`: of a directory, see read_config.
 
     Raises AllSparkError naming the file and what is wrong with it.
     """
@@ -206,7 +207,8 @@ def open_model(model_path: str, weights_path: str = "") -> OpenedModel:
     if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
         try:
-            graph = build_graph(_experts_as_stored(_tied_as_stored(read_config(path), source), source))
+            config = _tied_as_stored(read_config(path, rope_scaling), source)
+            graph = build_graph(_experts_as_stored(config, source))
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None

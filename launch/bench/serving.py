@@ -38,7 +38,7 @@ targets (--target, repeatable; NAME= before it names it in the table):
   engine           an Engine in this process, of --model. Its threads share the interpreter with the load's: a server's
                    figures are those of group
   group            a server group of --model, started for this run (the default)
-  ADDRESS[,…]      a group or pool that runs: host:port, unix:/path
+  ADDRESS[,…]      a group or pool that runs: host:port, unix:/path; $ALLSPARK_TOKEN_FILE has its token
   http://…         an endpoint of OpenAI's form (needs httpx), by /v1/completions with ids, or /v1/chat/completions with
                    words where the sessions have several turns (or with --chat). Its tokens are its chunks; their sum is
                    the usage that it reports

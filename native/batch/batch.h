@@ -66,6 +66,15 @@ struct Drawn {
   int hidden_width = 0;
 };
 
+// The prefix cache's second tier.
+class SpanStore {
+ public:
+  virtual ~SpanStore() = default;
+  virtual int spans() const = 0;
+  // Saves spans, then brings others back. Throws std::runtime_error for one that is not what was saved under its key.
+  virtual void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) = 0;
+};
+
 // A program compiled for a device, with its weights, its cache and its peers.
 class Runner {
  public:

@@ -1,8 +1,11 @@
 #include "batch/decoder.h"
 
+#include <chrono>
+
 namespace as {
 
-Decoder::Decoder(Runner& runner, Runner* draft, SlotLimits limits) : runner_(runner), slots_(limits) {
+Decoder::Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits)
+    : runner_(runner), store_(store), slots_(limits) {
   if (draft) draft_.emplace(*draft, limits.max_rows);
 }
 
@@ -10,11 +13,16 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Plan plan = Plan::parse(bytes, slots_.groups());
   slots_.check(plan, draft_.has_value());
   slots_.begin(plan);
+  StepOutput output;
+  if (!plan.saved.empty() || !plan.restored.empty()) {  // there is a store: the plan was checked
+    const auto began = std::chrono::steady_clock::now();
+    store_->copy(plan.saved, plan.restored);
+    output.copy_seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  }
   if (draft_) draft_->draft(slots_);
   const Batch& batch = slots_.batch();
-  if (batch.rows.empty()) return {};
+  if (batch.rows.empty()) return output;
   Drawn drawn = runner_.run(batch, want_logits);
-  StepOutput output;
   for (const Slots::Accepted& item : slots_.accept(drawn.samples)) {
     output.counts.push_back(item.count), output.drafted.push_back(item.drafts);
     const auto first = drawn.samples.begin() + item.output;

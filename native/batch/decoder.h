@@ -19,18 +19,20 @@ struct StepOutput {
   int hidden_width = 0;
   std::vector<float> logits;  // [outputs, local vocabulary], if wanted: of rejected drafts, too
   int logit_width = 0;
+  double copy_seconds = 0;  // that the plan's copies took
 };
 
 class Decoder {
  public:
   // Runners must outlive the decoder. draft: null, or another model's, with the same vocabulary, cache groups and
-  // spans: it makes the drafts of items that want its.
-  Decoder(Runner& runner, Runner* draft, SlotLimits limits);
+  // spans: it makes the drafts of items that want its. store: null, or the second tier of both caches.
+  Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits);
   // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
   StepOutput step(const std::string& plan, bool want_logits);
 
  private:
   Runner& runner_;
+  SpanStore* store_;
   Slots slots_;
   std::optional<DraftModel> draft_;
 };

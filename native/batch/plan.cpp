@@ -7,6 +7,7 @@ namespace as {
 namespace {
 
 constexpr int32_t kMagic = 0x41535032;  // "ASP2"
+constexpr int32_t kCopies = 3;          // a kind of section
 
 struct Reader {
   const int32_t* p;
@@ -29,6 +30,19 @@ struct Reader {
     return v;
   }
 };
+
+// A section of copies: how many are saved, and each {span, span of the second tier, 4 words of its key}.
+void parse_copies(Reader in, Plan& plan) {
+  const int32_t saved = in.count("saved spans"), words = (int32_t)(in.end - in.p);
+  if (words % 6 || saved > words / 6) throw std::invalid_argument("step plan: copies are of 6 words each");
+  for (int32_t i = 0; in.p != in.end; i++) {
+    SpanCopy copy;
+    copy.span = in.next(), copy.host = in.next();
+    std::memcpy(copy.key.data(), in.p, sizeof copy.key);
+    in.p += 4;
+    (i < saved ? plan.saved : plan.restored).push_back(copy);
+  }
+}
 
 }  // namespace
 
@@ -67,9 +81,14 @@ Plan Plan::parse(const std::string& bytes, int groups) {
   for (int32_t i = 0; i < n_work; i++) plan.work[i].known = in.list(n_known[i]);
   for (int g = 0; g < groups; g++)
     for (int32_t i = 0; i < n_work; i++) plan.work[i].spans.push_back(in.list(n_spans[g][i]));
-  if (n_sections)
-    throw std::invalid_argument("step plan: a section of kind " + std::to_string(in.next()) +
-                                ", which this backend does not have");
+  for (int32_t i = 0; i < n_sections; i++) {
+    const int32_t kind = in.next(), n_words = in.count("words of a section");
+    if (kind != kCopies)
+      throw std::invalid_argument("step plan: a section of kind " + std::to_string(kind) +
+                                  ", which this backend does not have");
+    parse_copies({in.p, in.p + n_words}, plan);
+    in.p += n_words;
+  }
   if (in.p != in.end) throw std::invalid_argument("step plan: words left over at the end");
   return plan;
 }

@@ -1,5 +1,6 @@
 // The step plan that rank 0 sends, version 2: see allspark_server/runtime/plan.py, which writes it and has the layout.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,10 +39,20 @@ struct Work {
   bool draws() const { return flags & kDraw; }
 };
 
+// Names what a full span holds (allspark_server/cache/span_keys.py). Of zeros: nothing.
+using SpanKey = std::array<uint64_t, 2>;
+
+// A span of the cache goes to one of the second tier, or comes back from there.
+struct SpanCopy {
+  int32_t span, host;
+  SpanKey key;
+};
+
 struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
   std::vector<Work> work;
+  std::vector<SpanCopy> saved, restored;  // before the rows are computed, in this order; of the first cache group
 
   // Throws std::invalid_argument on anything that is not a whole, well-formed plan of `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

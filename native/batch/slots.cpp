@@ -7,7 +7,26 @@ namespace as {
 
 Slots::Slots(SlotLimits limits) : limits_(std::move(limits)), slots_(limits_.max_slots) { batch_.slots = &slots_; }
 
+// Copies run side by side: none may write what another reads or writes.
+void Slots::check_copies(const Plan& plan) {
+  if (plan.saved.empty() && plan.restored.empty()) return;
+  auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
+  copied_.assign(limits_.host_spans, 0);
+  std::vector<char> filled(limits_.num_spans[0]);
+  for (const auto* copies : {&plan.saved, &plan.restored})
+    for (const SpanCopy& copy : *copies) {
+      const bool restored = copies == &plan.restored;
+      if (copy.span < 0 || copy.span >= limits_.num_spans[0] || copy.host < 0 || copy.host >= limits_.host_spans)
+        refuse("a copy of span " + std::to_string(copy.span) + " of " + std::to_string(limits_.num_spans[0]) +
+               " and span " + std::to_string(copy.host) + " of the second tier's " +
+               std::to_string(limits_.host_spans));
+      if (restored ? filled[copy.span]++ : copied_[copy.host]++)
+        refuse("two copies to span " + std::to_string(restored ? copy.span : copy.host));
+    }
+}
+
 void Slots::check(const Plan& plan, bool has_draft_model) {
+  check_copies(plan);
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
   outlook_.resize(limits_.max_slots);
   auto at = [&](int slot) -> Outlook& {

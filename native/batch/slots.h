@@ -13,6 +13,7 @@ struct SlotLimits {
   std::vector<int> num_spans;  // of each cache group
   int masks = 0;
   bool hidden_states = false;  // whether the program hands them out
+  int host_spans = 0;          // of the second tier
 };
 
 class Slots {
@@ -56,11 +57,13 @@ class Slots {
     long history, cached;
     std::vector<long> spans;
   };
+  void check_copies(const Plan& plan);
 
   SlotLimits limits_;
   std::vector<Slot> slots_;
   std::vector<Outlook> outlook_;  // of the slots that a plan names
   std::vector<Pending> pending_;
+  std::vector<char> copied_;  // spans of the second tier that a plan names
   Batch batch_;
 };
 

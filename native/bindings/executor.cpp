@@ -53,6 +53,7 @@ struct WithoutGil {
 struct StepResult {
   py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
   py::array_t<float> logprobs, top_logprobs;
+  double copy_seconds = 0;
   py::object prompt_logprobs, prompt_top_ids, prompt_top_logprobs, hidden, logits;
 };
 
@@ -71,6 +72,7 @@ std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<Sa
 StepResult to_result(const StepOutput& out, bool want_logits) {
   const py::ssize_t n = (py::ssize_t)out.samples.size();
   StepResult r;
+  r.copy_seconds = out.copy_seconds;
   r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
   r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
   r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
@@ -208,6 +210,7 @@ void bind_executor(py::module_& m) {
       .def_readonly("logprobs", &StepResult::logprobs, "float32 [n]: log softmax of the model's own logits")
       .def_readonly("top_ids", &StepResult::top_ids, "int32 [n, 20], -1 where unused")
       .def_readonly("top_logprobs", &StepResult::top_logprobs, "float32 [n, 20]")
+      .def_readonly("copy_seconds", &StepResult::copy_seconds, "that the plan's copies took")
       .def_readonly("prompt_logprobs", &StepResult::prompt_logprobs,
                     "float32 [n]: of each output row of items with PROMPT after which nothing is drawn, the log "
                     "probability of the id that follows it; NaN where the logits are no numbers. None if there are no "
@@ -284,6 +287,26 @@ void bind_executor(py::module_& m) {
           "compute ops together "
           "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
           "makes drafts. masks: how many there are for plans to name.")
+      .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
+           py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
+           "A second tier of the cache, and of the draft model's, after allocate() and before any step. file: a "
+           "descriptor of a file\n"
+           "that holds offset + host_cache_bytes(spans) bytes; -1: memory.")
+      .def("host_cache_bytes", &Executor::host_cache_bytes, py::arg("spans"))
+      .def(
+          "verify_host_cache",
+          [](Executor& e) {
+            std::pair<std::vector<SpanCopy>, int> found;
+            {
+              py::gil_scoped_release release;
+              found = e.host_cache().verify();
+            }
+            py::dict held;
+            for (const SpanCopy& copy : found.first)
+              held[py::bytes(reinterpret_cast<const char*>(copy.key.data()), sizeof copy.key)] = copy.host;
+            return py::make_tuple(held, found.second);
+          },
+          "({key: span of the second tier}, how many spans were dropped, as they were not what had been written).")
       .def_property_readonly("masks", &Executor::masks, "Rank 0's Masks; None where there are none.")
       .def(
           "step",

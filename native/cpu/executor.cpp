@@ -45,9 +45,28 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
   if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get());
-  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr,
-                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length, cache.span_size,
-                              cache.num_spans, masks, runner_->hidden_states()});
+  slot_limits_ = {
+      limits.max_rows, limits.max_outputs,      limits.max_slots, limits.max_length, cache.span_size, cache.num_spans,
+      masks,           runner_->hidden_states()};
+  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
+}
+
+std::vector<const SpanCache*> Executor::caches() const {
+  if (!runner_) throw std::invalid_argument("allocate() before the second tier of its cache");
+  std::vector<const SpanCache*> caches{&runner_->cache()};
+  if (draft_) caches.push_back(&draft_->runner_->cache());
+  return caches;
+}
+
+void Executor::allocate_host_cache(int spans, int file, size_t offset) {
+  host_cache_ = std::make_unique<HostCache>(caches(), *pool_, spans, file, offset);
+  slot_limits_.host_spans = spans;
+  decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, host_cache_.get(), slot_limits_);
+}
+
+HostCache& Executor::host_cache() {
+  if (!host_cache_) throw std::invalid_argument("there is no second tier");
+  return *host_cache_;
 }
 
 StepOutput Executor::step(const std::string& plan, bool want_logits) {
@@ -83,7 +102,7 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
 
 std::vector<std::pair<const void*, size_t>> Executor::memory() const {
   auto all = weights_.memory();
-  if (cache_bytes()) all.emplace_back(runner_->cache().as(), cache_bytes());
+  if (cache_bytes()) all.emplace_back(runner_->cache().memory().as(), cache_bytes());
   return all;
 }
 

@@ -8,6 +8,7 @@
 
 #include "batch/decoder.h"
 #include "comm/window.h"
+#include "cpu/host_cache.h"
 #include "cpu/pool.h"
 #include "cpu/runner.h"
 #include "cpu/weights.h"
@@ -35,6 +36,11 @@ class Executor {
   // masks: how many there are for plans to name.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
                 std::shared_ptr<Executor> draft = nullptr, int masks = 0);
+  // After allocate(), before any step: a second tier of so many spans for the cache, and for a draft model's. file,
+  // offset: see HostCache.
+  void allocate_host_cache(int spans, int file, size_t offset);
+  HostCache& host_cache();
+  size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
   StepOutput step(const std::string& plan, bool want_logits);
   // Of rank 0, after allocate(); null where there are none.
   std::shared_ptr<Masks> masks() const { return masks_; }
@@ -47,10 +53,11 @@ class Executor {
 
   int64_t barriers() const { return pool_->barriers(); }  // that steps have come to so far
 
-  size_t cache_bytes() const { return runner_ ? runner_->cache().size() : 0; }
+  size_t cache_bytes() const { return runner_ ? runner_->cache().memory().size() : 0; }
   std::vector<std::pair<const void*, size_t>> memory() const;  // weights and cache, to check where their pages are
 
  private:
+  std::vector<const SpanCache*> caches() const;
   Core core() { return {rank_, world_, world_ > 1 ? window_.get() : nullptr, *pool_, kernels()}; }
 
   int rank_, world_;
@@ -61,6 +68,8 @@ class Executor {
   std::shared_ptr<Executor> draft_;
   std::shared_ptr<Masks> masks_;
   std::unique_ptr<CpuRunner> runner_;
+  std::unique_ptr<HostCache> host_cache_;
+  SlotLimits slot_limits_;
   std::optional<Decoder> decoder_;
   Buffer scratch_;  // of multiply()
 };

@@ -41,7 +41,7 @@ class CpuRunner : public Runner {
   Drawn run(const Batch& batch, bool want_logits) override;
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
   const std::vector<Step>& steps() const { return steps_; }
-  const Buffer& cache() const { return cache_.memory(); }
+  const SpanCache& cache() const { return cache_; }
   // Whether the program hands out hidden states.
   bool hidden_states() const { return heads_from_ > 0; }
 

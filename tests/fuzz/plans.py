@@ -28,6 +28,9 @@ def runner_of(path: Path, threads: int = 1) -> ModelRunner:
     runner = ModelRunner(config)
     runner.load()
     runner.allocate_cache(Plans.SPANS)
+    runner.masks.bits[:] = 0xFFFFFFFF
+    for row in range(len(runner.masks.bits)):  # a changed plan may name any
+        runner.masks.publish(row)
     return runner
 
 

@@ -102,7 +102,9 @@ class Messages(Target):
         """As the service does with a session's messages."""
         action = message.WhichOneof("action")
         if action == "start":
-            self.session.start(message.start.id, convert.request_from_pb(message.start.request))
+            spec = convert.request_from_pb(message.start.request)
+            self.session.register(message.start.id)
+            self.session.start(message.start.id, spec)
             events = self.session.take()
             self.session.release(message.start.id)
             for event in events:

@@ -40,6 +40,12 @@ class Group:
         return ModelInfo(name="m", vocab_size=1000, max_length=4096, num_spans=140 * self._running, span_size=32,
                          max_step_tokens=max(256, 2 * self._running), max_batch=self._running, ranks=1)
 
+    def masks(self, name: str) -> None:
+        return None
+
+    def held_spans(self) -> dict[bytes, int]:
+        return {}
+
     def submit(self, name: str, plan: bytes) -> None:
         now = time.perf_counter()
         began = max(now, self._ended)

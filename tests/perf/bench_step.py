@@ -63,7 +63,7 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     session = ClientStream(None, lambda session, now: None, 1 << 30)
     session._release = lambda handle: None
     for i in range(running + waiting):
-        session._register(i)
+        session.register(i)
         prompt = [i % 1000] * (1 + i % 64)  # spans fill up at different steps
         spec = RequestSpec("m", input_ids=prompt, config=GenerateConfig(seed=1, eos_token_id=-1))
         request = Request(i, _RequestSink(session, i), prepare(spec, info, None, model.keys))

@@ -54,6 +54,7 @@ class Rank:
                 raise ValueError(f"the reference backend does not have cache groups of kind {kind}")
         self.adapters: list[Adapter] = []
         self._caches: dict[tuple[int, int], np.ndarray] = {}
+        self._tier: dict[int, tuple[tuple[int, ...], dict]] = {}  # of the second tier: by span, its key and values
         self.values: dict[int, np.ndarray] = {}
         self.tables: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.entries: dict[int, list[tuple[int, int]]] = {}  # of a routed row set: (expert, row), ascending
@@ -65,6 +66,18 @@ class Rank:
         if (form, group, self.program.scale_layout(number)) != (weight.format, weight.group, vars(weight.layout)):
             raise ValueError(f"weight {number} is declared as {form}, groups of {group}, and is {weight.format}")
         return weight.decode()
+
+    def copy(self, batch: Batch) -> None:
+        """Between the first cache group and its second tier."""
+        caches = {which: cache for which, cache in self._caches.items() if which[0] == 0}
+        for one in batch.saved:
+            self._tier[one.host] = one.key, {which: cache[one.span].copy() for which, cache in caches.items()}
+        for one in batch.restored:
+            key, values = self._tier[one.host]
+            if key != one.key:
+                raise ValueError(f"step plan: span {one.host} of the second tier is not what was saved there")
+            for which, cache in caches.items():
+                cache[one.span] = values.get(which, np.nan)
 
     def begin(self, slots: Slots, batch: Batch) -> None:
         self.slots, self.batch = slots.live, batch
@@ -115,6 +128,7 @@ class Runner:
         batch = self.slots.begin(read_plan(plan))
         result = StepResult()
         for rank in self.ranks:
+            rank.copy(batch)
             rank.begin(self.slots, batch)
         if not batch.rows:
             return result.finished()

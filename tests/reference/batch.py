@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from reference.plan import DRAW, EMBEDDINGS, GIVEN, HIDDEN, LOOKUP, MODEL, POSITIONS, PROMPT, Plan, Sampling
+from reference.plan import COPIES, DRAW, EMBEDDINGS, GIVEN, HIDDEN, LOOKUP, MODEL, POSITIONS, PROMPT, Plan, Sampling
 
 LOOKED_AT, LONGEST = 32, 16  # of prompt lookup: the latest places, and ids of a match
 
@@ -65,7 +65,18 @@ class Item:
 
 
 @dataclass
+class Copy:
+    """A span goes to one of the second tier, or comes back: it must be what was saved there under its key."""
+
+    span: int
+    host: int
+    key: tuple[int, ...]
+
+
+@dataclass
 class Batch:
+    saved: list[Copy] = field(default_factory=list)
+    restored: list[Copy] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -106,9 +117,13 @@ class Slots:
             if new.cached % limits.span_size or not 0 <= new.cached < len(new.history):
                 raise ValueError(f"step plan: {new.cached} cached positions of {len(new.history)}")
             self.live[new.slot] = Slot(new.sampling, new.history, new.cached, [[] for _ in limits.num_spans])
-        for kind, words in plan.sections:
-            self._section(kind, words)
         batch = Batch()
+        for kind, words in plan.sections:
+            if kind == COPIES:
+                copies = [Copy(span, host, tuple(key)) for span, host, *key in words[1:].reshape(-1, 6).tolist()]
+                batch.saved, batch.restored = copies[:words[0]], copies[words[0]:]
+            else:
+                self._section(kind, words)
         for work in plan.work:
             self._item(batch, work)
         if len(batch.rows) > limits.max_rows:

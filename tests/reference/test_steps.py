@@ -7,7 +7,7 @@ import pytest
 
 from reference.backend import compile
 from reference.batch import Limits, look_up
-from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
+from reference.plan import COPIES, DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
 from reference.toy import ALL, OUTPUTS, Toy, fields, generate, item, plan, spans_for, start
 
 VOCAB, WIDTH, HEADS = 37, 12, (2, 1, 4)
@@ -58,6 +58,23 @@ def test_positions_in_the_prefix_cache_are_not_computed(toy):
     work = item(1, 8, DRAW, spans=[5, 6, 9])
     found = runner.step(plan([work], [start(1, prompt, cached=32)], free=[0]))
     assert found.tokens.tolist() == expected[:1] and found.counts.tolist() == [1]
+
+
+def test_spans_go_to_the_second_tier_and_come_back(toy):
+    """So they do on CPUs: the same plans, with the same tokens."""
+    runner, prompt = toy.runner(), prompt_of(40)
+    expected, *_ = generate(toy.runner(), prompt, 3)
+    runner.step(plan([item(0, 32, 0, spans=[5, 6])], [start(0, prompt)]))
+    key = [[5, 5, 5, 5], [6, 6, 6, 6]]
+    saved = [2, 5, 0, *key[0], 6, 1, *key[1]]
+    runner.step(plan([], free=[0], sections=[(COPIES, saved)]))
+    runner.step(plan([item(0, 40, 0, spans=[5, 6, 7])], [start(0, prompt_of(41, seed=1))]))
+    restored = [0, 3, 0, *key[0], 6, 1, *key[1]]
+    work = item(1, 8, DRAW, spans=[3, 6, 9])
+    found = runner.step(plan([work], [start(1, prompt, cached=32)], free=[0], sections=[(COPIES, restored)]))
+    assert found.tokens.tolist() == expected[:1]
+    with pytest.raises(ValueError, match="span 1 of the second tier is not what was saved there"):
+        runner.step(plan([], sections=[(COPIES, [0, 6, 1, *key[0]])]))
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------

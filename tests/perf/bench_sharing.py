@@ -1,0 +1,230 @@
+"""What requests cost each other, and what they spare each other, on a real model.
+
+    bench_sharing.py CHECKPOINT [--threads 1] [--dtype w8a8] [--rounds 3] [--only prompts prefixes chats]
+
+The checkpoint may have no tokenizer: then it gets the one of the model that ships.
+
+prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives (target_token_latency is
+1.5 times the median without it), as a part of that median; and how many steps a prompt of 50,000 tokens' text (200,000
+characters, tokenized here) delays streams, and a short prompt behind it.
+prefixes: the first token's time of a prompt of 2,000 new tokens, of another that shares them, of one whose spans come
+back from the second tier, in memory and from a file after a restart; rounds in turn, parts of the first.
+chats: 32 chats of 6 turns, in closed loop, all with the same system prompt: rows computed, as a part of the tokens that
+are new.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import allspark_server
+from allspark_client.config import AsModelConfig, GenerateConfig
+from allspark_client.request import RequestSpec
+from allspark_server.engine import Engine
+
+
+class Times:
+    """A sink: when tokens came, and after how many steps."""
+
+    def __init__(self, engine: "Bench"):
+        self.engine, self.began = engine, time.perf_counter()
+        self.first_step = engine.steps
+        self.at: list[float] = []
+        self.steps: list[int] = []
+        self.tokens: list[int] = []
+        self.cached = 0
+        self.ended = threading.Event()
+
+    def on_token(self, handle, sample, token, logprob, top, text, cached, *_) -> None:
+        self.at.append(time.perf_counter())
+        self.steps.append(self.engine.steps)
+        self.tokens.append(token)
+        self.cached = cached
+
+    def on_status(self, *_) -> None:
+        pass
+
+    def on_finish(self, handle, status, error, *_) -> None:
+        if error is not None:
+            print(error)
+        self.ended.set()
+
+    def __getattr__(self, name):  # what sinks hear besides
+        return lambda *_, **__: None
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.at[0] - self.began
+
+    @property
+    def gaps(self) -> np.ndarray:
+        return np.diff(self.at)
+
+
+class Bench:
+    """An engine with one model."""
+
+    def __init__(self, options, **fields):
+        self.engine = Engine()
+        fields = {"engine_max_length": 8192, "engine_max_batch": 8, "weight_dtype": options.dtype, **fields}
+        self.engine.install_model(AsModelConfig("m", str(options.checkpoint), num_threads=options.threads, **fields))
+        self.engine.start_model("m")
+        self.model = self.engine._models["m"]
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.engine.close()
+
+    @property
+    def steps(self) -> int:
+        return self.model.scheduler.counters.steps
+
+    def start(self, prompt: list[int], count: int, tenant: str = "") -> Times:
+        times = Times(self)
+        config = GenerateConfig(seed=1, eos_token_id=-1, max_new_tokens=count)
+        self.engine.submit(RequestSpec("m", input_ids=prompt, config=config, tenant=tenant), times)
+        return times
+
+    def run(self, prompt: list[int], count: int = 1) -> Times:
+        times = self.start(prompt, count)
+        times.ended.wait()
+        return times
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 30_000, length).tolist()
+
+
+def prompts(options) -> None:
+    with Bench(options) as bench:
+        streams = [bench.start(prompt_of(16, i), 60) for i in range(8)]
+        for stream in streams:
+            stream.ended.wait()
+        median = statistics.median(np.concatenate([stream.gaps[8:] for stream in streams]))
+    with Bench(options, target_token_latency=1.5e3 * median) as bench:
+        for turn in range(options.rounds):
+            streams = [bench.start(prompt_of(16, 10 * turn + i), 8000) for i in range(8)]
+            while min(len(stream.at) for stream in streams) < 60:
+                time.sleep(0.01)
+            alone = statistics.median(np.concatenate([stream.gaps[-40:] for stream in streams]))
+            long = bench.start(prompt_of(4000, 1000 + turn), 1)
+            long.ended.wait()
+            during = np.concatenate([np.diff([t for t in stream.at if t > long.began]) for stream in streams])
+            print(f"4,000 tokens beside 8 streams: between tokens {1e3 * alone:.1f} ms without it; with it, of that "
+                  f"median {np.median(during) / alone:.2f}, p99 {np.percentile(during, 99) / alone:.2f}, most "
+                  f"{during.max() / alone:.2f}; {4000 / long.first:.0f} tokens/s", flush=True)
+            for handle in list(bench.engine._requests):
+                bench.engine.release(handle)
+            while bench.model.scheduler.running:
+                time.sleep(0.01)
+    stories = "Once upon a time there was a brave fox named Mia, who lived in a wood. " * 3000
+    text = stories[:200_000]
+    with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=1.5e3 * median) as bench:
+        streams = [bench.start(prompt_of(16, i), 100_000) for i in range(4)]
+        while min(len(stream.at) for stream in streams) < 40:
+            time.sleep(0.01)
+        alone = statistics.median(np.concatenate([stream.gaps[-30:] for stream in streams]))
+        for turn in range(options.rounds):
+            long, spec = Times(bench), RequestSpec("m", text=text + str(turn), config=GenerateConfig(seed=1))
+            began = time.perf_counter()
+            handle = bench.engine.submit(spec, long)
+            taken = time.perf_counter()
+            while bench.steps < long.first_step + 6:
+                time.sleep(0.002)
+            short = bench.run(prompt_of(40, 77 + turn))
+            most = max(max(np.diff([t for t in stream.at if began < t])) for stream in streams)
+            print(f"{len(spec.input_ids)} tokens of text, taken in {taken - began:.2f} s: longest pause of 4 streams "
+                  f"{most / alone:.1f} steps of theirs without it; a short prompt behind it: first token after "
+                  f"{short.steps[0] - short.first_step} steps", flush=True)
+            bench.engine.release(handle)
+
+
+def prefixes(options) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        spans = dict(cache_memory=options.cache << 20, host_cache_memory=4 * options.cache << 20)
+        kinds = {"memory": spans, "file": {**spans, "host_cache_dir": directory}}
+        for kind, fields in kinds.items():
+            again = []
+            with Bench(options, **fields) as bench:
+                bench.run(prompt_of(300, 5))
+                for turn in range(options.rounds):
+                    shared = prompt_of(2000, 100 + turn)
+                    first = bench.run(shared + prompt_of(16, 200 + turn))
+                    second = bench.run(shared + prompt_of(16, 300 + turn))
+                    for filler in range(-(-bench.model.info.num_spans * 32 // 4000)):
+                        bench.run(prompt_of(4000, 400 + 10 * turn + filler))
+                    before = bench.model.scheduler.counters.restored_tokens
+                    third = bench.run(shared + prompt_of(16, 500 + turn))
+                    restored = bench.model.scheduler.counters.restored_tokens - before
+                    print(f"{kind}: first {first.first:.2f} s; sharing 2,000 tokens {100 * second.first / first.first:.1f} "
+                          f"% of it; with {restored} tokens from the second tier {100 * third.first / first.first:.1f} %",
+                          flush=True)
+                    again.append((shared, first.first))
+            if kind == "file":
+                with Bench(options, **fields) as bench:
+                    bench.run(prompt_of(300, 5))
+                    for turn, (shared, first) in enumerate(again):
+                        before = bench.model.scheduler.counters.restored_tokens
+                        times = bench.run(shared + prompt_of(16, 600 + turn))
+                        restored = bench.model.scheduler.counters.restored_tokens - before
+                        print(f"after a restart: with {restored} tokens from the file {100 * times.first / first:.1f} %",
+                              flush=True)
+
+
+def chats(options) -> None:
+    with Bench(options, engine_max_batch=32, engine_max_length=4096) as bench:
+        new = 0
+        system = prompt_of(300, 9)
+        lock = threading.Lock()
+        rng = np.random.default_rng(3)
+        sizes = rng.integers(40, 160, (32, 6)), rng.integers(20, 60, (32, 6))
+
+        def chat(number: int) -> None:
+            nonlocal new
+            history = list(system)
+            for turn in range(6):
+                question, answer = int(sizes[0][number, turn]), int(sizes[1][number, turn])
+                history += prompt_of(question, 1000 * number + turn)
+                times = bench.start(history, answer)
+                times.ended.wait()
+                history += times.tokens
+                with lock:
+                    new += question + len(times.tokens)
+
+        threads = [threading.Thread(target=chat, args=(i,)) for i in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows = bench.model.scheduler.counters.computed_rows
+        print(f"32 chats of 6 turns: {rows} rows for {new + len(system)} new tokens, {rows / (new + len(system)):.3f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", default="w8a8")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cache", type=int, default=96, help="MiB of the first tier, for prefixes")
+    parser.add_argument("--only", nargs="*", default=["prompts", "prefixes", "chats"])
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shipped = Path(allspark_server.__file__).parent / "assets" / "fable"
+        for path in (*shipped.glob("tokenizer*"), *chosen.checkpoint.absolute().iterdir()):
+            target = Path(folder, path.name)
+            target.unlink(missing_ok=True)
+            target.symlink_to(path)
+        chosen.checkpoint = folder
+        for name in chosen.only:
+            globals()[name](chosen)

@@ -1,0 +1,88 @@
+"""What leaves this tree: the source distribution builds both wheels in a clean environment, they hold all that they need,
+and the client runs with the oldest versions that it asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+def run(*line, **options) -> str:
+    done = subprocess.run([str(part) for part in line], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> Path:
+    """The source distribution of this tree, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", folder, cwd=ROOT)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def wheel_of(tree: Path, folder: Path, **environment: str) -> Path:
+    """Built in an environment that has what pyproject.toml names and nothing else."""
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, tree,
+        env={**os.environ, **environment}, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_client_s_wheel_runs_with_the_oldest_versions_that_it_asks_for(unpacked, tmp_path):
+    wheel = wheel_of(unpacked, tmp_path, ALLSPARK_CLIENT_ONLY="1")
+    names = names_in(wheel)
+    assert {"allspark_client/_proto/allspark_pb2.py", "allspark_client/py.typed"} <= names
+    assert not any(name.startswith(("allspark_server", "allspark_launch")) for name in names)
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", metadata, re.M)]
+    assert len(oldest) == 3, metadata
+    if sys.version_info >= (3, 12):
+        pytest.skip("the oldest NumPy is none of this Python's")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "-q", wheel, *oldest)
+    run(python, "-W", "error", "-c", """
+import allspark_client as a
+from allspark_client import convert
+config = a.GenerateConfig(top_k=3, logit_bias={1: 2.0}, stop_words_ids=[[1, 2]])
+message = convert.generate_config_to_pb(config)
+assert convert.generate_config_from_pb(type(message).FromString(message.SerializeToString())) == config
+try:
+    a.ClientEngine("127.0.0.1:9", reconnect_timeout=0)
+except a.AllSparkError as error:
+    assert "127.0.0.1:9" in str(error), error
+""")
+
+
+def test_the_server_s_wheel_has_every_instruction_set(unpacked, tmp_path):
+    wheel = wheel_of(unpacked, tmp_path)
+    names = names_in(wheel)
+    assert {"allspark_server/py.typed", "allspark_launch/quickstart", "allspark_client/_proto/asgraph_pb2.py"} <= names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert any(name.startswith("allspark_server/assets/") and name.endswith(".safetensors") for name in names)
+    with zipfile.ZipFile(wheel) as archive:
+        (library,) = (archive.read(name) for name in names if re.match(r"allspark_server/_native.*\.so$", name))
+    isas = runpy.run_path(str(ROOT / "setup.py"))["ISAS"][os.uname().machine]
+    assert [name for name in isas if f"N2as{len(name)}{name}".encode() not in library and name.encode() not in library] == []

@@ -1,0 +1,174 @@
+"""The prefix cache's second tier, as the scheduler uses it: what goes there, what comes back, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from allspark_server.cache.host_tier import CopyCosts, HostTier
+from allspark_server.scheduler import State
+from fake_group import expected_output
+from test_scheduler import Rig, output, prompt_of
+
+
+def copies_of(rig: Rig) -> list[int]:
+    """How many copies each plan had."""
+    return [sum(len(words) // 6 for _, words in plan.sections) for plan in rig.executor.plans]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_evicted_spans_come_back(depth):
+    rig = Rig(num_spans=32, host_spans=100, depth=depth)
+    first = rig.add(prompt_of(80), 5)
+    rig.run()
+    for seed in range(1, 4):
+        rig.add(prompt_of(100, seed), 2)
+        rig.run()
+    again = rig.add(prompt_of(80), 5)
+    rig.run()
+    assert output(again) == output(first) == expected_output(prompt_of(80), 5)
+    assert again.prefix_len == again.restored == 76
+    counters = rig.scheduler.counters
+    assert counters.restored_tokens == 76 and counters.restored_spans == 19 and counters.saved_spans >= 19
+
+
+def test_spans_are_saved_just_before_they_are_written_to():
+    rig = Rig(num_spans=64, host_spans=100, max_step_tokens=8, max_batch=2)
+    rig.add(prompt_of(240), 1)
+    rig.run()
+    before = len(rig.executor.plans)
+    rig.add(prompt_of(240, seed=1), 1)
+    rig.run()
+    copies = copies_of(rig)[before:]
+    assert max(copies) <= 2 and 50 <= sum(copies) <= 60  # not all at once when the second prompt takes its spans
+
+
+def test_what_is_not_saved_yet_comes_back_too():
+    rig = Rig(num_spans=64, host_spans=100, max_step_tokens=8, max_batch=2)
+    rig.add(prompt_of(240), 1)
+    rig.run()
+    taker = rig.add(prompt_of(240, seed=1), 1)
+    rig.step()
+    rig.scheduler.cancel(taker)  # it had most of the spans and wrote to few
+    assert len(rig.tier) > 40
+    again = rig.add(prompt_of(240), 1)
+    rig.run()
+    assert again.prefix_len == 236 and output(again) == expected_output(prompt_of(240), 1)
+
+
+def test_many_spans_come_back_over_several_steps():
+    rig = Rig(num_spans=260, host_spans=2000, max_batch=4, max_step_tokens=64)
+    rig.add(prompt_of(600), 1)
+    rig.run()
+    rig.add(prompt_of(1020, seed=1), 1)
+    rig.run()
+    rig.tier.costs.copy, rig.tier.costs.row = 1e-3, 1.0
+    stream = rig.add(prompt_of(4, seed=2), 60)
+    rig.step()
+    before = len(rig.executor.plans)
+    again = rig.add(prompt_of(600), 1)
+    rig.step()
+    assert again.state is State.BLOCKED and again.blocked_on == "spans of the second tier"
+    rig.run()
+    copies = copies_of(rig)[before:]
+    assert max(copies) <= 40 and sum(c > 0 for c in copies) >= 149 // 40  # with those that are saved for it
+    assert again.prefix_len == 596 and again.restored > 500
+    assert output(again) == expected_output(prompt_of(600), 1) and len(output(stream)) == 60
+
+
+def test_copies_alone_make_a_step():
+    rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
+    rig.add(prompt_of(600), 1)
+    rig.run()
+    rig.add(prompt_of(1020, seed=1), 1)
+    rig.run()
+    again = rig.add(prompt_of(600), 1)
+    rig.run()
+    assert any(not plan.work and plan.sections for plan in rig.executor.plans)
+    assert output(again) == expected_output(prompt_of(600), 1)
+
+
+def test_the_preempted_come_back():
+    rig = Rig(num_spans=24, host_spans=100, max_batch=3, max_step_tokens=16)
+    sequences = [rig.add(prompt_of(24, seed=i), 30) for i in range(3)]
+    rig.run()
+    counters = rig.scheduler.counters
+    assert counters.preemptions and counters.restored_spans
+    for sequence in sequences:
+        assert output(sequence) == expected_output(sequence.tokens[:24], 30)
+
+
+def test_one_of_the_second_tier_can_be_cancelled():
+    rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
+    rig.add(prompt_of(600), 1)
+    rig.run()
+    rig.add(prompt_of(1020, seed=1), 1)
+    rig.run()
+    again = rig.add(prompt_of(600), 1)
+    rig.step()
+    assert again.state is State.BLOCKED
+    rig.scheduler.cancel(again)
+    rig.run()
+    assert again.state is State.ENDED
+
+
+def test_a_lasting_tier_has_what_was_computed():
+    rig = Rig(num_spans=64, host_spans=100, lasting=True)
+    first = rig.add(prompt_of(80), 9)
+    rig.run()
+    assert len(rig.tier) >= 20 and rig.scheduler.counters.saved_spans >= 20
+    held = {key: host for key, host in rig.tier._host_of.items()}
+    later = Rig(num_spans=64)
+    later.prefix.tier = later.scheduler._spans.tier = HostTier(100, 4, held, lasting=True)
+    later.executor.host = rig.executor.host
+    again = later.add(first.tokens[:88], 3)
+    later.run()
+    assert again.restored >= 80 and output(again) == expected_output(first.tokens[:88], 3)
+
+
+def test_the_least_recently_used_go_first():
+    tier = HostTier(2, 4)
+    for span, key in enumerate((b"a" * 16, b"b" * 16)):
+        tier.evicted(key, span)
+    tier.before_writes([0, 1])
+    assert len(tier.take_copies().saved) == 2
+    assert tier.restore(b"a" * 16, 0)
+    tier.evicted(b"c" * 16, 2)
+    tier.before_writes([2])
+    copies = tier.take_copies()
+    assert copies.saved[2][0] != copies.restored[0][0]
+    assert (tier.count([b"a" * 16]), tier.count([b"b" * 16]), tier.count([b"c" * 16])) == (1, 0, 1)
+    # More in one step than it holds: nothing that the step copies is overwritten in it.
+    for span in range(3, 9):
+        tier.evicted(bytes([span]) * 16, span)
+    tier.before_writes(range(3, 9))
+    copies = tier.take_copies()
+    assert len({host for host, _ in copies.saved.values()}) == len(copies.saved) == 2 and len(tier) == 2
+
+
+def test_what_is_not_worth_copying_is_computed():
+    costs = CopyCosts(32)
+    assert costs.worthwhile()
+    costs.learn(rows=256, seconds=0.256, copies=0, copy_seconds=0)
+    costs.learn(rows=1, seconds=5.0, copies=0, copy_seconds=0)  # of no account
+    assert abs(costs.row - 1e-3) < 1e-9 and costs.worthwhile()
+    costs.learn(rows=0, seconds=0.1, copies=2, copy_seconds=0.1)
+    assert abs(costs.copy - 0.05) < 1e-9 and not costs.worthwhile()  # 50 ms against 32
+    assert sum(not costs.worthwhile() for _ in range(100)) < 30  # it is tried again
+    rig = Rig(num_spans=32, host_spans=100)
+    rig.tier.costs.copy, rig.tier.costs.row = 10.0, 1e-6
+    rig.add(prompt_of(80), 5)
+    rig.run()
+    rig.add(prompt_of(100, 1), 2)
+    rig.run()
+    assert rig.scheduler.counters.saved_spans == 0
+
+
+def test_a_cache_too_small_for_what_comes_back():
+    rig = Rig(num_spans=24, host_spans=200, max_batch=4, max_step_tokens=16, depth=2)
+    prompts = [prompt_of(60, seed=i) for i in range(4)]
+    for _ in range(3):
+        sequences = [rig.add(prompt, 6) for prompt in prompts]
+        rig.run()
+        for prompt, sequence in zip(prompts, sequences):
+            assert output(sequence) == expected_output(prompt, 6)
+    assert rig.scheduler.counters.restored_spans > 40
