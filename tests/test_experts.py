@@ -42,7 +42,8 @@ def test_logits(name, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [name if name in ("qwen3-moe-mixed", "qwen2-moe") else
+                                  pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS])
 def test_greedy_output(name, world):
     """By chunks of 48 rows and then one by one."""
     with Driver(checkpoint(name), world) as driver:
@@ -131,14 +132,15 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
     ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.3), ("w4a8", 32, 1.2)])
 @pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
 def test_weight_formats(name, form, group, tolerance):
-    """On 1 and 3 ranks; routers stay float32."""
-    prompt = prompt_of(64)
+    """On 1 and several ranks; routers stay float32."""
+    prompt, group = prompt_of(64), group if name == "qwen3-moe" else 0  # others are cut inside groups
     expected = reference_logits(checkpoint(name), prompt)
-    for world in (1, 3):
+    for world in (1, 2 if group else 3):
         with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
             _, logits = driver.generate(prompt, 1)
         error = np.sqrt(np.mean((logits[0] - expected) ** 2)) / expected.std()
-        assert error < tolerance, error
+        print(f"{world} ranks: error {error:.3f}")
+        assert error < tolerance
 
 
 def stacked(name, directory):
@@ -213,6 +215,7 @@ def test_configs_that_are_refused(name, change, problem, tmp_path):
 @pytest.mark.parametrize("name, layout", [("qwen2-moe", "each"), ("qwen3-moe", "stacked"), ("mixtral", "each")])
 def test_serialized_and_reloaded(name, layout, form, group, tmp_path):
     """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
+    group = group if name == "qwen3-moe" else 0  # others are cut inside groups
     source = checkpoint(name) if layout == "each" else stacked(name, tmp_path / "stacked")
     options = {} if form == "auto" else {"enable_quant": True, "customized_quant_config": {
         "weight_format": "uint4" if "4" in form else "int8", "group_size": group,
