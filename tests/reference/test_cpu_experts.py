@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reference.test_cpu_ops import FORMATS, VOCAB, compare, compiled, embedded, prompts, seed, step_of, toy
+from reference.test_cpu_ops import EXACT, FORMATS, VOCAB, compare, compiled, embedded, prompts, seed, step_of, toy
 from reference.toy import ALL, Toy
 
 __all__ = ["seed"]  # a fixture
@@ -48,7 +48,7 @@ def test_experts(experts, top, width, inner, form, group, tolerance, threads):
     x = embedded(own, width)
     rows, scores = routed(own, x, experts, top, normalized=True)
     own.finish(mlp(own, x, rows, scores, experts, inner, form, group))
-    compare(own, 3 * tolerance if form in ("w8a8", "w4a8") else tolerance, threads)  # two products, one after the other
+    compare(own, tolerance if tolerance == EXACT else 3 * tolerance, threads)  # two products, one after the other
 
 
 @pytest.mark.parametrize("router", [
