@@ -63,6 +63,40 @@ int group_max(const float* x, int n, float* groups) {
   return static_cast<int>(bad);
 }
 
+void mask_group_max(const float* x, const uint32_t* mask, int first, int n, float* out, float* groups) {
+  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+  constexpr uint32_t kBits[kLanes] = {1u,      1u << 1, 1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+                                      1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
+  const uint32_t banned = float_to_bits(kLowest);
+  for (int begin = 0; begin < n; begin += kChunk) {
+    float top[kLanes];
+    for (int j = 0; j < kLanes; ++j) top[j] = kLowest;
+    const int end = n - begin < kChunk ? n : begin + kChunk;
+    int i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      const int at = first + i;
+      const uint32_t allowed = mask[at / 32] >> (at % 32) & 0xffffu;
+      if (!allowed) {
+        for (int j = 0; j < kLanes; ++j) out[i + j] = kLowest;
+        continue;
+      }
+#pragma GCC unroll 1
+      for (int j = 0; j < kLanes; ++j) {
+        const uint32_t keep = (allowed & kBits[j]) ? 0xffffffffu : 0u;
+        const float v = bits_to_float((float_to_bits(x[i + j]) & keep) | (banned & ~keep));
+        out[i + j] = v;
+        top[j] = v > top[j] ? v : top[j];
+      }
+    }
+    for (; i < end; ++i) {
+      const int at = first + i, j = (i - begin) % kLanes;
+      out[i] = (mask[at / 32] >> (at % 32)) & 1u ? x[i] : kLowest;
+      top[j] = out[i] > top[j] ? out[i] : top[j];
+    }
+    for (int j = 0; j < kLanes; ++j) *groups++ = top[j];
+  }
+}
+
 void exp_values(const float* x, int n, float shift, float scale, float* out) {
   for (int i = 0; i < n; ++i) out[i] = exp_nonpositive((x[i] - shift) * scale);
 }
@@ -79,7 +113,11 @@ void chunk_sum_exp(const float* x, int n, const float* groups, float scale, floa
     }
     const float top = tops[0];
     *maxima++ = top;
-    exp_values(x + begin, count, top == kLowest ? 0.0f : top, scale, values);
+    if (top == kLowest) {  // most chunks under a narrow mask
+      *sums++ = 0.0;
+      continue;
+    }
+    exp_values(x + begin, count, top, scale, values);
     for (int i = count; i < kChunk; ++i) values[i] = 0.0f;
     float lanes[kLanes];
     for (int j = 0; j < kLanes; ++j) lanes[j] = 0.0f;

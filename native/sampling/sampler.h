@@ -173,7 +173,6 @@ class ShardDraw {
   struct Part {
     int begin, end, not_finite;
     float raw_max, max;                              // of the model's logits, and of what is drawn from
-    int allowed;                                     // the best that the mask allows; -1: none
     std::vector<std::pair<int32_t, float>> changes;  // of processors: place in the part, what was there before
     std::vector<sampling::Bin> bins;
   };
@@ -221,6 +220,9 @@ struct LogitKernels {
   // Maxima of groups: in each chunk of 256 logits, 16 groups with a stride of 16 (group 16 * chunk + i % 16). Groups
   // has 16 * ceil(n / 256) entries; empty groups are -Inf. Returns the number of NaN and +Inf found.
   int (*group_max)(const float* x, int n, float* groups);
+  // out[i] = x[i] where bit (first + i) of the mask (32 to a word) is 1, -Inf elsewhere; and the maxima of out's
+  // groups. first: a multiple of 16, or n less than 16.
+  void (*mask_group_max)(const float* x, const uint32_t* mask, int first, int n, float* out, float* groups);
   // Of each chunk of 256: its maximum, from its groups', and the sum of exp((x[i] - maximum) * scale), 0 if all are
   // -Inf. Both have ceil(n / 256) entries.
   void (*chunk_sum_exp)(const float* x, int n, const float* groups, float scale, float* maxima, double* sums);

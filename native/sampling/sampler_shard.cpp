@@ -170,6 +170,13 @@ Winner draw_chunk(const SamplingParams& p, int position, const float* x, int beg
 
 bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
 
+// LogitKernels::mask_group_max at any bit; small vocabularies may be cut anywhere.
+void mask_logits(const float* x, const uint32_t* mask, int first, int n, float* out, float* groups) {
+  if (first % kLanes == 0) return logit_kernels().mask_group_max(x, mask, first, n, out, groups);
+  for (int i = 0; i < n; ++i) out[i] = allows(mask, first + i) ? x[i] : kBanned;
+  logit_kernels().group_max(out, n, groups);
+}
+
 class Places {
  public:
   Places(float top, float scale) : top_(top), steps_(steps_of(scale)) {}
@@ -286,7 +293,6 @@ void ShardDraw::begin(const SampleInput& input, int vocab_begin, int vocab_local
     part.end = std::min(local_, static_cast<int>(static_cast<int64_t>(units) * (i + 1) / parts) * kChunk);
     part.not_finite = 0;
     part.raw_max = part.max = kBanned;
-    part.allowed = -1;
     part.changes.clear();
     part.bins.clear();
   }
@@ -307,28 +313,17 @@ void ShardDraw::scan(int index) {
   };
   part.not_finite = kernels.group_max(raw, n, groups);
   part.raw_max = max_of(groups, group_count(n));
-  if (!narrows_) {
-    if (p.logprobs()) weigh(raw, 1.0f, raw_);
-    if (input_.mask) {
-      for (int i = 0; i < n; ++i) {
-        if (allows(input_.mask, begin_ + from + i) && raw[i] > (part.allowed < 0 ? kBanned : raw[part.allowed - from]))
-          part.allowed = from + i;
-      }
-    }
-  }
+  if (!narrows_ && p.logprobs()) weigh(raw, 1.0f, raw_);
   float* x = processed_logits() + from;
-  if (input_.mask) std::copy_n(raw, n, x);
+  float* current = processed_.groups.data() + group_count(from);
+  if (input_.mask) mask_logits(raw, input_.mask, begin_ + from, n, x, current);
+  else std::copy_n(groups, group_count(n), current);
   thread_local Occurrences seen;
   Processors(input_, begin_ + from, n, x, seen, part.changes).run();
-  float* current = processed_.groups.data() + group_count(from);
-  if (input_.mask) {
-    for (int i = 0; i < n; ++i) {
-      if (!allows(input_.mask, begin_ + from + i)) x[i] = kBanned;
-    }
-    kernels.group_max(x, n, current);
-  } else {
-    std::copy_n(groups, group_count(n), current);
-    for (const auto& change : part.changes) refresh_group(x, n, change.first, current);
+  for (const auto& change : part.changes) {
+    // A penalty that overflows may have made a number of what is banned.
+    if (input_.mask && !allows(input_.mask, begin_ + from + change.first)) x[change.first] = kBanned;
+    refresh_group(x, n, change.first, current);
   }
   part.max = max_of(current, group_count(n));
   const float scale = 1.0f / p.temperature;
@@ -416,10 +411,10 @@ size_t ShardDraw::finish_candidates(std::vector<uint8_t>& blob) {
     head.best_id = begin_ + first_of(raw, raw_, &Part::raw_max, head.raw_max);
     head.best_raw = head.raw_max;
     if (input_.mask) {
-      for (const Part& part : parts_) {
-        if (part.allowed < 0 || !(raw[part.allowed] > head.allowed_raw)) continue;
-        head.allowed_id = begin_ + part.allowed;
-        head.allowed_raw = raw[part.allowed];
+      for (int i = 0; i < local_ && head.max == kBanned; ++i) {  // else nobody asks
+        if (!allows(input_.mask, begin_ + i) || !(raw[i] > head.allowed_raw)) continue;
+        head.allowed_id = begin_ + i;
+        head.allowed_raw = raw[i];
       }
     } else {
       head.allowed_id = head.best_id;
@@ -495,7 +490,7 @@ namespace sampling {
 static const LogitKernels* g_kernels = nullptr;  // set once at import, before any thread draws
 
 const LogitKernels& logit_kernels() {
-  static const LogitKernels baseline{group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
+  static const LogitKernels baseline{group_max, mask_group_max, chunk_sum_exp, exp_values, weigh_bins, find_between};
   return g_kernels ? *g_kernels : baseline;
 }
 
