@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-WORDS = ("name", "age", "city", "title", "tags", "of", "id", "\u00e9t\u00e9", "a b", "x", "items", "price", "kind", "note")
+WORDS = ("name", "age", "city", "title", "tags", "of", "id", "\u00e9t\u00e9", "a b", "x", "items", "price", "kind",
+         "note")
 MOST = 700  # characters of a text
 
 
@@ -41,7 +42,8 @@ def _value(draw: random.Random, depth: int) -> dict[str, Any]:
     if kind in ("boolean", "null"):
         return {"type": kind}
     if kind == "enum":
-        return {"enum": draw.sample(["red", "green", 5, None, True, "\u00e4 \"b\"", -1.5, [1, "x"]], draw.randrange(1, 5))}
+        values = ["red", "green", 5, None, True, "\u00e4 \"b\"", -1.5, [1, "x"]]
+        return {"enum": draw.sample(values, draw.randrange(1, 5))}
     if kind == "const":
         return {"const": draw.choice(["yes", 0, False, {"a": [1]}, "\\n"])}
     if kind == "pattern":

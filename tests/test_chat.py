@@ -127,8 +127,8 @@ def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
     draw = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}",
              "[", "]", '"', '{"name": "now", ', '"arguments": ', '"parameters": ', "{}", ",", ":", ";", "\n", " ",
-             "now", "5", "\\", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\u00e9", "[CALL_ID]", "[THINK]",
-             "<", "</"]
+             "now", "5", "\\", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\u00e9", "[CALL_ID]",
+             "[THINK]", "<", "</"]
     for _ in range(300):
         text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
         whole = parse(name, [text])

@@ -214,6 +214,15 @@ def test_the_process_may_die(guide):
     assert guide.compile({"type": "regex", "regex": "after[0-9]"})
 
 
+def test_closing_does_not_wait_for_a_start():
+    guide = Guide((FABLE / "tokenizer.json").read_text(), VOCAB, [EOS])
+    guide.start()
+    guide.close()
+    guide.close()
+    with pytest.raises(ValueError, match="released"):
+        guide.compile({"type": "json_object"})
+
+
 def test_grammars_that_are_not_used_are_forgotten(guide, monkeypatch):
     monkeypatch.setattr("allspark_server.guided.grammar.CACHED_GRAMMARS", 3)
     kept = guide.compile({"type": "regex", "regex": "kept"})

@@ -189,7 +189,7 @@ def test_what_cannot_be():
     with engine_with() as (engine, name):
         for config, match in (
             ({"response_format": {"type": "regex", "regex": "("}}, r"response_format\.regex: .*unclosed"),
-            ({"response_format": {"type": "json_schema", "json_schema": {"type": "x"}}}, r"response_format\.json_schema"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"type": "x"}}}, r"format\.json_schema"),
             ({"response_format": CHOICE, "eos_token_id": -1}, "needs an id that ends the output"),
             ({"response_format": CHOICE, "vocab": {"a": 1 << 20}}, "vocab has id"),
         ):

@@ -1,8 +1,8 @@
 """Guided output: what a request's `response_format` allows becomes a mask over the vocabulary for each token.
 
 `Guide` is a model's: it compiles a format (checked first in a process that may be killed, checker.py) to a `Grammar`,
-which gives each sequence a `Matcher`; `MaskWriter` is the thread that keeps these and writes the masks of each step. Nothing
-here knows requests or devices.
+which gives each sequence a `Matcher`; `MaskWriter` is the thread that keeps these and writes the masks of each step.
+Nothing here knows requests or devices.
 """
 
 from .grammar import Grammar, Guide, Matcher, MatcherError

@@ -106,6 +106,7 @@ class Checker:
         self._process: Optional[subprocess.Popen[bytes]] = None
         self._control: Optional[socket.socket] = None
         self._owner = 0
+        self.closed = False
 
     def start(self) -> None:
         """Starts the process unless it runs, so that the first request need not wait for it."""
@@ -113,9 +114,14 @@ class Checker:
             self._running()
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process, and whatever waits for it; there will be no other."""
+        self.closed = True
+        if self._owner != os.getpid():
+            return
+        if (process := self._process) is not None:
+            process.kill()  # whoever is starting it has the lock, and goes on now
         with self._lock:
-            if self._process is not None and self._owner == os.getpid():
+            if self._process is not None:
                 self._control.close()
                 self._process.kill()
                 self._process.wait()
@@ -132,7 +138,12 @@ class Checker:
         mine, theirs = socket.socketpair()
         with mine:
             with theirs, self._lock:
-                socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
+                try:
+                    socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
+                except OSError:  # it has just ended
+                    self._process.kill()
+                    self._process.wait()
+                    socket.send_fds(self._running(), [b"+"], [theirs.fileno()])
             answer = _ask(mine, data, time.monotonic() + SECONDS)
         if not answer:
             raise ValueError(
@@ -144,6 +155,8 @@ class Checker:
         return text, size
 
     def _running(self) -> socket.socket:
+        if self.closed:
+            raise ValueError("cannot be compiled: the model is being released")
         if self._owner != os.getpid() or self._process is None or self._process.poll() is not None:
             # It ends when it can read no more from this one.
             self._owner = os.getpid()
@@ -157,9 +170,12 @@ class Checker:
                     stderr=subprocess.DEVNULL,
                 )
             self._control.settimeout(START_SECONDS)
-            data = json.dumps(self._tokenizer()).encode()
-            self._control.sendall(len(data).to_bytes(8, "little") + data)
-            if not self._control.recv(1):
+            data, ready = json.dumps(self._tokenizer()).encode(), b""
+            with contextlib.suppress(OSError):  # a timeout, too
+                self._control.sendall(len(data).to_bytes(8, "little") + data)
+                ready = self._control.recv(1)
+            if not ready:
+                self._process.kill()
                 raise ValueError("cannot be compiled: the tokenizer cannot be used for grammars")
         return self._control
 

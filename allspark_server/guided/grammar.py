@@ -158,7 +158,8 @@ class Guide:
                 self._checker.start()
                 self._tokenizer(None, None)
             except (ValueError, OSError) as error:
-                logger.warning("guided output will not be available: %s", error)
+                if not self._checker.closed:
+                    logger.warning("guided output is not available: %s", error)
 
         threading.Thread(target=run, name="allspark-guide", daemon=True).start()
 
