@@ -18,7 +18,7 @@ import pytest
 
 from allspark_launch.http import HttpOptions, open_socket
 from allspark_launch.serving import background_group, shipped_model
-from http_helpers import KEYS, MODEL, STORY, door_before, post, refusal, token_file, within
+from http_helpers import KEYS, MODEL, STORY, post, refusal, token_file, within
 from waiting import wait_for
 
 LONG = {"model": MODEL, "messages": STORY, "ignore_eos": True, "max_tokens": 900, "n": 16,

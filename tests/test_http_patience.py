@@ -80,7 +80,7 @@ def test_slow_readers(unread, late, stuck):
 
     async def run():
         door = SimpleNamespace(pool=None)
-        one = call.Call(door, {"extensions": {"allspark.abort": lambda: aborted.append(True)}}, None, send,
+        one = call.Call(door, {"extensions": {"allspark.abort": lambda: aborted.append(True)}}, send,
                         Client(Role.READ))
         one._answers.append(SimpleNamespace(started=True, unread=unread))
         one.task = asyncio.ensure_future(one.write(b"x"))
@@ -156,3 +156,17 @@ def test_chunks_of_one_byte_and_endless_trailers(monkeypatch):
                     connection.sendall(b"x-trailer: " + b"y" * 1000 + b"\r\n")
                     time.sleep(0.001)
                 pytest.fail("takes trailers without end")
+
+
+def test_who_waits_for_the_first_token_is_not_slow():
+    async def send(_):
+        return
+
+    async def run():
+        one = call.Call(SimpleNamespace(pool=None), {}, send, Client(Role.READ))
+        await one.stream()
+        assert not one.stuck(time.monotonic() + 1000)
+        await one.write(b"x")
+        assert not one.stuck(time.monotonic() + 1000)
+
+    asyncio.run(run())

@@ -63,9 +63,9 @@ class Door:
 class Call:
     """A request and its answer. `client`: who sent it."""
 
-    def __init__(self, door: Door, scope: dict[str, Any], receive: Receive, send: Send, client: Client):
+    def __init__(self, door: Door, scope: dict[str, Any], send: Send, client: Client):
         self.door, self.pool, self.client = door, door.pool, client
-        self._scope, self._receive, self._send = scope, receive, send
+        self._scope, self._send = scope, send
         self._sending_since = 0.0
         self._answers: list[Answer] = []
         self.task: asyncio.Task | None = None
@@ -124,9 +124,9 @@ class Call:
         self._sending_since = 0.0
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self.status = status
-        self._sending_since = time.monotonic()
+        self.status, self._sending_since = status, time.monotonic()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self._sending_since = 0.0
 
     def stuck(self, now: float) -> bool:
         """Whether the client has stopped to read."""
@@ -164,7 +164,7 @@ class Endpoint:
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         door = self._door
-        call = Call(door, scope, receive, send, Client(Role.READ))
+        call = Call(door, scope, send, Client(Role.READ))
         door.calls.add(call)
         try:
             call.client = self._admit(scope)
