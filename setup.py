@@ -237,6 +237,7 @@ def requirements() -> dict:
     ]
     # Programs that the doors are tested with, each skipped where it is not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
+               "playwright>=1.40",
                "fschat>=0.2.36"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
             "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
@@ -259,7 +260,7 @@ def options() -> dict:
         "package_dir": {"allspark_launch": "launch"},
         "package_data": {
             "allspark_client": ["py.typed"],
-            "allspark_server": ["py.typed", "assets/*", "assets/*/*"],
+            "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
             "allspark_launch": ["*", "systemd/*", "examples/*"],
         },
         "ext_modules": [native, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],

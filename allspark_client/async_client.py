@@ -63,6 +63,7 @@ class AsyncClientEngine:
     start_model = _in_thread(ClientEngine.start_model)
     stop_model = _in_thread(ClientEngine.stop_model)
     release_model = _in_thread(ClientEngine.release_model)
+    members = _in_thread(ClientEngine.members)
     list_models = _in_thread(ClientEngine.list_models)
     get_as_engine_stat = _in_thread(ClientEngine.get_as_engine_stat)
     get_model_info = _in_thread(ClientEngine.get_model_info)

@@ -23,7 +23,8 @@ from .local_group import SelfStartedGroup
 from .queue import ResultQueue
 from .request import RequestSpec
 from .tokens import as_token_ids
-from .types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState, TlsConfig
+from .types import (AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, MemberState, ModelInfo, ModelState,
+                    TlsConfig)
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,10 @@ class ClientEngine(AbstractEngine):
         if len(self._members) == 1:
             return self._retry(lambda member: member.models())
         return [model for models in self._from_each(lambda member: member.models()) for model in models]
+
+    def members(self) -> list[MemberState]:
+        """The groups of the pool; those that cannot be reached are not waited for."""
+        return [member.state() for member in self._members]
 
     # --- requests ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from .connection_options import check_address
 from .errors import AllSparkError, AsStatus
 from .queue import ResultQueue
 from .request import RequestSpec
-from .types import GenerateRequestStatus, ModelState, TlsConfig
+from .types import GenerateRequestStatus, MemberState, ModelState, TlsConfig
 from .version import __version__
 from .waiting import Event, waking_together
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _SERVICE = "/allspark.Allspark/"
 #: how long a connection attempt may take before it counts as failed, s
 ATTEMPT_SECONDS = 5.0
+#: how old what members say of their models may be where they are looked at, s
+STATE_AGE_SECONDS = 0.5
 #: how long a server may take to say whether it takes a request, s
 ANSWER_SECONDS = 60.0
 #: pause after a failed attempt in the background, s
@@ -362,6 +364,19 @@ class Member:
             models = convert.models_from_pb(info.models)
             self._models = (time.monotonic(), models)
         return models
+
+    def state(self) -> MemberState:
+        """What is known of this member; one that cannot be reached is not waited for."""
+        session = self._session
+        if session is None or session.broken is not None or session.info is None:
+            self.reconnect_soon()
+            return MemberState(self.address)
+        info = session.info
+        try:
+            models = self.models(STATE_AGE_SECONDS)
+        except (Unavailable, AllSparkError):
+            models = []
+        return MemberState(self.address, True, info.version, info.rank_nums, list(info.placement), models)
 
     def close(self) -> None:
         """Close session and channel."""

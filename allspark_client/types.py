@@ -276,6 +276,18 @@ class ModelState:
 
 
 @dataclass
+class MemberState:
+    """A group of a pool, as its client sees it."""
+
+    address: str
+    connected: bool = False
+    version: str = ""
+    ranks: int = 0
+    placement: list[str] = field(default_factory=list)      #: of each rank, where it runs
+    models: list[ModelState] = field(default_factory=list)
+
+
+@dataclass
 class AsFileInfo:
     """Versions recorded in a serialized model, and this engine's."""
 

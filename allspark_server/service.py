@@ -504,7 +504,8 @@ class Service:
         return pb.ServerInfo(
             protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
             rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()),
-            max_message_bytes=self._max_message)
+            max_message_bytes=self._max_message,
+            placement=os.environ.get("ALLSPARK_PLACEMENT", "").splitlines())
 
 
 class _Writer:

@@ -106,7 +106,7 @@ class GroupOptions:
             access.socket_mode(self.socket_mode)
         guarded = bool(self.token_file or self.tls_ca)
         found = self.address or [access.default_address(guarded or self.insecure)]
-        for address in found:
+        for address in [*found, self.http] if self.http else found:
             access.check_door(address, token=bool(self.token_file), tls=bool(self.tls_cert),
                               client_ca=bool(self.tls_ca), insecure=self.insecure)
         return found
@@ -256,7 +256,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             show(plan)
         for warning in plan.placement.warnings:
             logger.warning("%s", warning)
-        environment = {**clean_environment(), **plan.environment}
+        environment = {**clean_environment(), **plan.environment, "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
         shared_memory = None
         if trusted("/dev/shm"):
             # MPI's shared memory in a folder of ours, so that what a killed rank leaves behind is found and removed.

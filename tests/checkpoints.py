@@ -75,12 +75,36 @@ STORED = {
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
 }
 
+EXPERTS = {
+    # 10 experts in slices of features on 2 and 3 ranks (9, 8 and 8 units of 8), whole ones on 4.
+    "qwen3-moe": Spec("qwen3_moe", _sizes(72, 8, 4, 151, head_dim=20, moe_intermediate_size=200, num_experts=10,
+                                          num_experts_per_tok=3, norm_topk_prob=True) | _rope("default", 1e6)),
+    # Dense layers among the others, whole experts on several ranks.
+    "qwen3-moe-mixed": Spec("qwen3_moe", _sizes(96, 6, 3, 131, 5, head_dim=16, moe_intermediate_size=37, num_experts=7,
+                                                num_experts_per_tok=2, norm_topk_prob=False, mlp_only_layers=[4],
+                                                decoder_sparse_step=2, attention_bias=True)),
+    "qwen2-moe": Spec("qwen2_moe", _sizes(112, 14, 2, 151, moe_intermediate_size=48, num_experts=9,
+                                          shared_expert_intermediate_size=131, num_experts_per_tok=4)
+                      | _rope("default", 1e6)),
+    "qwen2-moe-normalized": Spec("qwen2_moe", _sizes(72, 6, 6, 97, 4, moe_intermediate_size=192, num_experts=5,
+                                                     shared_expert_intermediate_size=97, num_experts_per_tok=5,
+                                                     norm_topk_prob=True, decoder_sparse_step=3, qkv_bias=False,
+                                                     tie_word_embeddings=True)),
+    "mixtral": Spec("mixtral", _sizes(96, 8, 4, 257, num_local_experts=6, num_experts_per_tok=2)),
+    "mixtral-many": Spec("mixtral", _sizes(80, 4, 1, 56, 2, head_dim=24, num_local_experts=33,
+                                           num_experts_per_tok=1) | _rope("default", 1e5)),
+}
+"""Models with experts, stored as float32."""
+
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
 _CLASSES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
 }
 
 
@@ -93,8 +117,8 @@ def _root() -> Path:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """The directory of a checkpoint of CONFIGS or STORED, written on first use and removed when the process ends."""
-    spec = CONFIGS.get(name) or STORED[name]
+    """The directory of a checkpoint of CONFIGS, EXPERTS or STORED, written on first use and removed when the process ends."""
+    spec = CONFIGS.get(name) or EXPERTS.get(name) or STORED[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -117,7 +141,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
             elif "embed_tokens" in name:
                 normal(parameter, 0.5)
             else:
-                normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
+                normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
     model = model.to(getattr(torch, spec.dtype))
     model.save_pretrained(directory, **({"max_shard_size": spec.shard} if spec.shard else {}))
     return directory
@@ -130,7 +154,10 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @functools.lru_cache(maxsize=4)
 def _model(directory: Path, dtype: torch.dtype):
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    plain = {"attn_implementation": "eager"}
+    if "num_experts_per_tok" in json.loads((directory / "config.json").read_text()):
+        plain["experts_implementation"] = "eager"  # others want aligned rows
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **plain).eval()
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32):

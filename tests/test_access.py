@@ -58,6 +58,7 @@ TLS = ["--tls-cert", "c.pem", "--tls-key", "k.pem"]
     ["--address", "[::]:50051"],
     ["--address", "localhost:50051"],
     ["--address", "unix:/tmp/s", "--address", "127.0.0.1:50051"],
+    ["--address", "unix:/tmp/s", "--http", "127.0.0.1:8000"],
     ["--address", "0.0.0.0:50051", *TLS],
     ["--address", "0.0.0.0:50051", "--token-file", "TOKENS"],
     ["--address", "127.0.0.1.example.org:50051", "--token-file", "TOKENS"],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import threading
 
 import numpy as np
@@ -186,7 +187,8 @@ def test_two_targets_get_the_same(capsys, tmp_path):
         peers = [body["prompt"] for body in bodies]
         assert sorted(ours) == sorted(peers) and len(ours) == 2 + 2 * 2 * 6
         assert bodies[0]["path"] == "/v1/completions" and bodies[0]["ignore_eos"] and bodies[0]["model"] == "m"
-    assert text.count("clients") == 4 and "goodput" in text
+    assert len(re.findall(r"clients +\d", text)) == 4 and "goodput" in text
+    assert "peer, 3 clients: 24 of 36 prompt tokens came from the prefix cache" in text
     report = json.loads((tmp_path / "o.json").read_text())
     assert [(r["target"], r["clients"]) for r in report["results"]] == [
         ("ours", 1), ("ours", 3), ("peer", 1), ("peer", 3)]

@@ -50,6 +50,10 @@ GENERATION = {
     "ignore_eos": ("x", 1, []),
     "cache_salt": (1, True, [], "x" * 5000),
     "priority": ("1", True, 1.5, 2**31, -(2**31)),
+    "guided_json": (1, "x", []),
+    "guided_regex": (1, "", []),
+    "guided_choice": (1, "x", [], [1]),
+    "guided_grammar": (1, "", []),
     "nonsense": (1, None),
 }
 TOOL = {"name": "f", "input_schema": {"type": "object"}}

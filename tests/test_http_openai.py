@@ -277,6 +277,11 @@ def test_structured_output(api):
                         ({"type": "choice", "choice": ["yes", "no"]}, lambda text: text in ("yes", "no"))):
         text = api.chat.completions.create(extra_body={"response_format": form}, **ask).choices[0].message.content
         assert right(text), text
+    guided = api.completions.create(model=MODEL, prompt="A", extra_body={"guided_regex": "[ab]{5}"})
+    assert set(guided.choices[0].text) <= {"a", "b"} and len(guided.choices[0].text) == 5
+    with pytest.raises(openai.BadRequestError) as wrong:
+        api.chat.completions.create(extra_body={"guided_regex": "a", "guided_choice": ["a"]}, **ask)
+    assert wrong.value.param == "guided_choice"
     with pytest.raises(openai.BadRequestError) as wrong:
         api.chat.completions.create(extra_body={"response_format": {"type": "regex", "regex": "("}}, **ask)
     assert wrong.value.param == "response_format"

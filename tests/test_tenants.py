@@ -137,6 +137,23 @@ def test_a_short_prompt_does_not_wait_for_another_tenants_long_one():
         assert short in rig.finished
 
 
+def test_a_short_prompt_behind_a_huge_one_waits_three_steps():
+    rig = Rig(num_spans=16384, max_batch=8, max_step_tokens=64, depth=2)
+    streams = [rig.add(prompt_of(8, seed=i), 1000, tenant=str(i)) for i in range(4)]
+    for _ in range(5):
+        rig.step()
+    before = {stream: len(rig.output[stream]) for stream in streams}
+    rig.add(prompt_of(50_000, seed=9), 1, tenant="book")
+    for _ in range(4):
+        rig.step()
+    assert all(len(rig.output[stream]) == before[stream] + 4 for stream in streams)  # a token of each in every step
+    for tenant in ("0", "book", "new"):
+        short = rig.add(prompt_of(20, seed=len(tenant)), 1, tenant=tenant)
+        for _ in range(3):
+            rig.step()
+        assert short in rig.finished
+
+
 def test_a_flood_of_short_prompts_gets_no_more_than_its_share():
     rig = Rig(num_spans=8192, max_batch=8, max_step_tokens=64)
     for tenant in ("a", "b", "c"):

@@ -20,6 +20,7 @@ from .messages_wire import MessagesRequest, Prompt
 from .metrics import CONTENT_TYPE
 from .models import health, list_models, one_model
 from .openapi import describe
+from .page import page, pool
 from .responses import responses
 from .responses_wire import ResponsesRequest
 from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -47,6 +48,8 @@ def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:
         ("GET", "/v1/models/{model}", Endpoint(door, "model", one_model, role=read)),
         ("POST", "/tokenize", Endpoint(door, "tokenize", tokenize, form=TokenizeRequest, role=generate)),
         ("POST", "/detokenize", Endpoint(door, "detokenize", detokenize, form=DetokenizeRequest, role=generate)),
+        ("GET", "/", Endpoint(door, "page", page, role=None, kind="text/html")),
+        ("GET", "/pool", Endpoint(door, "pool", pool, role=read)),
         ("GET", "/health", Endpoint(door, "health", health, role=None)),
         ("GET", "/metrics", Endpoint(door, "metrics", _metrics, role=read, kind="text/plain")),
     ]

@@ -16,6 +16,7 @@ from allspark_client.types import (
     AsEngineStat,
     Detokenized,
     GeneratedElements,
+    MemberState,
     ModelInfo,
     ModelState,
     RequestStatInfo,
@@ -110,6 +111,10 @@ class Pool:
             logger.debug("model %r: %s", name, error)
             self._infos.pop(name, None)
 
+    async def members(self) -> list[MemberState]:
+        """The groups behind the door."""
+        return await self._ask(self._engine.members)
+
     async def stat(self, name: str) -> AsEngineStat:
         """Load and counters of a model, over the pool."""
         return await self._ask(self._engine.get_as_engine_stat, name)
@@ -161,6 +166,7 @@ class Answer:
         self._pool, self.spec = pool, spec
         self._generation = AsyncGeneration(pool._engine, spec)
         self.started = False
+        self._taken = 0     # tokens
 
     async def __aenter__(self) -> "Answer":
         try:
@@ -178,6 +184,7 @@ class Answer:
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         try:
             async for elements in self._generation.queue:
+                self._taken += len(elements.ids_from_generate)
                 yield elements
         except AllSparkError as error:
             raise from_engine(error) from error
@@ -204,6 +211,7 @@ class Answer:
 
     @property
     def unread(self) -> int:
-        """Tokens generated so far, read or not."""
-        return self._generation.queue.GeneratedLength()
-
+        """Tokens that wait to be taken, each as much as it holds of log probabilities."""
+        config = self.spec.config
+        size = 1 + config.top_logprobs if config.logprobs else 1
+        return size * (self._generation.queue.GeneratedLength() - self._taken)

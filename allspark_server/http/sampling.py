@@ -39,6 +39,8 @@ def config_of(request: Wire, info: ModelInfo, max_tokens: int | None) -> Generat
         values["logit_bias"] = _biases(biases)
     if stop := getattr(request, "stop", None):
         values["stop"] = [stop] if isinstance(stop, str) else stop
+    if guided := _guided(request):
+        values["response_format"] = guided
     if getattr(request, "ignore_eos", None):
         values["early_stopping"] = False
     if max_tokens is not None:
@@ -62,6 +64,20 @@ def checked(values: dict[str, Any]) -> GenerateConfig:
             except (ValueError, TypeError) as error:
                 raise bad_value(NAMES.get(name, name), str(error)) from None
         raise
+
+
+def _guided(request: Wire) -> dict[str, Any] | None:
+    """What an answer must be, by vLLM's fields for it."""
+    given = [name for name in ("json", "regex", "choice", "grammar")
+             if getattr(request, f"guided_{name}", None) is not None]
+    if not given:
+        return None
+    if len(given) > 1 or getattr(request, "response_format", None) is not None:
+        raise bad_value(f"guided_{given[-1]}", "an answer has one form: there is another field that says it")
+    name, value = given[0], getattr(request, f"guided_{given[0]}")
+    if name == "json":
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": value}}
+    return {"type": name, name: value}
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -58,6 +58,7 @@ class StreamOptions(Wire):
     include_obfuscation: Optional[bool] = None
 
 
+JsonObject = dict[str, Any]
 ModelName = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)]
@@ -102,6 +103,11 @@ class Generation(Wire):
     priority: Annotated[
         Optional[int], Field(ge=-INT32_MAX, le=INT32_MAX, description="Higher goes first; 30 s of waiting a level")
     ] = None
+    guided_json: Annotated[
+        Optional[JsonObject], Field(description="The answer is JSON of this schema, as by 'response_format'")
+    ] = None
+    guided_regex: Annotated[Optional[str], Field(min_length=1)] = None
+    guided_choice: Annotated[Optional[list[str]], Field(min_length=1, max_length=4096)] = None
+    guided_grammar: Annotated[Optional[str], Field(min_length=1, description="Lark, or EBNF")] = None
 
 
-JsonObject = dict[str, Any]

@@ -9,13 +9,19 @@ from __future__ import annotations
 from allspark_server.models.config import ModelConfig, read_config
 from allspark_server.models.graph import Graph
 from allspark_server.models.llama import llama
+from allspark_server.models.mixtral import mixtral
 from allspark_server.models.qwen2 import qwen2
+from allspark_server.models.qwen2_moe import qwen2_moe
 from allspark_server.models.qwen3 import qwen3
+from allspark_server.models.qwen3_moe import qwen3_moe
 
 MODELS = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "LlamaForCausalLM": llama,
+    "Qwen2MoeForCausalLM": qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from allspark_server.models.config import ModelConfig
-from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.graph import Graph, Part, Tensor, Weight
 from allspark_server.models.rotary import rotary_of
+from allspark_server.weights.shard import Split
 
 
 def begin(config: ModelConfig) -> tuple[Graph, Tensor]:
@@ -32,6 +35,45 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, *, bias: bool = False) -> Te
                                  graph.config.hidden_size, bias)
     activated = graph.silu_mul(graph.linear(x, weight, added, out="gate_up"))
     return graph.row_parallel_linear(activated, f"{prefix}.down_proj", graph.intermediate, bias, out="branch")
+
+
+def routed_experts(graph: Graph, x: Tensor, prefix: str,
+                   names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensor:
+    """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of its
+    features of each: the ranks' are to be added. names: of an expert's gate, up and down."""
+    config, hidden = graph.config.experts, graph.config.hidden_size
+    inner, whole, count = graph.expert_features, graph.whole_experts, config.count
+    rows = graph.row_set("routed", config.per_token)
+
+    def part(expert: int, kind: str, size: int, split: Split | None) -> Part:
+        if not config.stacked:
+            return Part(f"{prefix}.experts.{expert}.{kind}.weight", size, split, unit=expert, units=whole)
+        fused, first = ("down_proj", 0) if kind == names[2] else ("gate_up_proj", size * names.index(kind))
+        of = 0 if fused == "down_proj" else 2 * size
+        return Part(f"{prefix}.experts.{fused}", size, split, first, of, expert, expert, whole)
+
+    gate_up = tuple(part(expert, kind, inner.width, inner) for expert in range(count) for kind in names[:2])
+    down = tuple(part(expert, names[2], hidden, None) for expert in range(count))
+    logits = graph.linear(x, graph.matrix(f"{prefix}.gate.weight", count, hidden), None, out="router_logits")
+    scores = graph.router(logits, rows, normalized=int(config.normalized))
+    stack = graph.weight(Weight(f"{prefix}.experts.{names[0]}+{names[1]}", gate_up, hidden, experts=count))
+    activated = graph.silu_mul(graph.expert_linear(x, stack, None, rows, out="expert_gate_up"), out="expert_activated")
+    stack = graph.weight(Weight(f"{prefix}.experts.{names[2]}", down, inner.width, inner, experts=count))
+    return graph.combine_experts(graph.expert_linear(activated, stack, None, rows, out="expert_out"), scores,
+                                 out="branch")
+
+
+def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
+    """A gated MLP of all rows, times the sigmoid of each one's gate; the ranks' parts are to be added."""
+    size = graph.config.experts.shared_size
+    unit = gcd(size, 32)
+    inner = Split(size // unit, unit)
+    weight, _ = graph.packed(f"{prefix}.shared_expert", ("gate_proj", "up_proj"), (inner, inner),
+                             graph.config.hidden_size, False)
+    activated = graph.silu_mul(graph.linear(x, weight, None, out="shared_gate_up"), out="shared_activated")
+    y = graph.partial_linear(activated, f"{prefix}.shared_expert.down_proj", inner, False, out="shared")
+    gate = graph.matrix(f"{prefix}.shared_expert_gate.weight", 1, graph.config.hidden_size)
+    return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
 
 
 def finish(graph: Graph, x: Tensor) -> Graph:

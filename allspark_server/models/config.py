@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.weights.files import read_json
@@ -18,6 +18,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # No network is near these; what is computed from them fits 32 bits, and building the op list takes a moment.
 MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE, MAX_POSITIONS = 10_000, 1 << 13, 1 << 24, 1 << 30
 MAX_EOS_IDS = 1000
+MAX_EXPERTS = 1 << 14
 MAX_NUMBER = 1e30
 
 
@@ -40,6 +41,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """Layers with experts: `count` of them, of which each token goes to per_token; shared_size: the intermediate size
+    of an expert that all tokens go to, 0 where there is none.
+
+    normalized: the weights of a token's experts add up to 1. stacked: the checkpoint's tensors hold all experts of a
+    layer, as transformers 5 has them; otherwise each expert has its own.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalized: bool
+    shared_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """What a model file needs to know, independent of the file format it was read from."""
 
@@ -58,6 +77,7 @@ class ModelConfig:
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
+    experts: ExpertConfig | None = None
 
     def checked(self) -> ModelConfig:
         """Itself; ValueError naming the field when no network can be so."""
@@ -80,30 +100,14 @@ class ModelConfig:
             raise ValueError(f"rope.type is {self.rope.type!r}: known types are {', '.join(ROPE_TYPES)}")
         if self.rope.type != "default":
             within("rope.original_max", self.rope.original_max, MAX_POSITIONS)
+        if self.experts is not None:
+            within("experts.count", self.experts.count, MAX_EXPERTS)
+            within("experts.per_token", self.experts.per_token, self.experts.count)
+            within("experts.intermediate_size", self.experts.intermediate_size, MAX_SIZE)
+            within("experts.shared_size + 1", self.experts.shared_size + 1, MAX_SIZE)
         if len(self.eos_token_ids) > MAX_EOS_IDS or not all(0 <= i < 1 << 31 for i in self.eos_token_ids):
             raise ValueError(f"eos_token_ids must be at most {MAX_EOS_IDS} ids of 0 to 2^31 - 1")
         return self
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How an architecture's config.json differs: defaults that transformers' config class has for absent fields."""
-
-    model_type: str
-    kv_heads_required: bool = True
-    head_dim: int | None = None      # None: hidden_size // num_attention_heads
-    has_bias_fields: bool = False    # attention_bias and mlp_bias are read
-
-
-ARCHITECTURES = {
-    "Qwen2ForCausalLM": Architecture("qwen2"),
-    "Qwen3ForCausalLM": Architecture("qwen3", head_dim=128, has_bias_fields=True),
-    "LlamaForCausalLM": Architecture("llama", kv_heads_required=False, has_bias_fields=True),
-}
-
-
-def known_architectures() -> str:
-    return ", ".join(ARCHITECTURES)
 
 
 class Fields:
@@ -140,6 +144,59 @@ class Fields:
         return value
 
 
+def _routed(fields: Fields, *, intermediate: str, normalized: bool, shared: int = 0,
+            dense: tuple[int, ...] = ()) -> ExpertConfig:
+    name = "num_experts" if fields.get("num_experts", int) is not None else "num_local_experts"
+    count = fields.need_positive(name, most=MAX_EXPERTS)
+    return ExpertConfig(count, fields.need_positive("num_experts_per_tok", most=count),
+                        fields.need_positive(intermediate), normalized, shared, dense)
+
+
+def qwen3_experts(fields: Fields, layers: int, shared: int = 0) -> ExpertConfig:
+    step, only = fields.get("decoder_sparse_step", int, 1), fields.get("mlp_only_layers", list, [])
+    if step < 1:
+        raise fields.error("decoder_sparse_step", f"is {step}: it must be positive")
+    if not all(isinstance(layer, int) for layer in only):
+        raise fields.error("mlp_only_layers", f"is {only!r}: expected numbers of layers")
+    dense = tuple(layer for layer in range(layers) if layer in only or (layer + 1) % step)
+    return _routed(fields, intermediate="moe_intermediate_size", normalized=fields.get("norm_topk_prob", bool, False),
+                   shared=shared, dense=dense)
+
+
+def qwen2_experts(fields: Fields, layers: int) -> ExpertConfig:
+    return qwen3_experts(fields, layers, fields.need_positive("shared_expert_intermediate_size"))
+
+
+def mixtral_experts(fields: Fields, layers: int) -> ExpertConfig:
+    return _routed(fields, intermediate="intermediate_size", normalized=True)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture's config.json differs: defaults that transformers' config class has for absent fields."""
+
+    model_type: str
+    kv_heads_required: bool = True
+    head_dim: int | None = None      # None: hidden_size // num_attention_heads
+    has_bias_fields: bool = False    # attention_bias and mlp_bias are read
+    rope_theta: float = RopeConfig.theta
+    experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads them, of a model of so many layers
+
+
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": Architecture("qwen2"),
+    "Qwen3ForCausalLM": Architecture("qwen3", head_dim=128, has_bias_fields=True),
+    "LlamaForCausalLM": Architecture("llama", kv_heads_required=False, has_bias_fields=True),
+    "Qwen2MoeForCausalLM": Architecture("qwen2_moe", experts=qwen2_experts),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", has_bias_fields=True, experts=qwen3_experts),
+    "MixtralForCausalLM": Architecture("mixtral", rope_theta=1e6, experts=mixtral_experts),
+}
+
+
+def known_architectures() -> str:
+    return ", ".join(ARCHITECTURES)
+
+
 def read_config(directory: str | Path, rope_scaling: dict | None = None) -> ModelConfig:
     """Reads config.json (and the end-of-sequence ids of generation_config.json) of a checkpoint directory.
     `rope_scaling`: instead of what stands there; as there, {} for none."""
@@ -148,7 +205,7 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     if rope_scaling is not None:
         fields = _rescaled(fields, rope_scaling)
     name, architecture = _architecture(fields)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, architecture)
     hidden, heads = fields.need_positive("hidden_size"), fields.need_positive("num_attention_heads")
     if architecture.kv_heads_required:
         kv_heads = fields.need_positive("num_key_value_heads")
@@ -171,9 +228,12 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
         head_dim=head_dim,
         vocab_size=fields.need_positive("vocab_size"), rms_norm_eps=fields.need_positive("rms_norm_eps", float),
         max_position_embeddings=max_positions, tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
-        attention_bias=architecture.has_bias_fields and fields.get("attention_bias", bool, False),
+        attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
+                        architecture.has_bias_fields and fields.get("attention_bias", bool, False)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
-        eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions))
+        eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions, architecture.rope_theta),
+        experts=architecture.experts and architecture.experts(
+            fields, fields.need_positive("num_hidden_layers", most=MAX_LAYERS)))
     try:
         return config.checked()
     except ValueError as error:
@@ -193,7 +253,7 @@ def _architecture(fields: Fields) -> tuple[str, Architecture]:
                                         f"{known_architectures()}")
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     activation = fields.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"is {activation!r}: only 'silu' is supported")
@@ -205,6 +265,11 @@ def _refuse_unsupported(fields: Fields) -> None:
     if sliding:
         raise fields.error("layer_types", f"holds {', '.join(sliding)}: only full_attention is supported, "
                                           "a sliding window is not available yet")
+    # Of these the window has every layer, or layers that config.json does not name.
+    always = architecture.model_type == "mixtral"
+    if architecture.experts and fields.get("use_sliding_window", bool, always) and fields.get("sliding_window", int):
+        raise fields.error("sliding_window", f"is {fields.values['sliding_window']}: a sliding window is not available "
+                                             "yet")
     uses_window = fields.get("use_sliding_window", bool, False) and fields.get("sliding_window", int) is not None
     if not types and uses_window and fields.get("max_window_layers", int, layers) < layers:
         width, first = fields.values["sliding_window"], fields.values["max_window_layers"]
@@ -212,7 +277,7 @@ def _refuse_unsupported(fields: Fields) -> None:
                                                  "window is not available yet")
 
 
-def _rope(fields: Fields, max_positions: int) -> RopeConfig:
+def _rope(fields: Fields, max_positions: int, default_theta: float) -> RopeConfig:
     """Rotary fields: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
     name = "rope_scaling" if fields.get("rope_scaling", dict) else "rope_parameters"
     values = fields.get(name, dict, {})
@@ -225,7 +290,7 @@ def _rope(fields: Fields, max_positions: int) -> RopeConfig:
     partial = rope.get("partial_rotary_factor", float, fields.get("partial_rotary_factor", float, 1.0))
     if partial != 1.0:
         raise rope.error("partial_rotary_factor", f"is {partial}: only 1.0 is supported")
-    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, RopeConfig.theta))
+    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, default_theta))
     if not theta > 0:
         raise rope.error("rope_theta", f"is {theta}: it must be positive")
     if kind == "default":

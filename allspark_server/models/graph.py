@@ -22,6 +22,9 @@ from allspark_server.weights.formats import StoredQuantization, WeightFormat
 from allspark_server.weights.shard import Split
 
 ALL_ROWS, OUTPUT_ROWS = "all", "outputs"
+# Features. Decode waits for the rank that has most to read: slices of every chosen expert are equal parts, of whole
+# experts one rank may have several and another none.
+LEAST_EXPERT_SLICE = 64
 
 
 def _range(size: int, split: Split | None, rank: int, world: int) -> tuple[int, int]:
@@ -85,7 +88,7 @@ class Part:
     """`rows` rows of a weight, divided by `split` when there is one: rows [first, first + rows) of a tensor of the
     checkpoint that has `of` rows (0: just these), or of number `expert` in a tensor of three dimensions.
 
-    unit: of the split; ranks that hold it have all the rows, the others none (whole experts).
+    unit: of `units`; ranks that hold it have the part, the others none of it (whole experts).
     """
 
     tensor: str
@@ -95,13 +98,15 @@ class Part:
     of: int = 0
     expert: int | None = None
     unit: int | None = None
+    units: Split | None = None
 
     def range_of(self, rank: int, world: int) -> tuple[int, int]:
         """The rank's rows, of this part's."""
-        if self.unit is None:
-            return _range(self.rows, self.split, rank, world)
-        begin, end = self.split.units_of(rank, world)
-        return (0, self.rows) if begin <= self.unit < end else (0, 0)
+        if self.unit is not None:
+            begin, end = self.units.units_of(rank, world)
+            if not begin <= self.unit < end:
+                return 0, 0
+        return _range(self.rows, self.split, rank, world)
 
     @property
     def stored_rows(self) -> int:
@@ -120,7 +125,8 @@ class Weight:
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
     first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up).
-    values_split: how constants are divided. stored: the format of a matrix that is serialized quantized.
+    values_split: how constants are divided. stored: the format of a matrix that is serialized quantized. experts: how
+    many have equal shares of the parts, one after the other; 0: it is no stack of experts' weights.
     """
 
     name: str
@@ -131,6 +137,7 @@ class Weight:
     values: tuple[float, ...] = ()
     stored: WeightFormat | None = None
     values_split: Split | None = None
+    experts: int = 0
 
     @property
     def is_matrix(self) -> bool:
@@ -141,6 +148,11 @@ class Weight:
             begin, end = _range(len(self.values), self.values_split, rank, world)
             return end - begin
         return sum(end - begin for begin, end in (part.range_of(rank, world) for part in self.parts))
+
+    def experts_of(self, rank: int, world: int) -> tuple[int, int]:
+        """The half-open range of a stack's experts that the rank holds."""
+        units = self.parts[0].units
+        return (0, self.experts) if units is None else units.units_of(rank, world)
 
     def column_range_of(self, rank: int, world: int) -> tuple[int, int]:
         return (0, self.columns) if self.column_split is None else self.column_split.range_of(rank, world)
@@ -187,6 +199,18 @@ class Graph:
         """In whole groups of quantized weights, where the size allows that: down_proj is cut along K."""
         unit = gcd(self.config.intermediate_size, 32)
         return Split(self.config.intermediate_size // unit, unit)
+
+    @property
+    def expert_features(self) -> Split:
+        """Each expert's features are divided as `intermediate` is, down to slices that are worth a product."""
+        size = self.config.experts.intermediate_size
+        unit = gcd(size, 32)
+        return Split(size // unit, unit, least=LEAST_EXPERT_SLICE)
+
+    @property
+    def whole_experts(self) -> Split:
+        """Experts are divided where their features are not."""
+        return Split(self.config.experts.count, unless=self.expert_features)
 
     @property
     def vocab(self) -> Split:
@@ -305,11 +329,15 @@ class Graph:
 
     def row_parallel_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
         """A linear layer whose input is divided among ranks, and the all_reduce that makes its result whole."""
+        return self.all_reduce(self.partial_linear(x, prefix, split, bias, out))
+
+    def partial_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
+        """A linear layer whose input is divided among ranks: each has a part of its result, which are to be added."""
         hidden = self.config.hidden_size
         weight = self.matrix(f"{prefix}.weight", hidden, split.width, column_split=split)
         name = f"{prefix}.bias"
         added = self.weight(Weight(name, (Part(name, hidden),), first_rank_only=True)) if bias else None
-        return self.all_reduce(self.linear(x, weight, added, out))
+        return self.linear(x, weight, added, out)
 
     def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0) -> Tensor:
         """y += B A x of each row's adapter in one block of y, in place; it follows the linear layer that made y."""
@@ -395,12 +423,11 @@ class Graph:
         self._op("router", (logits,), (y,), (correction,), top_k=self.row_sets[rows].times, **attrs)
         return y
 
-    def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, experts: int,
-                      out: str) -> Tensor:
-        """y = x W^T + b of each entry's expert. The weight's parts are those of every expert, one expert's after the
-        other's: as many for each, which make the blocks of the output."""
-        each = weight.parts[:len(weight.parts) // experts]
-        blocks = tuple(Block(part.rows, part.split if part.unit is None else None) for part in each)
+    def expert_linear(self, x: Tensor, weight: Weight, bias: Weight | None, rows: str, out: str) -> Tensor:
+        """y = x W^T + b of each entry's expert, of a stack of experts' weights: one's parts make the output's
+        blocks."""
+        each = weight.parts[:len(weight.parts) // weight.experts]
+        blocks = tuple(Block(part.rows, part.split) for part in each)
         y = self.tensor(out, blocks, rows)
         self._op("expert_linear", (x,), (y,), (weight, bias))
         return y

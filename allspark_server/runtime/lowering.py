@@ -10,9 +10,13 @@ from allspark_server.runtime.native import native_library
 
 def check_ranks(graph: Graph, world: int) -> None:
     """Every rank needs work; raises AllSparkError when the model has less than `world` of something it divides."""
-    config = graph.config
-    for name, units in (("query heads", config.num_heads), ("units of intermediate features", graph.intermediate.units),
-                        ("units of its vocabulary", graph.vocab.units)):
+    wanted = [("query heads", graph.config.num_heads), ("units of its vocabulary", graph.vocab.units)]
+    weights = list(graph.weights.values())
+    wanted += [("units of intermediate features", weight.column_split.units) for weight in weights
+               if weight.column_split is not None and weight.column_split.divides(world)]
+    wanted += [("experts", weight.experts) for weight in weights
+               if weight.experts and weight.parts[0].units is not None and weight.parts[0].units.divides(world)]
+    for name, units in wanted:
         if units < world:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"the model cannot be divided among {world} ranks: it has {units} {name}")
@@ -39,20 +43,11 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
         block = int(attrs.pop("block", 0))
         attrs["offset"], attrs["columns"] = sum(widths[:block]), widths[block]
     elif op.type == "expert_linear":
-        attrs["experts"], attrs["expert_begin"] = _experts(graph, op, rank, world)
+        begin, end = graph.weights[op.weights[0]].experts_of(rank, world)
+        attrs["experts"], attrs["expert_begin"] = end - begin, begin
     elif op.type == "sample":
         attrs["vocab_begin"] = blocks[0].range_of(rank, world)[0]
     return attrs
-
-
-def _experts(graph: Graph, op: Op, rank: int, world: int) -> tuple[int, int]:
-    """How many of a stack of experts the rank has, and which is the first."""
-    parts = graph.weights[op.weights[0]].parts
-    each = len(graph.tensors[op.outputs[0]].blocks)
-    if parts[0].unit is None:
-        return len(parts) // each, 0
-    begin, end = parts[0].split.units_of(rank, world)
-    return end - begin, begin
 
 
 def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: int) -> None:

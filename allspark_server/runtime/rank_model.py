@@ -7,7 +7,7 @@ import logging
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
-from allspark_server.models.graph import Weight
+from allspark_server.models.graph import OUTPUT_ROWS, Weight
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.runtime.native import native_library
 from allspark_server.weights.checkpoint import open_model
@@ -57,19 +57,30 @@ class RankModel:
         def size(weight: Weight) -> int:
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
-            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight))
+            begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
+            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight),
+                                                 end - begin)
 
         return sum(size(weight) for weight in self.graph.weights.values())
 
     def activation_bytes(self, rows: int, outputs: int, threads: int) -> int:
         """What a step of so many rows needs, so many of them with outputs."""
-        tensors = sum(tensor.width_of(self.rank, self.world) * (outputs if tensor.logit_rows else rows)
+        def rows_of(row_set: str) -> int:
+            formed = self.graph.row_sets.get(row_set)
+            return formed.times * rows_of(formed.of) if formed else outputs if row_set == OUTPUT_ROWS else rows
+
+        tensors = sum(tensor.width_of(self.rank, self.world) * rows_of(tensor.rows)
                       for tensor in self.graph.tensors.values())
         attention = native_library().attention_bytes(threads, self.config.engine_max_length,
                                                      self.graph.config.head_dim, self.cache_dtype)
-        slices = {self._slice(weight) for weight in self.graph.weights.values() if weight.is_matrix}
-        prepared = max(native_library().prepared_bytes(*one) for one in slices)
-        return 4 * tensors + attention + 2 * prepared * max(rows, threads)  # a product's own rows, and attention's
+        products = {(self._slice(self.graph.weights[op.weights[0]]), self.graph.tensors[op.outputs[0]].rows)
+                    for op in self.graph.ops if op.type in ("linear", "expert_linear")}
+        prepared = 0
+        for one, row_set in products:
+            gathered = 4 * one[0] if row_set in self.graph.row_sets else 0  # rows of experts, as floats
+            size = native_library().prepared_bytes(*one) or gathered
+            prepared = max(prepared, size * max(rows_of(row_set), threads))
+        return 4 * tensors + attention + 2 * prepared  # a product's own rows, and attention's
 
     def span_bytes(self) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""

@@ -71,8 +71,6 @@ class Scheduler:
         self._spans = SequenceSpans(limits.span_size, pool, prefix_cache, clock)
         self._restoring: list[Sequence] = []  # those that wait for more of the second tier's spans
         self._overtakers: list[Sequence] = []  # those that went before one that waits for spans
-        self._departures = 0  # of running sequences
-        self._short_of_spans: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see _still_short
         self._running: list[Sequence] = []  # by rank
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
@@ -464,7 +462,6 @@ class Scheduler:
         self._free_slots.append(slot)
         abandoned = self._spans.release(sequence)
         sequence.state = state
-        self._departures += 1
         if state is State.WAITING:
             self._queue.add(sequence)
         self._tenants.leave_slot(sequence.account)
@@ -503,7 +500,7 @@ class Scheduler:
                 break
             elif waiting.in_flight:
                 aside.append(self._queue.set_aside(waiting))
-            elif not self._still_short(waiting) and self._take_spans(waiting):
+            elif self._spans.short is not waiting and self._take_spans(waiting):
                 budget -= self._start(draft, waiting, budget)
             elif waiting.state is State.WAITING:
                 may_admit = False
@@ -539,12 +536,10 @@ class Scheduler:
                 continue
             if not self._has_room_beside(sequence):
                 break
-            short_of_spans = self._short_of_spans
             if self._take_spans(sequence):
                 left -= self._start(draft, sequence, left)
-                if short_of_spans is not None:
+                if self._spans.short is not None:
                     self._overtakers.append(sequence)
-            self._short_of_spans = short_of_spans
         for entry in aside:
             if entry[-1].state is State.WAITING:
                 self._queue.put_back_shortest(entry)
@@ -555,8 +550,8 @@ class Scheduler:
         short ones come again and again."""
         if self._spans.count_for(len(sequence.tokens)) + len(self._running) > self.pool.available:
             return False
-        first = self._short_of_spans[0] if self._short_of_spans is not None else None
-        if first is None or not self._still_short(first):
+        first = self._spans.short
+        if first is None:
             return True
         self._overtakers = [one for one in self._overtakers if one.state is State.RUNNING]
         taken = sum(self._spans.count_for(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
@@ -578,32 +573,20 @@ class Scheduler:
         count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
         return self._plan_chunk(draft, sequence, count)
 
-    def _still_short(self, sequence: Sequence) -> bool:
-        """Whether there were too few spans for it, and nothing has changed that: only a departure makes spans
-        available, and the prefix that was found can only have grown if the key that came next is known now."""
-        if self._short_of_spans is None or self._short_of_spans[0] is not sequence:
-            return False
-        _, departures, key = self._short_of_spans
-        changed = departures != self._departures or (key is not None and key in self.prefix_cache)
-        return sequence.state is State.WAITING and not changed
-
     def _take_spans(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence its spans. False if there are too few; or if some are to come, for which it is
         blocked then."""
         # One span to spare for each running sequence, lest the newcomer be preempted at once.
         taken = self._spans.take(sequence, len(self._running))
-        self._short_of_spans = None
         if taken is Taken.COMING:
             self.block(sequence, "spans that another request computes")
         elif taken is Taken.RESTORING:
             self.block(sequence, "spans of the second tier")
             self._restoring.append(sequence)
-        elif taken is Taken.SHORT and self._running:
-            self._short_of_spans = (sequence, self._departures, self._spans.next_key)
-        elif taken is Taken.SHORT:  # the whole cache is not enough
+        elif taken is Taken.SHORT and not self._running:  # the whole cache is not enough
             self._queue.remove(sequence, State.ENDED)
             self._unfit.append(sequence)
-        elif sequence.prefix_len is None:
+        elif taken is Taken.YES and sequence.prefix_len is None:
             sequence.prefix_len = sequence.computed
             self.counters.prompt_tokens += sequence.prompt_len
             self.counters.prefix_tokens += sequence.computed

@@ -8,7 +8,7 @@ from typing import Callable, Optional
 
 from ..cache import Copies, HostTier, PrefixCache, SpanPool
 from .coming import ComingSpans
-from .sequence import Sequence
+from .sequence import Sequence, State
 
 # How long copies from the second tier may hold up a step, in seconds, beside running sequences and without any; and
 # how many there are while nobody knows how long they take.
@@ -38,13 +38,27 @@ class SequenceSpans:
         self.pool, self.prefix_cache = pool, prefix_cache
         self.tier: Optional[HostTier] = prefix_cache.tier if prefix_cache is not None else None
         self.coming = ComingSpans()
-        self.next_key: Optional[bytes] = None  # of the first span that the last one to `take` did not find
+        self._short: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see `short`
+        self._departures = 0
         self._size, self._clock = span_size, clock
         self._copies_left = 0
 
     def count_for(self, positions: int) -> int:
         """Spans that hold so many positions."""
         return -(-positions // self._size)
+
+    @property
+    def short(self) -> Optional[Sequence]:
+        """The waiting sequence for which there were too few spans, if nothing has changed that: only a departure makes
+        spans available, and the prefix that was found can only have grown if the key that came next is known now."""
+        if self._short is None:
+            return None
+        sequence, departures, key = self._short
+        if departures != self._departures or sequence.state is not State.WAITING or (
+            key is not None and key in self.prefix_cache
+        ):
+            self._short = None
+        return self._short[0] if self._short is not None else None
 
     def begin_step(self, idle: bool) -> None:
         """Another step is planned; `idle`: nobody runs who would wait for its copies."""
@@ -54,9 +68,8 @@ class SequenceSpans:
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
         """Gives a sequence the spans of its whole history, if so many others stay free."""
-        length, shared = len(sequence.tokens), []
+        length, shared, next_key = len(sequence.tokens), [], None
         full = 0
-        self.next_key = None
         if self.prefix_cache is not None:
             # At least one row must be computed, or there would be nothing to sample from.
             full = 0 if sequence.probes_every_row else (length - 1) // self._size
@@ -67,10 +80,11 @@ class SequenceSpans:
             if producer is not None:
                 self.coming.wait(sequence, producer, end)
                 return Taken.COMING
-            self.next_key = keys[len(shared)] if len(shared) < full else None
+            next_key = keys[len(shared)] if len(shared) < full else None
             self.pool.acquire(shared)
         if self.count_for(length) - len(shared) + spare > self.pool.available:
             self.pool.release(shared, self._clock())
+            self._short = (sequence, self._departures, next_key)
             return Taken.SHORT
         if self.tier is not None and len(shared) < full:
             wanted = self.tier.count(sequence.keys[len(shared) : full])
@@ -118,6 +132,7 @@ class SequenceSpans:
 
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Takes all spans of a sequence back. Returns who has waited for what it would have computed."""
+        self._departures += 1
         self.pool.release(sequence.spans, self._clock())
         abandoned = self.coming.abandon(sequence) if sequence.announced else []
         sequence.lose_cache()

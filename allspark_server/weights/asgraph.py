@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from allspark_server.models.config import ARCHITECTURES, ExpertConfig, ModelConfig, RopeConfig
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
 from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
@@ -43,7 +43,10 @@ Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, n
 def to_message(graph: Graph) -> pb.Graph:
     config = dataclasses.asdict(graph.config)
     rope = {name: value for name, value in config.pop("rope").items() if value is not None}
+    experts = config.pop("experts")
     message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
+    if experts is not None:
+        message.config.experts.CopyFrom(pb.Experts(**experts))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
         message.quantization.CopyFrom(
@@ -60,11 +63,12 @@ def to_message(graph: Graph) -> pb.Graph:
         message.tensors.add(name=tensor.name, blocks=blocks, logit_rows=tensor.logit_rows, rows=routed)
     for weight in graph.weights.values():
         parts = [pb.Part(tensor=p.tensor, rows=p.rows, split=_split_message(p.split), first=p.first, of=p.of,
-                         expert=p.expert, unit=p.unit) for p in weight.parts]
+                         expert=p.expert, unit=p.unit, units=_split_message(p.units)) for p in weight.parts]
         message.weights.add(name=weight.name, parts=parts, columns=weight.columns,
                             column_split=_split_message(weight.column_split),
                             first_rank_only=weight.first_rank_only, values=weight.values,
-                            stored=_format_message(weight.stored), values_split=_split_message(weight.values_split))
+                            stored=_format_message(weight.stored), values_split=_split_message(weight.values_split),
+                            experts=weight.experts)
     for op in graph.ops:
         attrs = {name: _attribute_message(value) for name, value in op.attrs.items()}
         message.ops.add(type=op.type, inputs=op.inputs, outputs=op.outputs, weights=op.weights, attrs=attrs)
@@ -72,7 +76,10 @@ def to_message(graph: Graph) -> pb.Graph:
 
 
 def _split_message(split: Split | None) -> pb.Split | None:
-    return None if split is None else pb.Split(units=split.units, size=split.size, group=split.group)
+    if split is None:
+        return None
+    return pb.Split(units=split.units, size=split.size, group=split.group, least=split.least,
+                    unless=_split_message(split.unless))
 
 
 def _attribute_message(value: Attribute) -> pb.Attr:
@@ -100,6 +107,11 @@ def from_message(message: pb.Graph) -> Graph:
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
         )
     fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)}
+    experts = message.config.experts
+    fields["experts"] = None
+    if message.config.HasField("experts"):
+        values = {f.name: getattr(experts, f.name) for f in dataclasses.fields(ExpertConfig)}
+        fields["experts"] = ExpertConfig(**{**values, "dense_layers": tuple(experts.dense_layers)})
     rope = {f.name: getattr(message.config.rope, f.name) for f in dataclasses.fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
         rope["attention_factor"] = None
@@ -134,13 +146,16 @@ def from_message(message: pb.Graph) -> Graph:
         parts = tuple(_part_of(p, split_of) for p in w.parts)
         if w.columns < 0 or bool(parts) == bool(w.values) or (w.values and w.columns) or any(p.rows < 1 for p in parts):
             raise ValueError(f"weight {w.name!r} must have parts, or be a vector of values")
+        if w.experts < 0 or (w.experts and (len(parts) % w.experts or not parts)):
+            raise ValueError(f"weight {w.name!r} has {len(parts)} parts, of {w.experts} experts")
         column_split = _split_of(w, w.columns, "column_split")
         stored = _format_of(w.stored) if w.HasField("stored") else None
         if stored is not None and (graph.quantization is None or not w.columns):
             raise ValueError(f"weight {w.name!r} is quantized, which this model or a vector cannot be")
         values_split = _split_of(w, len(w.values), "values_split")
         graph.weight(
-            Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored, values_split)
+            Weight(w.name, parts, w.columns, column_split, w.first_rank_only, tuple(w.values), stored, values_split,
+                   w.experts)
         )
     for number, op in enumerate(message.ops):
         attrs = {name: _attribute(value) for name, value in sorted(op.attrs.items())}
@@ -154,13 +169,10 @@ def from_message(message: pb.Graph) -> Graph:
 def _part_of(message: pb.Part, split_of: Callable) -> Part:
     """A weight's part; ValueError unless its rows are some of the tensor's."""
     expert, unit = (getattr(message, n) if message.HasField(n) else None for n in ("expert", "unit"))
-    if unit is None:
-        split = split_of(message, message.rows)
-    else:  # units are parts, not features of this one
-        split = _stored_split(message, "split")
-        if split is None or split.group != 1 or split.size != 1 or not 0 <= unit < split.units:
-            raise ValueError(f"it holds a part of tensor {message.tensor!r} that is unit {unit} of {split}")
-    part = Part(message.tensor, message.rows, split, message.first, message.of, expert, unit)
+    split, units = split_of(message, message.rows), _stored_split(message, "units")
+    if unit is not None and (units is None or units.group != 1 or units.size != 1 or not 0 <= unit < units.units):
+        raise ValueError(f"it holds a part of tensor {message.tensor!r} that is unit {unit} of {units}")
+    part = Part(message.tensor, message.rows, split, message.first, message.of, expert, unit, units)
     if part.first < 0 or part.first + part.rows > part.stored_rows or (expert or 0) < 0:
         raise ValueError(
             f"it holds rows {part.first} to {part.first + part.rows} of tensor {part.tensor!r}, which has "
@@ -189,8 +201,13 @@ def _split_of(message, width: int, name: str = "split") -> Split | None:
 
 
 def _stored_split(message, name: str) -> Split | None:
+    if not message.HasField(name):
+        return None
     split = getattr(message, name)
-    return Split(split.units, split.size, split.group) if message.HasField(name) else None
+    other = _stored_split(split, "unless")
+    if split.least < 0 or (other is not None and (other.unless is not None or min(other.units, other.size) < 1)):
+        raise ValueError(f"it holds a split of {split.units} units that cannot be")
+    return Split(split.units, split.size, split.group, split.least, other)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -235,13 +252,13 @@ def write_params(
             entries.append((name, wanted or tensor.dtype, tensor.shape))
             data.append(_pieces(tensor, wanted or tensor.dtype))
             continue
-        if len(tensor.shape) != 2:
+        if len(tensor.shape) not in (2, 3):
             raise not_available(f"Quantizing tensor {name!r} of shape {list(tensor.shape)}")
-        rows, columns = tensor.shape
+        rows, columns = tensor.shape[:-1], tensor.shape[-1]
         entries += [
-            (name + SCALE, SCALE_TYPE, (rows, form.groups(columns))),
-            (name + OFFSET, SCALE_TYPE, (rows, form.groups(columns))),
-            (name, "U8", (rows, form.row_bytes(columns))),
+            (name + SCALE, SCALE_TYPE, (*rows, form.groups(columns))),
+            (name + OFFSET, SCALE_TYPE, (*rows, form.groups(columns))),
+            (name, "U8", (*rows, form.row_bytes(columns))),
         ]
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
@@ -253,7 +270,8 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        q, scale, offset, bad = quantize(tensor.data, tensor.dtype, form.bits, form.group_size)
+        rows = tensor.data.reshape(-1, tensor.shape[-1])
+        q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
                 "tensor %r in %s holds %d values that are NaN or infinite; outputs will be wrong",

@@ -98,16 +98,19 @@ class ParamSource(SafetensorsSource):
         quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
         return self.files.keys() - {name + suffix for name in quantized for suffix in (SCALE, OFFSET)}
 
-    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
-        """A quantized matrix of `shape`; KeyError when there is none, AllSparkError when it is another."""
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        """A quantized matrix of `shape`, or that of one expert in a tensor of any number of them; KeyError when there is
+        none, AllSparkError when it is another."""
         q, scales, offsets = self.get(name), self.get(name + SCALE), self.get(name + OFFSET)
         found = self.file.metadata.get(f"format:{name}")
         if found != str(form):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
             )
-        groups = (shape[0], form.groups(shape[1]))
-        for tensor, kind, expected in ((q, "U8", (shape[0], form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
+        rows = (shape[0],) if expert is None else (max(q.shape[:1] + (expert + 1,)), shape[0])
+        groups = (*rows, form.groups(shape[1]))
+        for tensor, kind, expected in ((q, "U8", (*rows, form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
                                        (offsets, SCALE_TYPE, groups)):
             if (tensor.dtype, tensor.shape) != (kind, expected):
                 raise AllSparkError(
@@ -115,7 +118,8 @@ class ParamSource(SafetensorsSource):
                     f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
                     f"expected {kind} and {list(expected)}, for {form} of {list(shape)}",
                 )
-        return QuantizedTensor(q.data, scales.data, offsets.data, q.file)
+        one = slice(None) if expert is None else expert
+        return QuantizedTensor(q.data[one], scales.data[one], offsets.data[one], q.file)
 
     def verify(self, rank: int, world: int) -> None:
         names = sorted(self.files)[rank::world]
@@ -203,7 +207,8 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
     if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
         try:
-            graph = build_graph(_tied_as_stored(read_config(path, rope_scaling), source))
+            config = _tied_as_stored(read_config(path, rope_scaling), source)
+            graph = build_graph(_experts_as_stored(config, source))
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
@@ -228,6 +233,13 @@ def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
     logger.warning("config.json of %s ties the head to the embedding, but %r is stored and differs: it is used",
                    source.where(), head)
     return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
+    """The config, its experts stacked when the checkpoint's are (transformers 5 can save them so)."""
+    if config.experts is None or not any(name.endswith(".experts.gate_up_proj") for name in source.names()):
+        return config
+    return dataclasses.replace(config, experts=dataclasses.replace(config.experts, stacked=True))
 
 
 def _tokenizer(directory: Path) -> str | None:
@@ -291,6 +303,8 @@ def model_hash(model: OpenedModel, formats: Mapping[str, WeightFormat], digests:
     graph = model.graph
     ops = [(op.type, op.inputs, op.outputs, op.weights, sorted(op.attrs.items())) for op in graph.ops]
     constants = sorted((name, weight.values) for name, weight in graph.weights.items() if weight.values)
-    facts = (repr(graph.config), ops, constants, model.source.checksum() or list(digests),
+    splits = sorted({repr(split) for weight in graph.weights.values()
+                     for split in (weight.column_split, *(part.units for part in weight.parts)) if split is not None})
+    facts = (repr(graph.config), ops, constants, splits, model.source.checksum() or list(digests),
              sorted((name, str(form)) for name, form in formats.items()))
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -75,6 +75,14 @@ def group_of_slice(group_size: int, first: int) -> int:
     return common
 
 
+def routing_weights(graph: Graph) -> set[str]:
+    """Names of the matrices that make logits of experts and gates of rows: small ones, which stay float32, as a last
+    bit of them can send a row elsewhere."""
+    logits = {op.inputs[0] for op in graph.ops if op.type == "router"}
+    logits |= {op.inputs[1] for op in graph.ops if op.type == "sigmoid_mul"}
+    return {op.weights[0] for op in graph.ops if op.type == "linear" and op.outputs[0] in logits}
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What is wanted of a model's matrices. tensors: patterns of tensor names, the first that matches counts; None: not
@@ -91,11 +99,13 @@ class Quantization:
         head |= {
             op.weights[0] for op in graph.ops if op.type == "linear" and graph.tensors[op.outputs[0]].name == "logits"
         }
-        unused, found = set(self.tensors), {}
+        routing, unused, found = routing_weights(graph), set(self.tensors), {}
         for weight in graph.weights.values():
             if not weight.is_matrix:
                 continue
             default = plain if self.format.quantized and not self.quantize_head and weight.name in head else self.format
+            if weight.name in routing:
+                default = WeightFormat("float32")
             chosen = {}
             for part in weight.parts:
                 pattern = next((p for p in self.tensors if fnmatch.fnmatchcase(part.tensor, p)), None)
@@ -132,8 +142,10 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
             "quantize_head=False: the model was serialized with its embedding and "
             "head quantized; serialize it anew",
         )
+    routing = routing_weights(graph)
     return {
-        weight.name: weight.stored or WeightFormat(unquantized) for weight in graph.weights.values() if weight.is_matrix
+        weight.name: weight.stored or WeightFormat("float32" if weight.name in routing else unquantized)
+        for weight in graph.weights.values() if weight.is_matrix
     }
 
 

@@ -51,15 +51,15 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
 
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
-    if weight.stored.layout != ScaleLayout() or part.expert is not None:
-        what = "of all experts" if part.expert is not None else f"with {weight.stored.layout}"
-        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} {what},")
+    if weight.stored.layout != ScaleLayout():
+        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} with "
+                            f"{weight.stored.layout},")
     if not isinstance(source, ParamSource):
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"
         )
     try:
-        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns))
+        return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns), part.expert)
     except KeyError as error:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"
@@ -113,8 +113,9 @@ class Loader:
     def _matrix(self, weight: Weight) -> int:
         first, last = weight.column_range_of(self.rank, self.world)
         form, offset = self.formats[weight.name], 0
+        begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
-                                            group_of_slice(form.group_size, first))
+                                            group_of_slice(form.group_size, first), end - begin)
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank's

@@ -23,11 +23,23 @@ class Split:
 
     With `group` > 1 the units are query heads and the features belong to units // group KV heads: a rank's range covers
     each KV head that one of its query heads reads.
+
+    least: where a rank would hold fewer features, every rank holds all of them. unless: a dimension that is divided
+    instead, where it can be: then every rank holds all of this one (whole experts are, where slices of each would be
+    too narrow).
     """
 
     units: int
     size: int = 1
     group: int = 1
+    least: int = 0
+    unless: Split | None = None
+
+    def divides(self, world: int) -> bool:
+        """Whether ranks hold different parts."""
+        if self.unless is not None and self.unless.divides(world):
+            return False
+        return self.units // world * self.size >= self.least
 
     @property
     def width(self) -> int:
@@ -36,7 +48,7 @@ class Split:
 
     def units_of(self, rank: int, world: int) -> tuple[int, int]:
         """The half-open range of units (KV heads when group > 1) that `rank` holds."""
-        begin, end = split(self.units, rank, world)
+        begin, end = split(self.units, rank, world) if self.divides(world) else (0, self.units)
         if self.group == 1 or begin == end:
             return begin // self.group, end // self.group
         return begin // self.group, (end - 1) // self.group + 1

@@ -133,6 +133,9 @@ def table(found: list[Figures], slo: Target) -> str:
     for figures in found:
         for error, count in figures.errors.items():
             lines.append(f"{figures.target}, {figures.point}: {count} x {error}")
+        cached, prompt = (sum(r[name] for r in figures.rounds) for name in ("cached_tokens", "prompt_tokens"))
+        if cached:
+            lines.append(f"{figures.target}, {figures.point}: {cached} of {prompt} prompt tokens came from the prefix cache")
         late = max((r["late_ms"] for r in figures.rounds), default=0.0)
         if late > 50:
             lines.append(f"{figures.target}, {figures.point}: requests were sent up to {late:.0f} ms late: this process "

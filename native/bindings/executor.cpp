@@ -120,7 +120,8 @@ py::list profile_of(const Executor& e) {
 void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
   executor
       .def("add_matrix", &Executor::add_matrix, py::arg("out_features"), py::arg("in_features"), py::arg("dtype"),
-           py::arg("group_size") = 0)
+           py::arg("group_size") = 0, py::arg("experts") = 1,
+           "experts: the matrix is a stack of those of so many experts, which an expert_linear takes.")
       .def(
           "fill_matrix",
           [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,

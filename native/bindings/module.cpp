@@ -28,11 +28,13 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def(
       "matrix_bytes",
-      [](int n, int k, const std::string& dtype, int group_size) {
-        return as::matrix_bytes(as::layout(n, k, as::kernels().rules, as::format_of(dtype), group_size));
+      [](int n, int k, const std::string& dtype, int group_size, int experts) {
+        const as::Packed one = as::layout(n / experts, k, as::kernels().rules, as::format_of(dtype), group_size);
+        return as::matrix_bytes(one, experts);
       },
       py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
-      "Memory that a matrix takes as this instruction set lays it out.");
+      py::arg("experts") = 1,
+      "Memory that a matrix, or a stack of those of so many experts, takes as this instruction set lays it out.");
   m.def(
       "span_bytes",
       [](int span_size, int head_dim, const std::string& dtype) {

@@ -17,11 +17,13 @@ struct Core {
   const Kernels& k;
 };
 
-// Rows of which there is one for each row of a step, or for each of its outputs.
+// Rows of which there is one for each row of a step or for each of its outputs, or entries of these that a router has
+// formed.
 struct Tensor {
   float* data = nullptr;
   int width = 0;
   bool of_outputs = false;
+  int row_set = 0, times = 1;  // the program's; entries for each row
   // Rows as the linear with this matrix wants them, which alone reads the tensor: so many bytes each (PreparedLayout)
   // instead of floats, or made of them.
   const Packed* prepared_for = nullptr;
@@ -29,7 +31,7 @@ struct Tensor {
   char* prepared_rows = nullptr;
   int prepared_from = 1;  // of fewer rows floats are left, which the linear prepares
 
-  int rows(const Batch& batch) const { return (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
+  int rows(const Batch& batch) const { return times * (int)(of_outputs ? batch.outputs.size() : batch.rows.size()); }
   float* row(int r) const { return data + (size_t)r * width; }
   char* bytes(int r) const { return prepared_rows + (size_t)r * prepared; }
   bool is_prepared(int rows) const { return prepared_for && rows >= prepared_from; }
@@ -37,7 +39,7 @@ struct Tensor {
 
 // Memory that ops need within their run, each in turn.
 struct Scratch {
-  Buffer gated;     // gate and up of few rows
+  Buffer gated;     // gate and up of few rows; of experts, of each thread
   Buffer rows;      // floats: one row of each thread
   Buffer prepared;  // prepared rows of a product's input, or one of each thread
   size_t row_bytes = 0;

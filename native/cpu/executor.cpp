@@ -26,8 +26,8 @@ Executor::Executor(const Executor& beside)
   program_.add_cache_group(CacheKind::full);
 }
 
-int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size) {
-  const int id = weights_.add_matrix(out_features, in_features, format_of(dtype), group_size);
+int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts) {
+  const int id = weights_.add_matrix(out_features, in_features, format_of(dtype), group_size, experts);
   program_.add_matrix(out_features, in_features, dtype, group_size);
   return id;
 }

@@ -23,7 +23,8 @@ class Executor {
   explicit Executor(const Executor& beside);
 
   // Ids count matrices and vectors together. dtype: "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8".
-  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size);
+  // experts: of a stack that an expert_linear takes.
+  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1);
   int add_vector(std::vector<float> values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }

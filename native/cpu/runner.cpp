@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "cpu/ops/product.h"
+#include "cpu/ops/routing.h"
 
 namespace as {
 namespace {
@@ -14,6 +15,7 @@ namespace {
 // Refuses what the table of ops has and this backend does not.
 void check_attributes(const OpNode& op) {
   const char* backend = "the CPU backend";
+  if (op.is("router") || op.is("expert_linear")) return;
   if (op.is("span_attention"))
     op.allow_only(
         {"layer", "head_dim", "group", "scale", "cache_group", "q_heads", "kv_heads", "q_head_begin", "kv_begin"},
@@ -52,19 +54,23 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     throw std::invalid_argument("allocate: sizes must be positive");
   if (program.ops().empty() || !program.ops().back().is("sample"))
     throw std::invalid_argument("the op list must end with sample");
-  if (program.row_sets().size() > 2) throw std::invalid_argument("the CPU backend has no rows of experts");
+  check_experts();
   for (const OpNode& op : program.ops()) check_attributes(op);
   allocate_cache(cache);
   const auto gates = [&](const OpNode& linear) {
     const Packed& m = weights.matrix(linear.weights[0]);
     return m.n % (2 * m.panel) == 0;
   };
+  for (int s = 0; s < (int)program.row_sets().size(); s++) {
+    const RowSet& set = program.row_sets()[s];
+    routings_.push_back(s <= kOutputRows ? nullptr : std::make_shared<Routing>(max_rows_of(set.of), set.times));
+  }
   const std::vector<FusedOp> ops = fused ? fuse(program, core.world == 1, gates) : one_by_one(program);
   allocate_tensors(ops);
   for (size_t i = 0; i < ops.size(); i++) {
     const Bind bind = cpu_op(ops[i].name);
     if (!bind) throw std::invalid_argument("the CPU backend has no op " + ops[i].name);
-    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, drawn_, masks};
+    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, drawn_, masks};
     for (size_t p = 0; p < ops[i].parts.size(); p++) {
       const OpNode& op = program.ops()[ops[i].parts[p]];
       Part part{op, weights, {}, {}};
@@ -145,8 +151,26 @@ Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t op, size_t part,
   return t;
 }
 
-int CpuRunner::max_rows(int tensor) const {
-  return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
+int CpuRunner::max_rows_of(int row_set) const {
+  if (row_set <= kOutputRows) return row_set == kOutputRows ? limits_.max_outputs : limits_.max_rows;
+  const RowSet& set = program_.row_sets()[row_set];
+  const int64_t rows = (int64_t)set.times * max_rows_of(set.of);
+  if (rows > kLargestCount)
+    throw std::invalid_argument("steps of " + std::to_string(limits_.max_rows) + " rows have " + std::to_string(rows) +
+                                " rows of experts, too many");
+  return (int)rows;
+}
+
+// Stacks of matrices are as the ops take them.
+void CpuRunner::check_experts() const {
+  for (const OpNode& op : program_.ops()) {
+    const int wanted = op.is("expert_linear") ? op.integer("experts") : 1;
+    for (int w : op.weights)
+      if (program_.weights()[w].k && weights_.experts(w) != wanted)
+        throw std::invalid_argument(std::string("op ") + op.spec->name + " takes a matrix of " +
+                                    std::to_string(wanted) + " experts, weight " + std::to_string(w) + " has " +
+                                    std::to_string(weights_.experts(w)));
+  }
 }
 
 // Gives every tensor memory; tensors whose lives do not overlap share it.
@@ -174,6 +198,12 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
         gated = std::max(gated, (size_t)program_.out(op).width * (kManyRows - 1) * sizeof(float));
       if (op.is("linear"))
         prepared = std::max(prepared, prepared_bytes(core_, weights_.matrix(op.weights[0]), max_rows(op.inputs[0])));
+      if (op.is("expert_linear")) {
+        const Packed& m = weights_.matrix(op.weights[0]);
+        const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()), row = core_.k.prepared(m).bytes;
+        prepared = std::max(prepared, entries * (row ? row : m.k * sizeof(float)));
+        gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
+      }
     }
   attended_ = Buffer(attended, "prepared activations");
   scratch_.gated = Buffer(gated, "gate and up");
@@ -209,7 +239,10 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
   activations_ = Buffer(total, "activations");
   tensors_.resize(specs.size());
   for (size_t t = 0; t < specs.size(); t++) {
-    tensors_[t].width = specs[t].width, tensors_[t].of_outputs = specs[t].rows == kOutputRows;
+    tensors_[t].width = specs[t].width, tensors_[t].row_set = specs[t].rows;
+    int set = specs[t].rows;
+    for (; set > kOutputRows; set = program_.row_sets()[set].of) tensors_[t].times *= program_.row_sets()[set].times;
+    tensors_[t].of_outputs = set == kOutputRows;
     if (region_of[t] >= 0)
       tensors_[t].data = reinterpret_cast<float*>(activations_.as() + regions[region_of[t]].offset);
   }

@@ -48,7 +48,9 @@ class CpuRunner : public Runner {
  private:
   void allocate_cache(const CacheLimits& limits);
   void allocate_tensors(const std::vector<FusedOp>& ops);
-  int max_rows(int tensor) const;
+  int max_rows(int tensor) const { return max_rows_of(program_.tensors()[tensor].rows); }
+  int max_rows_of(int row_set) const;
+  void check_experts() const;
   Tensor bound(const std::vector<FusedOp>& ops, size_t op, size_t part, int tensor, bool output) const;
   const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void record(Step& step, const Batch& batch, double seconds) const;
@@ -63,6 +65,7 @@ class CpuRunner : public Runner {
   Scratch scratch_;
   std::vector<std::shared_ptr<RotaryTable>> rotary_;
   std::vector<std::shared_ptr<AttentionWork>> attention_;
+  std::vector<std::shared_ptr<Routing>> routings_;
   std::vector<Tensor> tensors_;
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the step that runs

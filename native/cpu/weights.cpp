@@ -20,20 +20,23 @@ Format format_of(const std::string& name) {
   return found->second;
 }
 
-int Weights::add_matrix(int out_features, int in_features, Format format, int group_size) {
+int Weights::add_matrix(int out_features, int in_features, Format format, int group_size, int experts) {
   if (out_features < 1 || in_features < 1)
     throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) +
                                 ": both must be positive");
   if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
     throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
-  Packed packed = layout(out_features, in_features, k_.rules, format, group_size);
+  if (experts < 1 || out_features % experts)
+    throw std::invalid_argument("a matrix of " + std::to_string(out_features) + " rows is no stack of " +
+                                std::to_string(experts) + " experts");
+  Packed packed = layout(out_features / experts, in_features, k_.rules, format, group_size);
   if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) +
                                 " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMaxIntegerK) + " in a group");
-  packed.data = arena_.take(matrix_bytes(packed), "weights");
-  weights_.push_back({packed, 0, {}});
-  sizes_.push_back((double)matrix_bytes(packed));
+  packed.data = arena_.take(matrix_bytes(packed, experts), "weights");
+  weights_.push_back({packed, 0, {}, experts});
+  sizes_.push_back((double)matrix_bytes(packed, experts));
   return (int)weights_.size() - 1;
 }
 
@@ -42,10 +45,11 @@ int Weights::add_matrix(int out_features, int in_features, Format format, int gr
 const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
                                     int64_t group) const {
   const Packed& m = matrix(id);
-  if (rows < 0 || row_offset < 0 || row_offset + rows > m.n || column < 0 || column + m.k > columns)
+  const int64_t n = (int64_t)m.n * experts(id);
+  if (rows < 0 || row_offset < 0 || row_offset + rows > n || column < 0 || column + m.k > columns)
     throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + rows) +
                                 " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
-                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+                                " do not fit a matrix of " + std::to_string(n) + " x " + std::to_string(m.k));
   if (is_quantized(m.format))
     for (int64_t g = 0, first = column; g < m.groups(); first += m.group_k(g), g++)
       if (group < 1 || first / group != (first + m.group_k(g) - 1) / group)
@@ -59,12 +63,16 @@ void Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int
   if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
     throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
                                 std::to_string(bits_of(m.format)));
-  const int64_t first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
-  pool_.run([&](int thread) {
-    const auto [p0, p1] = part(last - first, thread, pool_.size());
-    const int64_t r0 = std::max(row_offset, (first + p0) * m.panel),
-                  r1 = std::min(row_offset + rows, (first + p1) * m.panel);
-    if (r0 < r1) place_rows(m, source, row_offset, column, r0, r1);
+  each_expert(id, rows, row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
+    StoredRows from = source;
+    from.q += done * source.row_bytes(), from.scales += done * source.groups(), from.offsets += done * source.groups();
+    const int64_t first = offset / one.panel, last = (offset + count + one.panel - 1) / one.panel;
+    pool_.run([&](int thread) {
+      const auto [p0, p1] = part(last - first, thread, pool_.size());
+      const int64_t r0 = std::max(offset, (first + p0) * one.panel),
+                    r1 = std::min(offset + count, (first + p1) * one.panel);
+      if (r0 < r1) place_rows(one, from, offset, column, r0, r1);
+    });
   });
 }
 
@@ -78,8 +86,22 @@ int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, in
 }
 
 int64_t Weights::fill_matrix(int id, const SourceRows& source, int64_t rows) {
+  checked_part(id, rows, source.row_offset, source.column, source.columns, source.group);
+  const size_t item = source.type == SourceType::f32 ? 4 : 2;
+  int64_t bad = 0;
+  each_expert(id, rows, source.row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
+    SourceRows from = source;
+    from.data = static_cast<const char*>(source.data) + done * source.stride * item;
+    from.row_offset = offset;
+    bad += fill_one(one, from, count, source.row_offset + done - offset, weights_[id].source_hash);
+  });
+  return bad;
+}
+
+// Rows of one matrix, which is rows `before`... of its stack.
+int64_t Weights::fill_one(const Packed& m, const SourceRows& source, int64_t rows, int64_t before,
+                          uint64_t& source_hash) {
   const int64_t row_offset = source.row_offset, stride = source.stride;
-  const Packed& m = checked_part(id, rows, row_offset, source.column, source.columns, source.group);
   std::atomic<int64_t> bad{0};
   std::atomic<uint64_t> hash{0};
   const size_t item = source.type == SourceType::f32 ? 4 : 2;
@@ -106,31 +128,37 @@ int64_t Weights::fill_matrix(int id, const SourceRows& source, int64_t rows) {
       const int64_t r0 = std::max(row_offset, panel * m.panel), r1 = std::min(row_offset + rows, (panel + 1) * m.panel);
       const char* row = static_cast<const char*>(source.data) + ((r0 - row_offset) * stride + source.column) * item;
       for (int64_t r = r0; r < r1; r++, row += stride * item)
-        sum += row_hash(row, m.k * item, r);  // brings the panel into the cache
+        sum += row_hash(row, m.k * item, before + r);  // brings the panel into the cache
       fill(r0, r1);
     }
     hash += sum;
   });
-  weights_[id].source_hash += hash;
+  source_hash += hash;
   return bad;
 }
 
 int Weights::add_vector(std::vector<float> values) {
   sizes_.push_back((double)values.size() * sizeof(float));
-  weights_.push_back({{}, 0, std::move(values)});
+  weights_.push_back({{}, 0, std::move(values), 1});
   return (int)weights_.size() - 1;
 }
 
 void Weights::read_row(int id, int64_t row, float* out) const {
-  const Packed& m = matrix(id);
-  if (row < 0 || row >= m.n)
-    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
-  k_.read_row(m, row, out);
+  const int64_t n = matrix(id).n, all = n * experts(id);
+  if (row < 0 || row >= all)
+    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(all - 1));
+  k_.read_row(matrix(id, (int)(row / n)), row % n, out);
 }
 
 const Packed& Weights::matrix(int id) const {
   const Packed& m = weights_.at(id).packed;
   if (!m.k) throw std::invalid_argument("weight " + std::to_string(id) + " is a vector, not a matrix");
+  return m;
+}
+
+Packed Weights::matrix(int id, int expert) const {
+  Packed m = matrix(id);
+  m.data += (size_t)expert * m.panels() * m.panel_bytes;
   return m;
 }
 
@@ -142,14 +170,14 @@ const std::vector<float>& Weights::vector(int id) const {
 
 size_t Weights::bytes() const {
   size_t total = 0;
-  for (const Weight& w : weights_) total += w.packed.k ? matrix_bytes(w.packed) : w.values.size() * sizeof(float);
+  for (double size : sizes_) total += (size_t)size;
   return total;
 }
 
 std::vector<std::pair<const void*, size_t>> Weights::memory() const {
   std::vector<std::pair<const void*, size_t>> all;
   for (const Weight& w : weights_)
-    if (w.packed.k) all.emplace_back(w.packed.data, matrix_bytes(w.packed));
+    if (w.packed.k) all.emplace_back(w.packed.data, matrix_bytes(w.packed, w.experts));
   return all;
 }
 

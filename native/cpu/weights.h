@@ -1,5 +1,6 @@
 // A model's weights on one rank: matrices packed for the kernels (kernels/format.h), and vectors.
 #pragma once
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,8 +12,10 @@
 
 namespace as {
 
-// Bytes of a matrix of this layout: what is prefetched past its end included.
-inline size_t matrix_bytes(const Packed& m) { return m.panels() * m.panel_bytes + 4096; }
+// Bytes of so many matrices of this layout: what is prefetched past their end included.
+inline size_t matrix_bytes(const Packed& m, int experts = 1) {
+  return (size_t)experts * m.panels() * m.panel_bytes + 4096;
+}
 
 // "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8"; std::invalid_argument for anything else.
 Format format_of(const std::string& name);
@@ -22,8 +25,9 @@ class Weights {
   // Threads of `pool` share out the rows: so pages lie where they are read.
   Weights(Pool& pool, const Kernels& kernels) : pool_(pool), k_(kernels) {}
 
-  // group_size: of quantized formats, along in_features; 0: one group a row.
-  int add_matrix(int out_features, int in_features, Format format, int group_size);
+  // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of so many matrices of
+  // equal parts of the rows, each packed for itself.
+  int add_matrix(int out_features, int in_features, Format format, int group_size, int experts = 1);
   // Copies `rows` rows of source (from source.column on) into rows source.row_offset... Returns how many NaN or Inf
   // they have.
   int64_t fill_matrix(int id, const SourceRows& source, int64_t rows);
@@ -36,7 +40,9 @@ class Weights {
   int add_vector(std::vector<float> values);
 
   // Ids count matrices and vectors together. std::invalid_argument for the other kind.
-  const Packed& matrix(int id) const;
+  const Packed& matrix(int id) const;  // of a stack, the first
+  Packed matrix(int id, int expert) const;
+  int experts(int id) const { return weights_.at(id).experts; }
   const std::vector<float>& vector(int id) const;
   // out [in features]: a row of a matrix as its format recovers it.
   void read_row(int id, int64_t row, float* out) const;
@@ -50,7 +56,21 @@ class Weights {
     Packed packed;  // k = 0: none, but a vector
     uint64_t source_hash;
     std::vector<float> values;
+    int experts = 1;  // matrices like `packed`, one after the other
   };
+  // Calls part(matrix, rows, row offset in it, rows before) for each matrix of a stack that rows [row_offset,
+  // row_offset
+  // + rows) belong to.
+  template <typename Part>
+  void each_expert(int id, int64_t rows, int64_t row_offset, Part part) const {
+    const int64_t n = matrix(id).n;
+    for (int64_t done = 0; done < rows;) {
+      const int64_t row = row_offset + done, count = std::min(rows - done, n - row % n);
+      part(matrix(id, (int)(row / n)), count, row % n, done);
+      done += count;
+    }
+  }
+  int64_t fill_one(const Packed& m, const SourceRows& source, int64_t rows, int64_t before, uint64_t& source_hash);
   const Packed& checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
                              int64_t group) const;
 

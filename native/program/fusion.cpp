@@ -19,6 +19,7 @@ class Fusion {
     for (size_t i = 0; i < order_.size();) {
       size_t count = attention(i);
       if (!count) count = linear(i);
+      if (!count) count = experts(i);
       if (!count) count = sum(i);
       FusedOp op;
       for (size_t end = i + std::max<size_t>(count, 1); i < end; i++) {
@@ -66,6 +67,12 @@ class Fusion {
     return end + 1 - i + (adds && reads_alone(end, end + 1, out));
   }
 
+  size_t experts(size_t i) const {
+    const bool gated = is_at(i, "expert_linear") && is_at(i + 1, "silu_mul") &&
+                       reads_alone(i, i + 1, at(i).outputs[0]) && gates_(at(i));
+    return gated ? 2 : 0;
+  }
+
   size_t sum(size_t i) const {
     size_t end = i;
     if (is_at(i, "all_reduce") && is_at(i + 1, "add") && at(i + 1).inputs[1] == at(i).inputs[0]) end++;
@@ -95,11 +102,12 @@ std::vector<FusedOp> one_by_one(const Program& program) {
 
 const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor) {
   const OpNode* reader = nullptr;
+  const bool experts = program.ops()[ops[op].parts[0]].is("expert_linear");  // whose rows are sorted as the reader's
   for (size_t i = op + 1; i < ops.size(); i++)
     for (size_t p = 0; p < ops[i].parts.size(); p++) {
       const OpNode& part = program.ops()[ops[i].parts[p]];
       if (has(part.inputs, tensor)) {
-        if (reader || p || !part.is("linear")) return nullptr;
+        if (reader || p || !(part.is("linear") || (experts && part.is("expert_linear")))) return nullptr;
         reader = &part;
       }
       if (has(part.outputs, tensor)) return reader;

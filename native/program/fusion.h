@@ -28,7 +28,7 @@ std::vector<FusedOp> fuse(const Program& program, bool alone, const std::functio
 // Every op by itself.
 std::vector<FusedOp> one_by_one(const Program& program);
 
-// The linear that alone reads what part `writer` writes to `tensor`, or null; and where it is.
+// The linear that alone reads what ops[op] writes to `tensor`, or null. An expert_linear is one for another's rows.
 const OpNode* only_linear(const Program& program, const std::vector<FusedOp>& ops, size_t op, int tensor);
 
 // Tensors that no op but those of one fused op sees: gate and up of a gated linear.

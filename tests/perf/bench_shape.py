@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,9 +31,17 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocab: int = 151936
+    experts: int = 0  # of `inner` features each, of which a token goes to `top`
+    top: int = 0
+
+    def expert_bytes(self, dtype: str, group: int, rows: int) -> float:
+        """That a step of so many rows reads in a layer, when their experts are independent and equally likely."""
+        one = sum(_native.matrix_bytes(n, k, dtype, group) - 4096 for n, k in ((2 * self.inner, self.hidden),
+                                                                              (self.hidden, self.inner)))
+        return one * self.experts * (1 - (1 - self.top / self.experts) ** rows)
 
 
-SHAPES = {"0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960, 12, 2, 128)}
+SHAPES = {"30b-a3b": Shape(2, 2048, 768, 32, 4, 128, experts=128, top=8), "0.5b": Shape(24, 896, 4864, 14, 2, 64), "1.5b": Shape(28, 1536, 8960, 12, 2, 128)}
 
 
 class Model:
@@ -49,13 +57,20 @@ class Model:
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         sizes = {"qkv": (width, shape.hidden), "o": (shape.hidden, shape.heads * shape.head_dim),
                  "gate_up": (2 * shape.inner, shape.hidden), "down": (shape.hidden, shape.inner)}
+        routed = shape.experts > 0
         values = {name: (rng.normal(size=size) * size[1]**-0.5).astype(np.float32) for name, size in sizes.items()}
-        self.layer_weights = sum(n * k for n, k in sizes.values()) * shape.layers
-        self.bytes = sum(_native.matrix_bytes(*size, dtype, group) for size in sizes.values()) * shape.layers
-        self.bytes += _native.matrix_bytes(shape.vocab, shape.hidden, dtype, group)
+        uses = {name: shape.top if routed and name in ("gate_up", "down") else 1 for name in sizes}
+        self.layer_weights = sum(n * k * uses[name] for name, (n, k) in sizes.items()) * shape.layers
+        dense = [size for name, size in sizes.items() if not routed or uses[name] == 1]
+        head_bytes = _native.matrix_bytes(shape.vocab, shape.hidden, dtype, group)
+        dense_bytes = sum(_native.matrix_bytes(*size, dtype, group) for size in dense) * shape.layers + head_bytes
+        # Bytes of weights that a step of so many rows reads.
+        self.bytes = lambda rows: dense_bytes + (
+            shape.layers * shape.expert_bytes(dtype, group, rows) if routed else 0)
 
-        def fill(size, array):
-            handle = e.add_matrix(*size, dtype, group)
+        def fill(size, array, experts=1):
+            size = (size[0] * experts, size[1])
+            handle = e.add_matrix(*size, dtype, group, experts)
             for row in range(0, size[0], len(array)):
                 e.fill_matrix(handle, array[:min(len(array), size[0] - row)], "F32", row)
             return handle
@@ -68,6 +83,12 @@ class Model:
                                             (shape.heads * shape.head_dim, False), (shape.inner, False),
                                             (2 * shape.inner, False), (shape.hidden, True), (shape.vocab, True)))
 
+        if routed:
+            rows_of = e.add_row_set(_native.ALL_ROWS, shape.top)
+            scores, hidden, both, out = (e.add_tensor(w, rows_of)
+                                         for w in (1, shape.inner, 2 * shape.inner, shape.hidden))
+            router_logits, gate = e.add_tensor(shape.experts), rng.normal(size=(shape.experts, shape.hidden))
+
         def op(name, kind, inputs, outputs, weights, attributes):
             self.names.append(name)
             e.add_op(kind, inputs, outputs, weights, attributes)
@@ -75,7 +96,8 @@ class Model:
         op("rotary_table", "rotary_table", [], [], [frequencies], {"rotary_dim": shape.head_dim})
         op("embedding", "embedding", [], [x], [head], {"vocab_begin": 0})
         for layer in range(shape.layers):
-            handles = {name: fill(size, values[name]) for name, size in sizes.items()}
+            handles = {name: fill(size, values[name], shape.experts if routed and name in ("gate_up", "down") else 1)
+                       for name, size in sizes.items()}
             op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
             op("qkv", "linear", [y], [qkv], [handles["qkv"], bias], {})
             op(
@@ -92,9 +114,19 @@ class Model:
             op("o", "linear", [context], [y], [handles["o"]], {})
             op("add", "add", [x, y], [x], [], {})
             op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
-            op("gate_up", "linear", [y], [both], [handles["gate_up"]], {})
-            op("silu_mul", "silu_mul", [both], [hidden], [], {})
-            op("down", "linear", [hidden], [y], [handles["down"]], {})
+            if routed:
+                router = e.add_matrix(shape.experts, shape.hidden, "float32")
+                e.fill_matrix(router, gate.astype(np.float32), "F32")
+                op("router_logits", "linear", [y], [router_logits], [router], {})
+                op("router", "router", [router_logits], [scores], [], {"top_k": shape.top, "normalized": 1})
+                op("gate_up", "expert_linear", [y], [both], [handles["gate_up"]], {"experts": shape.experts})
+                op("silu_mul", "silu_mul", [both], [hidden], [], {})
+                op("down", "expert_linear", [hidden], [out], [handles["down"]], {"experts": shape.experts})
+                op("combine", "combine_experts", [out, scores], [y], [], {})
+            else:
+                op("gate_up", "linear", [y], [both], [handles["gate_up"]], {})
+                op("silu_mul", "silu_mul", [both], [hidden], [], {})
+                op("down", "linear", [hidden], [y], [handles["down"]], {})
             op("add", "add", [x, y], [x], [], {})
         op("norm", "rms_norm", [x], [y], [ones], {"eps": 1e-6})
         op("select_rows", "select_rows", [y], [last], [], {})
@@ -150,6 +182,7 @@ class Model:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["0.5b"], choices=SHAPES)
+    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's own number")
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--formats", nargs="+", default=["bfloat16:0", "w8a8:0"])
     parser.add_argument("--prompt", type=int, default=1024)
@@ -164,7 +197,7 @@ def main() -> None:
     print(f"{_native.isa()}, {options.threads} threads: read {bandwidth / 1e9:.1f} GB/s, fp32 {rate / 1e12:.2f} T/s, "
           f"tiles bf16 {bf16 / 1e12:.2f}, int8 {int8 / 1e12:.2f} T/s", flush=True)
     for name in options.shape:
-        shape = SHAPES[name]
+        shape = replace(SHAPES[name], layers=options.layers or SHAPES[name].layers)
         for text in options.formats:
             dtype, group = text.split(":")
             model = Model(
@@ -197,7 +230,7 @@ def main() -> None:
                 seconds = min(model.decode(batch, 20) for _ in range(2))
                 print(
                     f"{name} {text} decode batch {batch}: {batch / seconds:.1f} tokens/s, "
-                    f"{model.bytes / seconds / bandwidth:.2f} of bandwidth\n   ms: {model.report()}",
+                    f"{model.bytes(batch) / seconds / bandwidth:.2f} of bandwidth\n   ms: {model.report()}",
                     flush=True,
                 )
 

@@ -102,7 +102,7 @@ class Bench:
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(10, 30_000, length).tolist()
+    return np.random.default_rng(seed).integers(10, 1500, length).tolist()
 
 
 def prompts(options) -> None:

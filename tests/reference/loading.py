@@ -29,7 +29,8 @@ class Loaded:
         self.add_tensor, self.add_op = self.program.add_tensor, self.program.add_op
         self.add_cache_group, self.add_row_set = self.program.add_cache_group, self.program.add_row_set
 
-    def add_matrix(self, out_features: int, in_features: int, dtype: str, group_size: int = 0) -> int:
+    def add_matrix(self, out_features: int, in_features: int, dtype: str, group_size: int = 0,
+                   experts: int = 1) -> int:
         identity = self.program.add_matrix(out_features, in_features, dtype, group_size)
         self.weights[identity] = np.full((out_features, in_features), np.nan)
         return identity

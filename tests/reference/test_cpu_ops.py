@@ -33,23 +33,27 @@ def toy():
     return Toy(SEED)
 
 
-def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0):
+def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0,
+             fused: bool = True):
     """The same program in the CPU backend."""
     executor = _native.Executor(rank, world, window, [], threads)
+    stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
         if not k:
             assert executor.add_vector(values) == handle
             continue
-        assert executor.add_matrix(n, k, form, group) == handle
+        assert executor.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         executor.fill_matrix(handle, values, "F32")
         own.weights[handle] = np.stack([executor.read_row(handle, row) for row in range(n)])  # as it recovers them
+    for row_set in own.program.row_sets[2:]:
+        executor.add_row_set(*row_set)
     for width, rows, _ in own.program.tensors:
-        executor.add_tensor(width, rows == OUTPUTS)
+        executor.add_tensor(width, rows)
     for op in own.program.ops:
         executor.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     executor.allocate(max_rows=256, max_slots=8, max_length=128, span_size=16, num_spans=64, cache_dtype=dtype,
-                      max_outputs=64, masks=masks)
+                      max_outputs=64, masks=masks, fused=fused)
     return executor
 
 
@@ -226,15 +230,13 @@ def test_ops_that_the_backend_does_not_have_are_refused_by_name():
         compiled(own)
 
 
-def test_cache_groups_and_row_sets_that_the_backend_does_not_have_are_refused():
-    for kind, add in (("cache groups, the program has 2", lambda e: e.add_cache_group("sliding", 9)),
-                      ("rows of experts", lambda e: e.add_row_set(ALL, 2))):
-        executor = _native.Executor()
-        logits = executor.add_tensor(8, OUTPUTS)
-        executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 8})
-        add(executor)
-        with pytest.raises(ValueError, match=kind):
-            executor.allocate(max_rows=8, max_slots=8, max_length=16, span_size=16, num_spans=8, cache_dtype="float32")
+def test_cache_groups_that_the_backend_does_not_have_are_refused():
+    executor = _native.Executor()
+    logits = executor.add_tensor(8, OUTPUTS)
+    executor.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": 8})
+    executor.add_cache_group("sliding", 9)
+    with pytest.raises(ValueError, match="cache groups, the program has 2"):
+        executor.allocate(max_rows=8, max_slots=8, max_length=16, span_size=16, num_spans=8, cache_dtype="float32")
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

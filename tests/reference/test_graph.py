@@ -79,14 +79,16 @@ def experts(graph, h, scores, number, routed):
     if number == 0:
         both = tuple(Part("experts.gate_up", INNER, inner, first, 2 * INNER, expert=e)
                      for e in range(EXPERTS) for first in (0, INNER))
-        down = Weight("0.down", tuple(Part("experts.down", HIDDEN, expert=e) for e in range(EXPERTS)), INNER, inner)
+        down = Weight("0.down", tuple(Part("experts.down", HIDDEN, expert=e) for e in range(EXPERTS)), INNER, inner,
+                      experts=EXPERTS)
     else:
-        both = tuple(Part(f"{e}.{kind}", INNER, whole, unit=e) for e in range(EXPERTS) for kind in ("gate", "up"))
-        down = Weight("1.down", tuple(Part(f"{e}.down", HIDDEN, whole, unit=e) for e in range(EXPERTS)), INNER)
-    gate_up = graph.weight(Weight(f"{number}.gate_up", both, HIDDEN))
-    y = graph.expert_linear(h, gate_up, None, routed, EXPERTS, out=f"both{number}")
+        both = tuple(Part(f"{e}.{kind}", INNER, unit=e, units=whole) for e in range(EXPERTS) for kind in ("gate", "up"))
+        down = Weight("1.down", tuple(Part(f"{e}.down", HIDDEN, unit=e, units=whole) for e in range(EXPERTS)), INNER,
+                      experts=EXPERTS)
+    gate_up = graph.weight(Weight(f"{number}.gate_up", both, HIDDEN, experts=EXPERTS))
+    y = graph.expert_linear(h, gate_up, None, routed, out=f"both{number}")
     y = graph.gelu_tanh_mul(y, out=f"inner{number}")
-    y = graph.expert_linear(y, graph.weight(down), None, routed, EXPERTS, out="expert_out")
+    y = graph.expert_linear(y, graph.weight(down), None, routed, out="expert_out")
     return graph.combine_experts(y, scores, out="branch")
 
 

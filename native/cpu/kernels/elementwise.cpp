@@ -63,6 +63,20 @@ void sum_partials(const float* const* partials, int count, float* out, size_t n)
   }
 }
 
+void weighted_sum(const float* const* rows, const float* weights, int count, float* out, size_t n) {
+  size_t i = 0;
+  for (; i + W <= n; i += W) {
+    vf s = vzero();
+    for (int r = 0; r < count; r++) s = vfma(vload(rows[r] + i), vset(weights[r]), s);
+    vstore(out + i, s);
+  }
+  for (; i < n; i++) {
+    float s = 0;
+    for (int r = 0; r < count; r++) s = std::fma(rows[r][i], weights[r], s);
+    out[i] = s;
+  }
+}
+
 // Rotary embedding of one head in the rotate-half form: pairs are (i, i + half) (Su et al., 2021; Hugging Face's
 // layout).
 void rope(float* x, const float* cosine, const float* sine, int half) {

@@ -68,6 +68,8 @@ struct Kernels {
   void (*add)(float* x, const float* y, size_t n);
   // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
+  // Sums of `count` rows times their weights, in order, from zero; 0 rows: zeros. out may be one of the rows.
+  void (*weighted_sum)(const float* const* rows, const float* weights, int count, float* out, size_t n);
   // The tile's queries as the kernel takes them, into query_bytes() at `out`; the same for all blocks.
   void (*prepare_queries)(const AttentionTile& tile, char* out);
   void (*attend)(const AttentionTile* tiles,

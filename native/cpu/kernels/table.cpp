@@ -30,6 +30,7 @@ const Kernels& kernels() {
                                 silu_mul,
                                 add,
                                 sum_partials,
+                                weighted_sum,
                                 prepare_queries,
                                 attend,
                                 end_attention,

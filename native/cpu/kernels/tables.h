@@ -25,6 +25,7 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
+void weighted_sum(const float* const* rows, const float* weights, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
 void prepare_queries(const AttentionTile& tile, char* out);
 void attend(const AttentionTile* tiles, int count);

@@ -14,6 +14,7 @@
 namespace as {
 
 struct AttentionWork;
+struct Routing;
 
 // Cosines and sines of the rows of a step: [rows, half] each.
 struct RotaryTable {
@@ -51,10 +52,12 @@ struct Binding {
   Scratch& scratch;
   std::vector<std::shared_ptr<RotaryTable>>& rotary;       // of the ops before
   std::vector<std::shared_ptr<AttentionWork>>& attention;  // of the layers before
+  const std::vector<std::shared_ptr<Routing>>& routings;   // by row set, null where none is formed
   Drawn& drawn;                                            // the step's
   Masks* masks;                                            // null: there are none
   bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
 
+  Routing& routing(int row_set) const { return *routings[row_set]; }
   // The first part of that name, or null.
   const Part* part(const char* name) const {
     for (const Part& p : parts)

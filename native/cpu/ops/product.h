@@ -7,6 +7,9 @@ namespace as {
 // Fewer rows are bound by reading weights: their panels are read as one stream.
 constexpr int kManyRows = 33;
 
+// Panels of gate that experts' few rows are multiplied with in one stream, before those of up: they stay in the cache.
+constexpr int kGatedPanels = 8;
+
 // Part of a product that one thread computes: panels and rows.
 struct Share {
   int p0, p1, r0, r1;

@@ -5,14 +5,18 @@
 
 namespace as {
 
+std::unique_ptr<BoundOp> bind_combine_experts(const Binding&);
 std::unique_ptr<BoundOp> bind_embedding(const Binding&);
+std::unique_ptr<BoundOp> bind_expert_linear(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
 std::unique_ptr<BoundOp> bind_rope(const Binding&);
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding&);
+std::unique_ptr<BoundOp> bind_router(const Binding&);
 std::unique_ptr<BoundOp> bind_sample(const Binding&);
 std::unique_ptr<BoundOp> bind_select_rows(const Binding&);
+std::unique_ptr<BoundOp> bind_sigmoid_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_silu_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_span_attention(const Binding&);
 std::unique_ptr<BoundOp> bind_sum(const Binding&);
@@ -24,7 +28,10 @@ Bind cpu_op(const std::string& name) {
       {"all_reduce", bind_sum},
       {"all_reduce+add", bind_sum},
       {"all_reduce+add+rms_norm", bind_sum},
+      {"combine_experts", bind_combine_experts},
       {"embedding", bind_embedding},
+      {"expert_linear", bind_expert_linear},
+      {"expert_linear+silu_mul", bind_expert_linear},
       {"head_norm", bind_head_norm},
       {"hidden_states", bind_hidden_states},
       {"linear", bind_linear},
@@ -35,8 +42,10 @@ Bind cpu_op(const std::string& name) {
       {"rms_norm+linear+silu_mul", bind_linear},
       {"rope", bind_rope},
       {"rotary_table", bind_rotary_table},
+      {"router", bind_router},
       {"sample", bind_sample},
       {"select_rows", bind_select_rows},
+      {"sigmoid_mul", bind_sigmoid_mul},
       {"silu_mul", bind_silu_mul},
       {"span_attention", bind_span_attention},
   };

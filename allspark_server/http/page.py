@@ -1,0 +1,44 @@
+"""/, a page to chat and to look at the pool, and /pool, what that page shows."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .call import Call
+from .errors import ApiError
+
+_PAGE = (Path(__file__).parent / "page.html").read_bytes()
+#: it needs nothing from elsewhere, and nobody may put it into a page of theirs
+_HEADERS = [
+    (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                                 b"connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
+_INFO = ("name", "architecture", "max_length", "max_batch", "ranks", "isa", "weight_dtype", "cache_dtype",
+         "weight_bytes", "cache_bytes", "chat_format", "sampling_defaults")
+
+
+async def page(call: Call, _: None) -> None:
+    """A page to chat and to look at the pool; it asks for a key where one is needed."""
+    await call.reply(_PAGE, kind=b"text/html; charset=utf-8", headers=_HEADERS)
+
+
+async def pool(call: Call, _: None) -> None:
+    """The groups behind this door, and their models' load."""
+    members = await call.pool.members()
+    names = dict.fromkeys(model.name for member in members for model in member.models if model.running)
+    models = await asyncio.gather(*(_model(call, name) for name in names))
+    await call.reply({"members": [asdict(member) for member in members],
+                      "models": [model for model in models if model is not None]})
+
+
+async def _model(call: Call, name: str) -> dict[str, Any] | None:
+    try:
+        info, stat = await asyncio.gather(call.pool.info(name), call.pool.stat(name))
+    except ApiError:    # it is gone by now
+        return None
+    return {**{field: getattr(info, field) for field in _INFO}, "stat": asdict(stat)}

@@ -1,0 +1,21 @@
+"""Mixtral: Llama's attention, experts in every layer."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import begin, finish, output_projection, qkv_projection, routed_experts
+from allspark_server.models.config import ModelConfig
+from allspark_server.models.graph import Graph
+
+
+def mixtral(config: ModelConfig) -> Graph:
+    graph, x = begin(config)
+    moe = "mlp" if config.experts.stacked else "block_sparse_moe"
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=False))
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn"))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        experts = routed_experts(graph, h, f"{prefix}.{moe}", ("w1", "w3", "w2"))
+        graph.add(x, graph.all_reduce(experts))
+    return finish(graph, x)

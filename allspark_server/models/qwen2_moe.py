@@ -1,0 +1,24 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; routed experts, and one that all tokens go to behind a gate."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import (begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts,
+                                           shared_expert)
+from allspark_server.models.config import ModelConfig
+from allspark_server.models.graph import Graph
+
+
+def qwen2_moe(config: ModelConfig) -> Graph:
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=config.attention_bias))
+        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn"))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        if layer in config.experts.dense_layers:
+            graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp"))
+        else:
+            y = routed_experts(graph, h, f"{prefix}.mlp")
+            graph.add(x, graph.all_reduce(graph.add(y, shared_expert(graph, h, f"{prefix}.mlp"))))
+    return finish(graph, x)

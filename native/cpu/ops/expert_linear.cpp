@@ -1,0 +1,138 @@
+// expert_linear: each entry of a row set by the matrix of its expert. Entries are sorted by expert, so that an expert's
+// rows are one product; threads take panels of experts, as many as makes their parts equal. Entries of experts that
+// other ranks have are left as they are: nothing reads them.
+//
+// With a silu_mul after it a panel of gate and one of up give n columns instead of 2n (linear.cpp).
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "cpu/ops/ops.h"
+#include "cpu/ops/product.h"
+#include "cpu/ops/routing.h"
+
+namespace as {
+namespace {
+
+class ExpertLinear : public BoundOp {
+ public:
+  explicit ExpertLinear(const Binding& b)
+      : core_(b.core),
+        scratch_(b.scratch),
+        linear_(b.parts[0]),
+        in_(linear_.in()),
+        out_(b.parts.back().out()),
+        routing_(b.routing(out_.row_set)),
+        gated_(b.parts.size() > 1),
+        m_(linear_.matrix()),
+        bias_(linear_.vector(1)),
+        begin_(linear_.op.integer("expert_begin")),
+        end_(begin_ + linear_.op.integer("experts")) {
+    if (end_ > routing_.end && !routing_.divided)
+      throw std::invalid_argument("op expert_linear: experts " + std::to_string(begin_) + "..." +
+                                  std::to_string(end_ - 1) + ", the router has " + std::to_string(routing_.end));
+    if (routing_.divided && (routing_.begin != begin_ || routing_.end != end_))
+      throw std::invalid_argument("the CPU backend has no expert_linear of other experts than those before");
+    routing_.begin = begin_, routing_.end = end_, routing_.divided = true;
+  }
+
+  void run(const Batch& batch, int thread) override {
+    Activations a;
+    if (!rows(batch, thread, a)) return;
+    const bool one = a.ldx == 0;
+    // How many rows take as long as reading a panel.
+    const int streaming = core_.k.multiply_tiles ? 96 : 8, panels = gated_ ? m_.panels() / 2 : m_.panels();
+    routing_.share(begin_, end_, panels, streaming, thread, core_.pool.size(),
+                   [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
+                     Activations own = a;
+                     if (!one) own.x += (size_t)entry * a.ldx, own.prepared += entry * a.stride;
+                     else own.ldx = m_.k;
+                     multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_prepared(entries));
+                   });
+  }
+
+ private:
+  void multiply(int expert, const Activations& a, int entry, int count, int p0, int p1, int thread, bool prepared) {
+    const Packed w = linear_.weights.matrix(linear_.op.weights[0], expert);
+    const float* bias = bias_ ? bias_ + (size_t)expert * w.n : nullptr;
+    if (!gated_) return core_.k.matmul(w, a, bias, out_.row(entry), w.n, count, p0, p1);
+    if (prepared) {
+      const GatedOutput to{nullptr, 0, out_.bytes(entry), out_.prepared};
+      return core_.k.matmul_gated(w, a, bias, to, count, p0, p1);
+    }
+    if (count >= kManyRows) {
+      const GatedOutput to{out_.row(entry), out_.width, nullptr, 0};
+      return core_.k.matmul_gated(w, a, bias, to, count, p0, p1);
+    }
+    // Few rows: panels of gate in one stream, then those of up.
+    const int half = w.panels() / 2, ld = 2 * kGatedPanels * w.panel;
+    float* both = scratch_.gated.as<float>() + (size_t)thread * (kManyRows - 1) * ld;
+    for (; p0 < p1; p0 += kGatedPanels) {
+      const int panels = std::min(kGatedPanels, p1 - p0), columns = panels * w.panel;
+      for (int i : {0, 1}) {
+        Packed part = w;
+        const int first = p0 + i * half;
+        part.data += first * w.panel_bytes, part.n = columns;
+        core_.k.matmul(part, a, bias ? bias + first * w.panel : nullptr, both + i * columns, ld, count, 0, panels);
+      }
+      for (int r = 0; r < count; r++)
+        core_.k.silu_mul(both + (size_t)r * ld, both + (size_t)r * ld + columns, out_.row(entry + r) + p0 * w.panel,
+                         columns);
+    }
+  }
+
+  // The entries' rows as the product takes them; of a single row, which all entries have, ldx is 0. False: another
+  // thread has failed.
+  bool rows(const Batch& batch, int thread, Activations& a) {
+    const size_t stride = core_.k.prepared(m_).bytes;
+    const int threads = core_.pool.size(), rows = in_.rows(batch);
+    char* scratch = scratch_.prepared.as();
+    a = {in_.data, m_.k, scratch, stride};
+    if (in_.row_set == out_.row_set) {
+      if (in_.is_prepared(rows)) {
+        a.prepared = in_.bytes(0);
+        return true;
+      }
+      if (!stride) return true;
+      const int first = routing_.first[begin_];
+      const auto [e0, e1] = part(routing_.first[end_] - first, thread, threads);
+      for (int e = first + e0; e < first + e1; e++) core_.k.prepare(m_, in_.row(e), scratch + e * stride);
+      return core_.pool.barrier();
+    }
+    if (rows == 1) {  // each thread prepares it for itself: that takes less than waiting for each other
+      a.ldx = 0;
+      if (stride) core_.k.prepare(m_, in_.data, scratch + thread * stride), a.prepared = scratch + thread * stride;
+      return true;
+    }
+    const size_t bytes = stride ? stride : m_.k * sizeof(float);
+    const auto [r0, r1] = part(rows, thread, threads);
+    for (int r = r0; r < r1; r++) {
+      const char* made = stride ? nullptr : reinterpret_cast<const char*>(in_.row(r));
+      for (int i = r * routing_.top; i < (r + 1) * routing_.top; i++) {
+        if (routing_.chosen[i] < begin_ || routing_.chosen[i] >= end_) continue;
+        char* to = scratch + routing_.entry_of[i] * bytes;
+        if (made) std::memcpy(to, made, bytes);
+        else core_.k.prepare(m_, in_.row(r), to);
+        made = to;
+      }
+    }
+    if (!stride) a.x = reinterpret_cast<const float*>(scratch);
+    return core_.pool.barrier();
+  }
+
+  const Core& core_;
+  const Scratch& scratch_;
+  const Part linear_;
+  const Tensor in_, out_;
+  Routing& routing_;
+  const bool gated_;
+  const Packed m_;  // the first expert's
+  const float* bias_;
+  const int begin_, end_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_expert_linear(const Binding& b) { return std::make_unique<ExpertLinear>(b); }
+
+}  // namespace as

@@ -1,0 +1,134 @@
+// router: of each row's logits the experts that it goes to, and their weights; then the row set's entries, sorted by
+// expert. In double precision, by functions with the same bits everywhere.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "common/exact.h"
+#include "cpu/ops/ops.h"
+#include "cpu/ops/routing.h"
+
+namespace as {
+
+void Routing::group(int rows, int experts) {
+  first.assign(experts + 1, 0);
+  for (int i = 0; i < rows * top; i++) first[chosen[i] + 1]++;
+  std::partial_sum(first.begin(), first.end(), first.begin());
+  for (int r = 0; r < rows; r++)  // first[e] goes up to where the next expert's begin
+    for (int i = r * top; i < (r + 1) * top; i++) row_of[entry_of[i] = first[chosen[i]]++] = r;
+  std::copy_backward(first.begin(), first.end() - 1, first.end());
+  first[0] = 0;
+}
+
+namespace {
+
+constexpr double kLeast = -std::numeric_limits<double>::infinity();
+
+class Router : public BoundOp {
+ public:
+  explicit Router(const Binding& b)
+      : core_(b.core),
+        in_(b.parts[0].in()),
+        out_(b.parts[0].out()),
+        routing_(b.routing(out_.row_set)),
+        correction_(b.parts[0].vector()),
+        sigmoid_(!std::strcmp(b.parts[0].op.choice("scores"), "sigmoid")),
+        normalized_(b.parts[0].op.flag("normalized")),
+        scale_(b.parts[0].op.number("scale")),
+        groups_(b.parts[0].op.integer("groups")),
+        top_groups_(b.parts[0].op.integer("top_groups")) {
+    routing_.first.reserve(in_.width + 1);
+    routing_.begin = 0, routing_.end = in_.width, routing_.divided = false;
+    for (int i = 0; i < core_.pool.size(); i++) scratch_.emplace_back(in_.width, groups_);
+  }
+
+  void run(const Batch& batch, int thread) override {
+    const int rows = in_.rows(batch);
+    if (rows > 1 || thread == 0) {
+      const auto [r0, r1] = rows > 1 ? part(rows, thread, core_.pool.size()) : std::pair<int, int>(0, rows);
+      for (int r = r0; r < r1; r++) route(r, scratch_[thread]);
+    }
+    if (rows > 1 && !core_.pool.barrier()) return;
+    if (thread != 0) return;
+    routing_.group(rows, in_.width);
+    for (int i = 0; i < rows * routing_.top; i++) *out_.row(routing_.entry_of[i]) = routing_.shares[i];
+  }
+
+ private:
+  struct Own {  // of a thread
+    std::vector<double> scores, choice, group_scores;
+    std::vector<int> order, group_order;
+    Own(int experts, int groups)
+        : scores(experts), choice(experts), group_scores(groups), order(experts), group_order(groups) {}
+  };
+
+  // The best `count` indices first: of equal ones the lowest.
+  static void best(const std::vector<double>& values, int count, std::vector<int>& order) {
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + count, order.end(),
+                      [&](int a, int b) { return values[a] > values[b] || (values[a] == values[b] && a < b); });
+  }
+
+  void route(int r, Own& own) {
+    const float* logits = in_.row(r);
+    const int experts = in_.width, top = routing_.top;
+    const float most = *std::max_element(logits, logits + experts);
+    // The softmax keeps the order of logits, and the sum cancels out of normalized weights.
+    const bool plain = !sigmoid_ && !correction_ && top_groups_ == groups_;
+    double sum = 1;
+    for (int e = 0; e < experts; e++)
+      own.scores[e] = sigmoid_ ? 1 / (1 + exact::exp(-(double)logits[e])) : exact::exp((double)logits[e] - most);
+    if (!sigmoid_ && (!normalized_ || !plain)) sum = std::accumulate(own.scores.begin(), own.scores.end(), 0.0);
+    for (int e = 0; e < experts; e++) {
+      own.scores[e] /= sum;
+      double& c = own.choice[e];
+      c = plain ? logits[e] : own.scores[e] + (correction_ ? correction_[e] : 0.0f);
+      if (!(c == c)) c = kLeast;  // the weights of such a row are no numbers either
+    }
+    if (top_groups_ < groups_) keep_groups(own);
+    best(own.choice, top, own.order);
+    std::sort(own.order.begin(), own.order.begin() + top);
+    double total = 1;
+    if (normalized_) {
+      total = 0;
+      for (int i = 0; i < top; i++) total += own.scores[own.order[i]];
+    }
+    for (int i = 0; i < top; i++) {
+      routing_.chosen[r * top + i] = own.order[i];
+      routing_.shares[r * top + i] = (float)(own.scores[own.order[i]] / total * scale_);
+    }
+  }
+
+  // Leaves the choice to the groups whose two best experts are best.
+  void keep_groups(Own& own) const {
+    const int size = in_.width / groups_;
+    for (int g = 0; g < groups_; g++) {
+      double first = kLeast, second = kLeast;
+      for (int e = g * size; e < (g + 1) * size; e++) {
+        const double c = own.choice[e];
+        if (c > first) second = first, first = c;
+        else if (c > second) second = c;
+      }
+      own.group_scores[g] = size > 1 ? first + second : first;
+    }
+    best(own.group_scores, top_groups_, own.group_order);
+    for (int i = top_groups_; i < groups_; i++)
+      std::fill_n(own.choice.begin() + own.group_order[i] * size, size, kLeast);
+  }
+
+  const Core& core_;
+  const Tensor in_, out_;
+  Routing& routing_;
+  const float* correction_;
+  const bool sigmoid_, normalized_;
+  const double scale_;
+  const int groups_, top_groups_;
+  std::vector<Own> scratch_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_router(const Binding& b) { return std::make_unique<Router>(b); }
+
+}  // namespace as

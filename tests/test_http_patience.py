@@ -1,0 +1,158 @@
+"""The HTTP door's patience with clients that do not say, or do not read, what they should. In this process, with clocks
+that run faster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+
+from allspark_launch.http import open_socket
+from allspark_server.access import Client, Role
+from allspark_server.http import bodies, call, protocol
+from allspark_server.http.errors import ApiError
+
+HEADERS = [(b"content-type", b"application/json")]
+
+
+def test_slow_writers(monkeypatch):
+    monkeypatch.setattr(bodies, "PIECE_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "WHOLE_SECONDS", 0.3)
+    reader = bodies.Bodies(1000, 1000)
+
+    async def silent():
+        await asyncio.sleep(10)
+
+    async def drip():
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    for receive in (silent, drip):
+        began = time.monotonic()
+        with pytest.raises(ApiError) as found:
+            asyncio.run(reader.read({"headers": HEADERS}, receive))
+        assert found.value.status == 408 and time.monotonic() - began < 2
+
+
+def test_bodies_all_together():
+    """What many send at once is bounded, and given back when they have gone."""
+    reader = bodies.Bodies(1000, 1000)
+    held = asyncio.Event()
+
+    async def half():
+        if not held.is_set():
+            held.set()
+            return {"type": "http.request", "body": b"x" * 900, "more_body": True}
+        await asyncio.sleep(10)
+
+    async def small():
+        return {"type": "http.request", "body": b"x" * 200, "more_body": False}
+
+    async def run():
+        first = asyncio.ensure_future(reader.read({"headers": HEADERS}, half))
+        await held.wait()
+        await asyncio.sleep(0.01)
+        with pytest.raises(ApiError) as found:
+            await reader.read({"headers": HEADERS}, small)
+        assert found.value.status == 503
+        first.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await first
+        assert len(await reader.read({"headers": HEADERS}, small)) == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("unread, late, stuck", [(0, 0.5, False), (0, 30, False), (0, 61, True), (1 << 17, 0.5, False),
+                                                 (1 << 17, 2, True)])
+def test_slow_readers(unread, late, stuck):
+    """Who does not read is cut off after a while, and soon if much piles up."""
+    aborted = []
+
+    async def send(_):
+        await asyncio.sleep(10)
+
+    async def run():
+        door = SimpleNamespace(pool=None)
+        one = call.Call(door, {"extensions": {"allspark.abort": lambda: aborted.append(True)}}, None, send,
+                        Client(Role.READ))
+        one._answers.append(SimpleNamespace(started=True, unread=unread))
+        one.task = asyncio.ensure_future(one.write(b"x"))
+        await asyncio.sleep(0)
+        assert one.stuck(time.monotonic() + late) is stuck
+        one.abort()
+        with pytest.raises(asyncio.CancelledError):
+            await one.task
+        assert aborted
+
+    asyncio.run(run())
+
+
+@contextlib.contextmanager
+def server(monkeypatch, **limits):
+    """A server of the door's connections, whose application answers nothing but "fine"."""
+    for name, value in limits.items():
+        monkeypatch.setattr(*((protocol, name) if name.isupper() else (protocol.Connection, name)), value)
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"fine"})
+
+    listener, address = open_socket("127.0.0.1:0")
+    running = uvicorn.Server(uvicorn.Config(application, http=protocol.Connection, lifespan="off", log_config=None,
+                                            timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=running.run, args=([listener],))
+    thread.start()
+    try:
+        yield lambda: socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=10)
+    finally:
+        running.should_exit = True
+        thread.join()
+
+
+def test_connections_that_say_nothing(monkeypatch):
+    with server(monkeypatch, HEAD_SECONDS=0.3) as connect:
+        for said in (b"", b"GET / HTTP/1.1\r\nhost:", b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HT"):
+            with connect() as connection:
+                began = time.monotonic()
+                connection.sendall(said)
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(1000):
+                        continue
+                assert time.monotonic() - began < 3
+
+
+def test_too_many_connections(monkeypatch):
+    """The oldest idle one makes room; one that is served stays."""
+    with server(monkeypatch, limit=4) as connect, contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connect()) for _ in range(4)]
+        time.sleep(0.2)
+        more = stack.enter_context(connect())
+        more.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"fine" in more.recv(1000)
+        with contextlib.suppress(ConnectionResetError):
+            assert idle[0].recv(10) == b""
+        idle[3].sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"fine" in idle[3].recv(1000)
+
+
+def test_chunks_of_one_byte_and_endless_trailers(monkeypatch):
+    """What is around small chunks is allowed, what follows the last one is not without end."""
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    with server(monkeypatch) as connect:
+        with connect() as connection:
+            connection.sendall(head + 20_000 * b"1\r\nx\r\n" + b"0\r\n\r\n")
+            assert b"fine" in connection.recv(1000)
+        with connect() as connection:
+            connection.sendall(head + b"1\r\nx\r\n0\r\n")
+            with contextlib.suppress(OSError):
+                for _ in range(200):
+                    connection.sendall(b"x-trailer: " + b"y" * 1000 + b"\r\n")
+                    time.sleep(0.001)
+                pytest.fail("takes trailers without end")
