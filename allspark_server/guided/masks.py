@@ -1,8 +1,9 @@
 """A thread that keeps the matchers of a model's sequences and writes their masks while the steps run.
 
 A step is planned, and begins, before the tokens of the one before it are known. So the mask of a sequence that draws in
-both is written when those tokens have come, while the layers of the second run; its sampling op, which comes last, waits
-for it. What the grammar leaves no choice for is known in advance, as far as it goes: the scheduler gives it as drafts.
+both is written when those tokens have come, while the layers of the second run; its sampling op, which comes last,
+waits for it. What the grammar leaves no choice for is known in advance, as far as it goes: the scheduler gives it as
+drafts.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ class MaskWriter:
             except Exception:  # a defect; the steps must not wait for it
                 logger.exception("masks cannot be written")
             for mask in masks:
-                for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):  # the first, which is awaited, last
+                # The first, which is always waited for, last: then all were published.
+                for row in range(mask.index + len(mask.drafts), mask.index - 1, -1):
                     self._masks.publish(row)
             job = drawn = masks = None  # keeps nothing alive while it waits
 
@@ -160,8 +162,8 @@ class MaskWriter:
                 self._on_error(sequence, error)
 
     def _write(self, masks: list[_Mask]) -> None:
-        """Writes masks; without the GIL but for those of requests with an end of their own. Those behind a draft that is
-        not allowed are left as they are: nobody gets there."""
+        """Writes masks; without the GIL but for those of requests with an end of their own. Those behind a draft that
+        is not allowed are left as they are: nobody gets there."""
         rows, plain, drafted = self._rows, [], []
         for mask in masks:
             matcher = mask.guidance.matcher

@@ -166,7 +166,8 @@ class Scheduler:
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
         budget = limits.max_step_tokens - draft.rows
-        budget -= int(draft.drafts.sum())
+        if self._drafts is not None or draft.guided:
+            budget -= int(draft.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
         if max_cost is not None:
             first = prompts[0].planned if prompts else 0
@@ -353,9 +354,9 @@ class Scheduler:
                        budget: int) -> np.ndarray:
         """How many drafts each gets: none may pass its maximum length, and prompts keep half of the rows. Guided ones
         get what is known to follow, and nothing else."""
-        guided = self._slots.guided[slots].nonzero()[0].tolist()
-        if self._drafts is None and not guided:
+        if self._drafts is None and not self._slots.any_guided:
             return np.zeros(len(slots), np.int64)
+        guided = self._slots.guided[slots].nonzero()[0].tolist()
         drafts = np.zeros(len(slots), np.int64) if self._drafts is None else self._drafts.choose(slots)
         for i in guided:
             forced = draft.forced[int(slots[i])] = sequences[i].guidance.forced_after(int(longest[i]))

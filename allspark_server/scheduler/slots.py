@@ -28,6 +28,7 @@ class SlotTable:
         self._span_size, self._prefix = span_size, prefix
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
+        self.any_guided = False  # whether any sequence ever was
         self.careful, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
@@ -40,6 +41,7 @@ class SlotTable:
         self.limit[slot] = stop.max_length
         self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
         self.guided[slot] = sequence.guidance is not None
+        self.any_guided = self.any_guided or bool(self.guided[slot])
         self.eos[slot] = -1
         if len(stop.eos) <= self.EOS:
             self.eos[slot, : len(stop.eos)] = list(stop.eos)
