@@ -116,6 +116,7 @@ class Loader:
         begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
         identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
                                             group_of_slice(form.group_size, first), end - begin)
+        together: list[tuple[StoredTensor, int, int]] = []  # experts' rows, which are many small pieces
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank's
@@ -134,18 +135,29 @@ class Loader:
                     first,
                 )
             else:
-                # Whole rows: a slice along K is quantized by the ranges of the groups that it was cut from.
                 tensor = stored_tensor(self.source, weight, part)
-                bad = self.executor.fill_matrix(
-                    identity, tensor.data[begin:end], tensor.dtype, offset, first, form.group_size
-                )
-                if bad:
-                    self._warn(tensor, bad)
                 self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} {first} {last} ".encode())
+                if together and together[0][0].dtype != tensor.dtype:
+                    self._fill(identity, together, offset, first, form.group_size)
+                    together = []
+                together.append((tensor, begin, end))
             offset += end - begin
             self._advance((end - begin) * (last - first))
+        if together:
+            self._fill(identity, together, offset, first, form.group_size)
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
+
+    def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
+              group_size: int) -> None:
+        """Rows of tensors of one type, one after the other, as a matrix' rows up to `end`. Whole rows: a slice along K
+        is quantized by the ranges of the groups that it was cut from."""
+        begin = end - sum(last - first for _, first, last in pieces)
+        counts = self.executor.fill_rows(identity, [tensor.data[first:last] for tensor, first, last in pieces],
+                                         pieces[0][0].dtype, begin, column, group_size)
+        for (tensor, *_), bad in zip(pieces, counts):
+            if bad:
+                self._warn(tensor, bad)
 
     def _vector(self, weight: Weight) -> int:
         if weight.values:

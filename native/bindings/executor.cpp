@@ -40,6 +40,26 @@ SourceRows source_rows(const py::array& a, const std::string& source) {
   return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, (int64_t)a.shape(1), (int64_t)a.shape(1)};
 }
 
+// Packs rows of arrays, one after the other, into a matrix. Returns how many values of each are NaN or infinite.
+std::vector<int64_t> fill(Executor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
+                          int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
+  const Packed& m = e.weights().matrix(id);
+  const int64_t group = group_size.value_or(m.group);
+  std::vector<SourceRows> sources;
+  std::vector<int64_t> counts;
+  for (const py::array& a : arrays) {
+    SourceRows rows = source_rows(a, source);
+    if (!group_size && rows.columns != m.k)
+      throw std::invalid_argument("fill_matrix: " + std::to_string(rows.columns) + " columns do not fit a matrix of " +
+                                  std::to_string(m.k));
+    rows.row_offset = row_offset, rows.column = column, rows.group = group ? group : rows.columns;
+    sources.push_back(rows), counts.push_back(a.shape(0));
+    row_offset += counts.back();
+  }
+  py::gil_scoped_release release;
+  return e.weights().fill_matrix(id, sources, counts);
+}
+
 // Gives back a model's memory, which takes seconds when it is large, while other threads run Python.
 struct WithoutGil {
   void operator()(Executor* executor) const {
@@ -125,19 +145,7 @@ void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
       .def(
           "fill_matrix",
           [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
-             std::optional<int64_t> group_size) {
-            SourceRows rows = source_rows(a, source);
-            rows.row_offset = row_offset, rows.column = column;
-            if (!group_size && rows.columns != e.weights().matrix(id).k)
-              throw std::invalid_argument("fill_matrix: " + std::to_string(rows.columns) +
-                                          " columns do not fit a matrix of " +
-                                          std::to_string(e.weights().matrix(id).k));
-            const int64_t group = group_size.value_or(e.weights().matrix(id).group);
-            rows.group = group ? group : rows.columns;
-            const int64_t count = a.shape(0);
-            py::gil_scoped_release release;
-            return e.weights().fill_matrix(id, rows, count);
-          },
+             std::optional<int64_t> group_size) { return fill(e, id, {a}, source, row_offset, column, group_size)[0]; },
           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("group_size") = py::none(),
           "Packs columns `column`... of rows into a matrix, converting to its type; returns how many values are NaN or "
@@ -165,6 +173,10 @@ void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
           py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("offsets").noconvert(),
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
           "Packs columns `column`... of rows that quantize_rows made of rows of `columns` values.")
+      .def("fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
+           py::arg("column") = 0, py::arg("group_size") = py::none(),
+           "fill_matrix of arrays one after the other, all at once; returns how many values of each are NaN or "
+           "infinite.")
       .def(
           "source_hash", [](const Executor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
           "A hash of all bytes that fill_matrix has read into a matrix, whatever the threads and the instruction set.")

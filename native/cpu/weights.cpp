@@ -85,56 +85,69 @@ int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, in
   return bad;
 }
 
-int64_t Weights::fill_matrix(int id, const SourceRows& source, int64_t rows) {
-  checked_part(id, rows, source.row_offset, source.column, source.columns, source.group);
-  const size_t item = source.type == SourceType::f32 ? 4 : 2;
-  int64_t bad = 0;
-  each_expert(id, rows, source.row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
-    SourceRows from = source;
-    from.data = static_cast<const char*>(source.data) + done * source.stride * item;
-    from.row_offset = offset;
-    bad += fill_one(one, from, count, source.row_offset + done - offset, weights_[id].source_hash);
-  });
-  return bad;
-}
-
-// Rows of one matrix, which is rows `before`... of its stack.
-int64_t Weights::fill_one(const Packed& m, const SourceRows& source, int64_t rows, int64_t before,
-                          uint64_t& source_hash) {
-  const int64_t row_offset = source.row_offset, stride = source.stride;
-  std::atomic<int64_t> bad{0};
-  std::atomic<uint64_t> hash{0};
-  const size_t item = source.type == SourceType::f32 ? 4 : 2;
-  const int64_t first = row_offset / m.panel, last = (row_offset + rows + m.panel - 1) / m.panel;
-  auto fill = [&](int64_t r0, int64_t r1) {
-    if (is_quantized(m.format)) {
-      bad += k_.quantize(m, source, r0, r1);
-      return;
-    }
-    auto pack = [&](auto tag) {
-      using S = decltype(tag);
-      auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
-      if (m.format == Format::f32) bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (float*)m.data);
-      else bad += pack_rows<S>(s, stride, m.k, row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
-    };
-    if (source.type == SourceType::f32) pack(F32{});
-    else if (source.type == SourceType::f16) pack(F16{});
-    else pack(BF16{});
+std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>& sources,
+                                          const std::vector<int64_t>& rows) {
+  struct Piece {  // rows of one matrix
+    Packed m;
+    SourceRows from;
+    int64_t rows, before, panels;  // rows and panels of the stack before the matrix
+    size_t source;
   };
+  const int64_t n = matrix(id).n, panels = matrix(id).panels();
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < sources.size(); i++) {
+    const SourceRows& source = sources[i];
+    checked_part(id, rows[i], source.row_offset, source.column, source.columns, source.group);
+    const size_t item = source.type == SourceType::f32 ? 4 : 2;
+    each_expert(id, rows[i], source.row_offset, [&](const Packed& m, int64_t count, int64_t offset, int64_t done) {
+      const int64_t expert = (source.row_offset + done) / n;
+      SourceRows from = source;
+      from.data = static_cast<const char*>(source.data) + done * source.stride * item, from.row_offset = offset;
+      pieces.push_back({m, from, count, expert * n, expert * panels, i});
+    });
+  }
+  std::vector<std::atomic<int64_t>> bad(sources.size());
+  std::atomic<uint64_t> hash{0};
+  int64_t first = pieces.empty() ? 0 : INT64_MAX, last = 0;
+  for (const Piece& p : pieces) {
+    first = std::min(first, p.panels + p.from.row_offset / p.m.panel);
+    last = std::max(last, p.panels + (p.from.row_offset + p.rows + p.m.panel - 1) / p.m.panel);
+  }
   pool_.run([&](int thread) {
-    const auto [p0, p1] = part(last - first, thread, pool_.size());  // whole panels a thread: no two write one line
+    const auto [part0, part1] = part(last - first, thread, pool_.size());  // whole panels: no two write one line
     uint64_t sum = 0;
-    for (int64_t panel = first + p0; panel < first + p1; panel++) {
-      const int64_t r0 = std::max(row_offset, panel * m.panel), r1 = std::min(row_offset + rows, (panel + 1) * m.panel);
-      const char* row = static_cast<const char*>(source.data) + ((r0 - row_offset) * stride + source.column) * item;
-      for (int64_t r = r0; r < r1; r++, row += stride * item)
-        sum += row_hash(row, m.k * item, before + r);  // brings the panel into the cache
-      fill(r0, r1);
+    for (const Piece& p : pieces) {
+      const int64_t row_offset = p.from.row_offset, end = row_offset + p.rows;
+      const int64_t p0 = std::max(first + part0 - p.panels, row_offset / p.m.panel),
+                    p1 = std::min(first + part1 - p.panels, (end + p.m.panel - 1) / p.m.panel);
+      const size_t item = p.from.type == SourceType::f32 ? 4 : 2;
+      for (int64_t panel = p0; panel < p1; panel++) {
+        const int64_t r0 = std::max(row_offset, panel * p.m.panel), r1 = std::min(end, (panel + 1) * p.m.panel);
+        const char* row =
+            static_cast<const char*>(p.from.data) + ((r0 - row_offset) * p.from.stride + p.from.column) * item;
+        for (int64_t r = r0; r < r1; r++, row += p.from.stride * item)
+          sum += row_hash(row, p.m.k * item, p.before + r);  // brings the panel into the cache
+        bad[p.source] += fill_rows(p.m, p.from, r0, r1);
+      }
     }
     hash += sum;
   });
-  source_hash += hash;
-  return bad;
+  weights_[id].source_hash += hash;
+  return {bad.begin(), bad.end()};
+}
+
+// Rows [r0, r1) of a matrix, of one panel.
+int64_t Weights::fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const {
+  if (is_quantized(m.format)) return k_.quantize(m, source, r0, r1);
+  const auto pack = [&](auto tag) {
+    using S = decltype(tag);
+    auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
+    if (m.format == Format::f32)
+      return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (float*)m.data);
+    return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
+  };
+  if (source.type == SourceType::f32) return pack(F32{});
+  return source.type == SourceType::f16 ? pack(F16{}) : pack(BF16{});
 }
 
 int Weights::add_vector(std::vector<float> values) {

@@ -28,9 +28,9 @@ class Weights {
   // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of so many matrices of
   // equal parts of the rows, each packed for itself.
   int add_matrix(int out_features, int in_features, Format format, int group_size, int experts = 1);
-  // Copies `rows` rows of source (from source.column on) into rows source.row_offset... Returns how many NaN or Inf
-  // they have.
-  int64_t fill_matrix(int id, const SourceRows& source, int64_t rows);
+  // Copies rows[i] rows of each source (from its column on) into rows row_offset... Returns how many NaN or Inf each
+  // has.
+  std::vector<int64_t> fill_matrix(int id, const std::vector<SourceRows>& sources, const std::vector<int64_t>& rows);
   // The same from rows that are quantized already.
   void fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
   // Of all bytes that fill_matrix() has read into a matrix: the same with any number of threads and instruction set.
@@ -70,7 +70,7 @@ class Weights {
       done += count;
     }
   }
-  int64_t fill_one(const Packed& m, const SourceRows& source, int64_t rows, int64_t before, uint64_t& source_hash);
+  int64_t fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const;
   const Packed& checked_part(int id, int64_t rows, int64_t row_offset, int64_t column, int64_t columns,
                              int64_t group) const;
 

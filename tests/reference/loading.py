@@ -44,6 +44,14 @@ class Loaded:
         matrix[rows] = to_float32(np.ascontiguousarray(array[:, column:column + matrix.shape[1]]), source)
         return int((~np.isfinite(matrix[rows])).sum())
 
+    def fill_rows(self, identity: int, arrays, source: str, row_offset: int = 0, column: int = 0,
+                  group_size: int = 0) -> list[int]:
+        bad = []
+        for array in arrays:
+            bad.append(self.fill_matrix(identity, array, source, row_offset, column, group_size))
+            row_offset += len(array)
+        return bad
+
     def source_hash(self, identity: int) -> int:
         return 0
 
