@@ -5,7 +5,9 @@
 
 namespace as {
 
+std::unique_ptr<BoundOp> bind_by_value(const Binding&);
 std::unique_ptr<BoundOp> bind_embedding(const Binding&);
+std::unique_ptr<BoundOp> bind_gated_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
@@ -13,7 +15,6 @@ std::unique_ptr<BoundOp> bind_rope(const Binding&);
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding&);
 std::unique_ptr<BoundOp> bind_sample(const Binding&);
 std::unique_ptr<BoundOp> bind_select_rows(const Binding&);
-std::unique_ptr<BoundOp> bind_silu_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_span_attention(const Binding&);
 std::unique_ptr<BoundOp> bind_sum(const Binding&);
 
@@ -25,6 +26,7 @@ Bind cpu_op(const std::string& name) {
       {"all_reduce+add", bind_sum},
       {"all_reduce+add+rms_norm", bind_sum},
       {"embedding", bind_embedding},
+      {"gelu_tanh_mul", bind_gated_mul},
       {"head_norm", bind_head_norm},
       {"hidden_states", bind_hidden_states},
       {"linear", bind_linear},
@@ -36,8 +38,10 @@ Bind cpu_op(const std::string& name) {
       {"rope", bind_rope},
       {"rotary_table", bind_rotary_table},
       {"sample", bind_sample},
+      {"scale", bind_by_value},
       {"select_rows", bind_select_rows},
-      {"silu_mul", bind_silu_mul},
+      {"silu_mul", bind_gated_mul},
+      {"soft_cap", bind_by_value},
       {"span_attention", bind_span_attention},
   };
   // Any number of norms and rotations of heads before it.
