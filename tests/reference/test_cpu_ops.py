@@ -227,7 +227,7 @@ def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
         rng = np.random.default_rng(3)
         for slot, length in enumerate(lengths):
             prompt = rng.integers(0, VOCAB, length).tolist()
-            expected = own.runner(num_spans=(128,)).step(
+            expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
                 plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
             error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
             assert error <= EXACT * np.sqrt(np.mean(expected**2))
