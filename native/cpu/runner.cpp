@@ -14,16 +14,10 @@ namespace {
 
 // Refuses what the table of ops has and this backend does not.
 void check_attributes(const OpNode& op) {
-  const char* backend = "the CPU backend";
-  if (op.is("router") || op.is("expert_linear")) return;
-  if (op.is("span_attention"))
-    op.allow_only(
-        {"layer", "head_dim", "group", "scale", "cache_group", "q_heads", "kv_heads", "q_head_begin", "kv_begin"},
-        backend);
-  else
-    op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table",
-                   "vocab_begin", "vocab_size", "eps", "head_dim", "offset", "heads"},
-                  backend);
+  if (op.is("rotary_table"))  // no positions of three parts
+    op.allow_only({"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
+                   "long_table"},
+                  "the CPU backend");
 }
 
 // The first op that a tensor is seen by, and the last.

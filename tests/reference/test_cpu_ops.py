@@ -34,8 +34,8 @@ def toy():
 
 
 def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=None, dtype="float32", masks: int = 0,
-             fused: bool = True):
-    """The same program in the CPU backend."""
+             fused: bool = True, long: bool = False):
+    """The same program in the CPU backend; long: for contexts beyond a thousand."""
     executor = _native.Executor(rank, world, window, [], threads)
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
@@ -52,8 +52,8 @@ def compiled(own: Toy, threads: int = 2, rank: int = 0, world: int = 1, window=N
         executor.add_tensor(width, rows)
     for op in own.program.ops:
         executor.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    executor.allocate(max_rows=256, max_slots=8, max_length=128, span_size=16, num_spans=64, cache_dtype=dtype,
-                      max_outputs=64, masks=masks, fused=fused)
+    executor.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
+                      num_spans=256 if long else 64, cache_dtype=dtype, max_outputs=64, masks=masks, fused=fused)
     return executor
 
 
@@ -98,27 +98,48 @@ def test_embedding_select_rows_and_sample(width, threads):
     compare(own, threads=threads)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm(width):
+def test_scaled_embedding():
     own = toy()
-    own.finish(own.op("rms_norm", (embedded(own, width),), width, (own.vector(width),), eps=1e-5))
+    own.finish(own.embedding(VOCAB, 31, own.rng.normal(size=(VOCAB, 31)), scale=31**0.5))
     compare(own)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_add_and_silu_mul(width):
+def test_rms_norm(width, unit_offset):
     own = toy()
-    both = embedded(own, 2 * width)
-    x = own.op("silu_mul", (both,), width)
-    own.finish(own.op("add", (x, own.op("silu_mul", (both,), width))))
+    own.finish(own.op("rms_norm", (embedded(own, width),), width, (own.vector(width),), eps=1e-5,
+                      unit_offset=unit_offset))
     compare(own)
 
 
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_tanh_mul"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_and_gates(width, gate):
+    own = toy()
+    both = own.embedding(VOCAB, 2 * width, 4 * own.rng.normal(size=(VOCAB, 2 * width)))
+    x = own.op(gate, (both,), width)
+    own.finish(own.op("add", (x, own.op(gate, (both,), width))))
+    compare(own)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("op, attributes", [("scale", {"factor": -1.7}), ("soft_cap", {"cap": 2.5})])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_scale_and_soft_cap(width, op, attributes, threads):
+    own = toy()
+    x = own.embedding(VOCAB, width, 4 * own.rng.normal(size=(VOCAB, width)))
+    own.finish(own.op(op, (x,), **attributes))
+    compare(own, threads=threads)
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("heads, dim, offset", [(1, 2, 0), (3, 5, 7), (2, 64, 1), (7, 16, 0)])
-def test_head_norm(heads, dim, offset):
+def test_head_norm(heads, dim, offset, unit_offset):
     own = toy()
     x = embedded(own, offset + heads * dim + 3)
-    own.finish(own.op("head_norm", (x,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset))
+    own.finish(own.op("head_norm", (x,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset,
+                      unit_offset=unit_offset))
     compare(own)
 
 
@@ -140,15 +161,19 @@ def test_linear(n, k, form, group, tolerance, bias):
 
 @pytest.mark.parametrize("dim, rotary_dim", [(2, 2), (10, 10), (64, 64), (16, 6)])
 @pytest.mark.parametrize("table", [{}, {"attention_factor": 1.25},
-                                   {"dynamic": True, "base": 10000.0, "factor": 2.0, "original_max": 20}])
-def test_rotary_table_and_rope(dim, rotary_dim, table):
+                                   {"dynamic": True, "base": 10000.0, "factor": 2.0, "original_max": 20},
+                                   {"dynamic": True, "base": 10000.0, "original_max": 17, "growth": "powers"},
+                                   {"long_table": True, "original_max": 20}])
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
     if table.get("dynamic") and rotary_dim == 2:
         pytest.skip("a dynamic base has the exponent dim / (dim - 2)")
     own = toy()
     x = embedded(own, 1 + 3 * dim)
     frequencies = own.vector((1e4 ** (-np.arange(0, rotary_dim, 2) / rotary_dim)).astype(np.float32))
-    own.op("rotary_table", (), None, (frequencies,), rotary_dim=rotary_dim, **table)
-    own.finish(own.op("rope", (x,), offset=1, heads=3, head_dim=dim, rotary_dim=rotary_dim))
+    tables = [frequencies] + [own.vector(rotary_dim // 2)] * ("long_table" in table)
+    own.op("rotary_table", (), None, tables, rotary_dim=rotary_dim, **table)
+    own.finish(own.op("rope", (x,), offset=1, heads=3, head_dim=dim, rotary_dim=rotary_dim, pairs=pairs))
     compare(own)
 
 
@@ -162,6 +187,53 @@ def test_span_attention(heads, cache, tolerance):
     own = toy()
     own.finish(own.attention(embedded(own, (q_heads + 2 * kv_heads) * dim), *heads))
     compare(own, tolerance, cache=cache)
+
+
+VARIANTS = [{"window": 1}, {"window": 20}, {"soft_cap": 1.5}, {"sinks": True}, {"alibi": True}, {"logn": 9.0},
+            {"window": 33, "soft_cap": 2.0, "sinks": True, "alibi": True, "logn": 20.0}]  # fmt: skip
+
+
+@pytest.mark.parametrize("cache, tolerance", CACHES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "+".join(v))
+def test_attention_with(variant, cache, tolerance):
+    own = toy()
+    x = embedded(own, 10 * 24)
+    weights = [own.vector(6)] * bool(variant.get("sinks"))
+    weights += [own.vector(np.linspace(0.05, 0.5, 6))] * bool(variant.get("alibi"))
+    own.finish(own.attention(x, 6, 2, 24, weights, **variant))
+    compare(own, tolerance, cache=cache)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
+@pytest.mark.parametrize("window", [0, 1, 100, 128, 300, 1100])
+def test_bits_of_a_window_do_not_depend_on_chunks(window, cache, threads):
+    """Contexts of several runs of blocks, whose first ones a window leaves behind."""
+    results, lengths = [], [1290, 515]
+    for chunk in (1290, 333, 47):
+        own = Toy(7)
+        own.finish(own.attention(embedded(own, 4 * 16), 2, 1, 16, window=window))
+        executor, rng = compiled(own, threads, dtype=cache, long=True), np.random.default_rng(3)
+        found = []
+        for slot, length in enumerate(lengths):
+            prompt, new = rng.integers(0, VOCAB, length).tolist(), True
+            for begin in range(0, length, chunk):
+                count, last = min(chunk, length - begin), begin + chunk >= length
+                spans = list(range(100 * slot + -(-begin // 16), 100 * slot + -(-(begin + count) // 16)))
+                result = executor.step(plan([item(slot, count, DRAW if last else 0, spans=spans)],
+                                            [start(slot, prompt)] if new else []), True)
+                new = False
+            found.append(result.logits.tobytes())
+        results.append(found)
+    assert results[0] == results[1] == results[2]
+    if cache == "float32":
+        rng = np.random.default_rng(3)
+        for slot, length in enumerate(lengths):
+            prompt = rng.integers(0, VOCAB, length).tolist()
+            expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
+                plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
+            error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
+            assert error <= EXACT * np.sqrt(np.mean(expected**2))
 
 
 @pytest.mark.parametrize("inner", [1, 5, 37])
@@ -180,14 +252,8 @@ def test_what_is_computed_together(inner):
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 KNOWN = {
-    "rotary_table": {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table"},
-    "embedding": {"vocab_begin"},
-    "rms_norm": {"eps"},
-    "head_norm": {"eps", "head_dim", "offset", "heads"},
-    "rope": {"head_dim", "rotary_dim", "table", "offset", "heads"},
-    "span_attention": {"layer", "head_dim", "group", "scale", "cache_group", "q_heads", "kv_heads", "q_head_begin",
-                       "kv_begin"},
-    "sample": {"vocab_size", "vocab_begin"},
+    "rotary_table": {"attention_factor", "dynamic", "base", "factor", "original_max", "rotary_dim", "table", "growth",
+                     "long_table"},
 }  # fmt: skip
 ABSENT = [(spec.name, name) for spec in op_specs().values() if spec.name in KNOWN
           for name, attribute in spec.attributes.items() if attribute.scope != "graph" and name not in KNOWN[spec.name]]
@@ -197,21 +263,13 @@ def program_with(op: str, attribute: str) -> Toy:
     """A program whose op has that attribute at something else than its default."""
     own, spec = toy(), op_spec(op).attributes[attribute]
     other = {"flag": True, "choice": spec.choices[-1] if spec.choices else ""}.get(spec.type, 3)
-    change = {name: {attribute: other} if op == name else {} for name in KNOWN}
-    if attribute in ("temporal", "height", "width"):
-        change[op][attribute] = 4
-    if attribute == "long_table":
-        change[op]["original_max"] = 9
+    change = {attribute: 4 if attribute in ("temporal", "height", "width") else other}
     if attribute == "interleaved_sections":
-        change[op]["temporal"] = 4
-    x = own.embedding(VOCAB, 32, None, **change["embedding"])
-    tables = [own.vector(4) for _ in range(1 + (attribute == "long_table"))]
-    own.op("rotary_table", (), None, tables, **{"rotary_dim": 8, **change["rotary_table"]})
-    own.op("head_norm", (x,), None, (own.vector(8),), eps=1e-6, heads=2, head_dim=8, offset=0, **change["head_norm"])
-    own.op("rope", (x,), offset=0, heads=3, head_dim=8, **change["rope"])
-    vectors = [own.vector(2)] if attribute in ("sinks", "alibi") else []
-    y = own.attention(x, 2, 1, 8, vectors, **change["span_attention"])
-    own.finish(own.op("rms_norm", (y,), 16, (own.vector(16),), eps=1e-6, **change["rms_norm"]))
+        change["temporal"] = 4
+    x = own.embedding(VOCAB, 32)
+    own.op("rotary_table", (), None, (own.vector(4),), **{"rotary_dim": 8, **change})
+    own.op("rope", (x,), offset=0, heads=3, head_dim=8)
+    own.finish(own.attention(x, 2, 1, 8))
     return own
 
 
@@ -225,8 +283,8 @@ def test_attributes_that_the_backend_does_not_have_are_refused_by_name(op, attri
 
 def test_ops_that_the_backend_does_not_have_are_refused_by_name():
     own = toy()
-    own.finish(own.op("gelu_tanh_mul", (embedded(own, 10),), 5))
-    with pytest.raises(ValueError, match="no op gelu_tanh_mul"):
+    own.finish(own.op("sigmoid_mul", (embedded(own, 10), embedded(own, 1))))
+    with pytest.raises(ValueError, match="no op sigmoid_mul"):
         compiled(own)
 
 

@@ -1,10 +1,11 @@
 // Attention of a few query rows that share one KV head over one block of kBlockTokens tokens of context.
 //
-// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; maximum over the tokens the
-// row sees; e^(score - maximum), 0 for the others; their sum over vectors of tokens in ascending order, then over
-// lanes; out[d] = one chain over ascending tokens. Tokens a row does not see add exact zeros, so it does not matter how
-// far the tile's other rows see. Keys are stored by groups of 16 tokens (span_layout.h): a lane is a token and no score
-// needs a horizontal sum. Blocks are merged in ascending order (Milakov and Gimelshein, 2018).
+// Recipe (the same in prefill and decode, whatever else is in the tile): scores, see below; soft cap and slopes, where
+// there are any; maximum over the tokens the row sees; e^(score - maximum), 0 for the others; their sum over vectors of
+// tokens in ascending order, then over lanes; out[d] = one chain over ascending tokens. Tokens a row does not see add
+// exact zeros, so it does not matter how far the tile's other rows see. Keys are stored by groups of 16 tokens
+// (span_layout.h): a lane is a token and no score needs a horizontal sum. Blocks are merged in ascending order (Milakov
+// and Gimelshein, 2018).
 //
 // Spans are too short for the processor's own prefetching to get going: while a block is read the next one is
 // prefetched, line by line as this one's lines are used (all at once, they fill the queues and nothing runs beside
@@ -291,12 +292,28 @@ inline void weigh_integers(const AttentionTile& a, int r0, int first, const int1
   }
 }
 
+// The tokens of the block that a row sees: [begin, end).
+struct Seen {
+  int begin, end;
+  bool none() const { return begin >= end; }
+};
+Seen seen_by(const AttentionTile& a, int row) {
+  return {std::max(0, a.first[row] - a.begin), std::max(0, std::min(a.context[row] - a.begin, a.tokens))};
+}
+
+// A row's finished scores: those of tokens that it does not see are no longer anything.
+inline void mask_scores(const AttentionTile& a, int r, Seen seen, int padded, float* row) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  if (a.soft_cap || a.sloped) bend_scores(a, r, 1, row, padded);
+  for (int t = 0; t < std::min(seen.begin, padded); t++) row[t] = kNone;
+  for (int t = seen.end; t < padded; t++) row[t] = kNone;
+}
+
 // Scores to weights e^(score - maximum); returns their sum.
-inline float exponentials(float* row, int limit, int padded, float* maximum) {
-  for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
+inline float exponentials(float* row, bool none, int padded, float* maximum) {
   vf m = vset(-std::numeric_limits<float>::infinity());
   for (int t = 0; t < padded; t += W) m = vmax(m, vload(row + t));
-  *maximum = limit > 0 ? vhmax(m) : 0.0f;
+  *maximum = none ? 0.0f : vhmax(m);
   vf sum = vzero();
   for (int t = 0; t < padded; t += W) {
     const vf e = vexp(vsub(vload(row + t), vset(*maximum)));
@@ -319,8 +336,9 @@ void attend_floats(const AttentionTile& a) {
       });
   }
   for (int r = 0; r < a.rows; r++) {
-    a.sum[r] = exponentials(p + r * kBlockTokens, std::max(0, std::min(a.context[r] - a.begin, a.tokens)), padded,
-                            a.maximum + r);
+    const Seen seen = seen_by(a, r);
+    mask_scores(a, r, seen, padded, p + r * kBlockTokens);
+    a.sum[r] = exponentials(p + r * kBlockTokens, seen.none(), padded, a.maximum + r);
     std::fill_n(a.out + (size_t)r * s.padded_dim, s.padded_dim, 0.0f);
   }
   constexpr int B = OV * W / 16;  // blocks of 16 values of an output tile
@@ -377,12 +395,11 @@ void attend_integers(const AttentionTile& a) {
   std::fill(minimum + a.tokens, minimum + padded, 0.0f);
   for (int r = 0; r < a.rows; r++) {
     float* row = p + r * kBlockTokens;
-    const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
-    const vf none = vset(-std::numeric_limits<float>::infinity());
-    for (int t = limit; t < padded; t++) row[t] = -std::numeric_limits<float>::infinity();
-    vf highest = none;
+    const Seen seen = seen_by(a, r);
+    mask_scores(a, r, seen, padded, row);
+    vf highest = vset(-std::numeric_limits<float>::infinity());
     for (int t = 0; t < padded; t += W) highest = vmax(highest, vload(row + t));
-    a.maximum[r] = limit > 0 ? lane_max(highest) : 0.0f;
+    a.maximum[r] = seen.none() ? 0.0f : lane_max(highest);
     vf sum = vzero(), offset = vzero(), top = vzero();
     for (int t = 0; t < padded; t += W) {
       const vf e = exponential(vsub(vload(row + t), vset(a.maximum[r]))), w = vmul(e, vload(scale + t));
@@ -410,6 +427,15 @@ void attend_integers(const AttentionTile& a) {
 }
 
 }  // namespace
+
+void bend_scores(const AttentionTile& a, int row, float factor, float* scores, int n) {
+  if (a.soft_cap) soft_cap(scores, factor, a.soft_cap, n);
+  else if (factor != 1) scale(scores, factor, n);
+  if (!a.sloped) return;
+  const float slope = a.slopes[row];
+  const int distance = a.begin - (a.context[row] - 1);
+  for (int t = 0; t < n; t++) scores[t] += slope * (float)(distance + t);
+}
 
 void prepare_queries(const AttentionTile& tile, char* out) {
   switch (tile.layout->dtype) {
@@ -449,21 +475,39 @@ void attend_all(const AttentionTile* tiles, int count) {
   }
 }
 
+// A copy of a block's first `tokens` tokens, the first `count` of them zeros; where its spans are.
+std::vector<char> without_tokens(const SpanLayout& layout, const void* const* from, int count, int tokens,
+                                 const void** spans) {
+  const int size = layout.span_size, needed = (tokens + size - 1) / size;
+  std::vector<char> copy(needed * layout.bytes);
+  for (int i = 0; i < needed; i++) spans[i] = std::memcpy(copy.data() + i * layout.bytes, from[i], layout.bytes);
+  const std::vector<float> zeros(layout.head_dim);
+  for (int t = 0; t < count; t++)
+    write_token(layout, copy.data() + t / size * layout.bytes, t % size, zeros.data(), zeros.data());
+  return copy;
+}
+
 // Rows that do not see all of the tile's tokens had them with a weight of 0. If a value is not finite, 0 times it is
-// not 0: then such a row again, alone, by which it has the tokens that it sees and the bits that it has anyway.
+// not 0: then such a row again, alone, by which it has the tokens that it sees and the bits that it has anyway. Tokens
+// before its window are put to zero in a copy of the block.
 void mend_rows(const AttentionTile& a) {
-  const size_t padded = a.layout->padded_dim;
+  const SpanLayout& layout = *a.layout;
+  const size_t padded = layout.padded_dim;
   for (int r = 0; r < a.rows; r++) {
-    const int seen = a.context[r] - a.begin;
-    if (seen <= 0 || seen >= a.tokens) continue;
+    const Seen seen = seen_by(a, r);
+    if (seen.none() || (seen.begin == 0 && seen.end == a.tokens)) continue;
     vf poison = vzero();  // NaN if any value is not finite
     for (size_t d = 0; d < padded; d += W) poison = vfma(vload(a.out + r * padded + d), vzero(), poison);
     if (vsum(poison) == 0) continue;
     AttentionTile alone = a;
-    alone.rows = 1, alone.q[0] = a.q[r], alone.context[0] = a.context[r], alone.tokens = seen;
-    alone.next = a.spans, alone.cold = false;
+    alone.rows = 1, alone.q[0] = a.q[r], alone.context[0] = a.context[r], alone.tokens = seen.end;
+    alone.first[0] = a.first[r], alone.slopes[0] = a.slopes[r];
+    std::vector<char> copy;
+    const void* spans[kBlockTokens / kKeyGroup];
+    if (seen.begin) copy = without_tokens(layout, a.spans, seen.begin, seen.end, spans), alone.spans = spans;
+    alone.next = alone.spans, alone.cold = false;
     alone.maximum = a.maximum + r, alone.sum = a.sum + r, alone.out = a.out + r * padded;
-    std::vector<char> query(query_bytes(*a.layout));
+    std::vector<char> query(query_bytes(layout));
     prepare_queries(alone, query.data());
     alone.prepared = query.data();
     attend_all(&alone, 1);

@@ -49,14 +49,19 @@ AS_INLINE vf weight(vf x, vf top, vf factor) {
 
 // Scores, not scaled yet, to weights; maxima and sums. between(): called before each row.
 template <typename Between>
-void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Between&& between) {
-  const vf factor = vset(a.scale * 1.44269504088896341f);
+void soften(const AttentionTile& a, Scores& scores, Weights& weights, Between&& between) {
+  const bool bent = a.soft_cap || a.sloped;  // then they are scaled, too
+  const float scale = bent ? 1 : a.scale;
+  const vf factor = vset(scale * 1.44269504088896341f);
   const vi ones = _mm512_set1_epi16(0x3f80);
   for (int r = 0; r < a.rows; r++) {
     between();
-    const float* x = scores[r];
+    float* x = scores[r];
     uint16_t* to = weights[r];
     const int limit = std::max(0, std::min(a.context[r] - a.begin, a.tokens));
+    const int before = std::min(std::max(0, a.first[r] - a.begin), limit);  // tokens that the row sees no longer
+    if (bent) bend_scores(a, r, a.scale, x, (a.tokens + kKeyGroup - 1) / kKeyGroup * kKeyGroup);
+    std::fill_n(x, before, -std::numeric_limits<float>::infinity());
     const int whole = limit / kStep * kStep, rest = limit - whole;
     const __mmask16 low_lanes = lanes(rest), high_lanes = lanes(rest - W);
     const vf lowest = vset(-std::numeric_limits<float>::infinity());
@@ -66,7 +71,7 @@ void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Betw
       low = _mm512_mask_max_ps(low, low_lanes, low, vload(x + whole));
       high = _mm512_mask_max_ps(high, high_lanes, high, vload(x + whole + W));
     }
-    const float maximum = limit ? _mm512_reduce_max_ps(vmax(low, high)) : 0.0f;
+    const float maximum = limit > before ? _mm512_reduce_max_ps(vmax(low, high)) : 0.0f;
     const vf top = vset(maximum);
     auto put = [&](int t, vf first, vf second) {
       const vi both = (vi)_mm512_cvtne2ps_pbh(second, first);
@@ -80,7 +85,8 @@ void soften(const AttentionTile& a, const Scores& scores, Weights& weights, Betw
       put(t, _mm512_maskz_mov_ps(mixed ? low_lanes : 0, weight(vload(x + t), top, factor)),
           _mm512_maskz_mov_ps(mixed ? high_lanes : 0, weight(vload(x + t + W), top, factor)));
     }
-    a.maximum[r] = maximum * a.scale;
+    std::fill_n(to, before, (uint16_t)0);  // of the sum they were 2^-125
+    a.maximum[r] = maximum * scale;
     a.sum[r] = _mm512_reduce_add_ps(sum);
   }
 }

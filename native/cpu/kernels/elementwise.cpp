@@ -31,15 +31,42 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
   for (; i < n; i++) y[i] = x[i] * inverse * w[i];
 }
 
-// y = gate / (1 + e^-gate) * up
-void silu_mul(const float* gate, const float* up, float* y, int n) {
+namespace {
+
+template <vf (*kProduct)(vf gate, vf up)>
+AS_INLINE void gated(const float* gate, const float* up, float* y, int n) {
   int i = 0;
-  for (; i + W <= n; i += W) vstore(y + i, vsilu_mul(vload(gate + i), vload(up + i)));
+  for (; i + W <= n; i += W) vstore(y + i, kProduct(vload(gate + i), vload(up + i)));
   if (i < n) {
     float g[W] = {}, u[W] = {}, out[W];
     for (int j = 0; j < n - i; j++) g[j] = gate[i + j], u[j] = up[i + j];
-    vstore(out, vsilu_mul(vload(g), vload(u)));
+    vstore(out, kProduct(vload(g), vload(u)));
     for (int j = 0; j < n - i; j++) y[i + j] = out[j];
+  }
+}
+
+}  // namespace
+
+void silu_mul(const float* gate, const float* up, float* y, int n) { gated<vsilu_mul>(gate, up, y, n); }
+
+void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) { gated<vgelu_tanh_mul>(gate, up, y, n); }
+
+void scale(float* x, float factor, size_t n) {
+  size_t i = 0;
+  for (; i + W <= n; i += W) vstore(x + i, vmul(vload(x + i), vset(factor)));
+  for (; i < n; i++) x[i] *= factor;
+}
+
+// x = cap * tanh(factor * x / cap)
+void soft_cap(float* x, float factor, float cap, size_t n) {
+  const vf slope = vset(factor / cap), most = vset(cap);
+  size_t i = 0;
+  for (; i + W <= n; i += W) vstore(x + i, vmul(most, vtanh(vmul(vload(x + i), slope))));
+  if (i < n) {
+    float rest[W] = {};
+    for (size_t j = i; j < n; j++) rest[j - i] = x[j];
+    vstore(rest, vmul(most, vtanh(vmul(vload(rest), slope))));
+    for (size_t j = i; j < n; j++) x[j] = rest[j - i];
   }
 }
 
@@ -91,6 +118,15 @@ void rope(float* x, const float* cosine, const float* sine, int half) {
     const float a = x[i], b = upper[i];
     x[i] = a * cosine[i] - b * sine[i];
     upper[i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// The same with adjacent features as pairs: (2 i, 2 i + 1).
+void rope_interleaved(float* x, const float* cosine, const float* sine, int half) {
+  for (int i = 0; i < half; i++) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    x[2 * i] = a * cosine[i] - b * sine[i];
+    x[2 * i + 1] = b * cosine[i] + a * sine[i];
   }
 }
 

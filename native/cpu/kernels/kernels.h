@@ -17,8 +17,12 @@ constexpr int kTileRows = 16;
 struct AttentionTile {
   int rows;                   // <= kTileRows
   const float* q[kTileRows];  // each [head_dim]
-  int context[kTileRows];     // row sees the sequence's tokens [0, context)
+  int context[kTileRows];     // row sees the sequence's tokens [first, context)
+  int first[kTileRows];
   float scale;
+  float soft_cap;  // of scores; 0: none
+  bool sloped;     // scores fall with distance, by
+  float slopes[kTileRows];
   const SpanLayout* layout;
   const char* prepared;  // queries as prepare_queries() made them
   // The block: tokens [begin, begin + tokens) of the sequence, those that any row sees.
@@ -65,6 +69,9 @@ struct Kernels {
   void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
+  void (*gelu_tanh_mul)(const float* gate, const float* up, float* y, int n);
+  void (*scale)(float* x, float factor, size_t n);
+  void (*soft_cap)(float* x, float factor, float cap, size_t n);  // x = cap * tanh(factor * x / cap)
   void (*add)(float* x, const float* y, size_t n);
   // Sums of `count` partials in order: out[i] = ((p0[i] + p1[i]) + p2[i]) + ...
   void (*sum_partials)(const float* const* partials, int count, float* out, size_t n);
@@ -80,6 +87,7 @@ struct Kernels {
                 const float* block_out, int padded_dim);
   // Rotates pairs (x[i], x[i + half]) by the angles whose cosines and sines are given (each [half]).
   void (*rope)(float* x, const float* cosine, const float* sine, int half);
+  void (*rope_interleaved)(float* x, const float* cosine, const float* sine, int half);  // pairs (x[2 i], x[2 i + 1])
   const LogitKernels& (*logits)();  // passes over logits, for the sampler
   // Ceilings (ceilings.cpp).
   float (*read_memory)(const float* p, size_t n);

@@ -1,5 +1,5 @@
-// silu(gate) * up of a vector: the same instructions wherever it is computed, so that fused and separate results have
-// the same bits.
+// silu(gate) * up, and gelu(gate) * up, of a vector: the same instructions wherever it is computed, so that fused and
+// separate results have the same bits.
 #pragma once
 #include "cpu/kernels/format.h"
 #include "cpu/simd.h"
@@ -23,18 +23,27 @@ AS_INLINE vf vdivide(vf a, vf d) {
 }
 #endif
 
-// gate / (1 + e^-gate) * up
-AS_INLINE vf vsilu_mul(vf gate, vf up) {
+// gate / (1 + e^-x) * up
+AS_INLINE vf vgate_mul(vf gate, vf x, vf up) {
 #if defined(AS_ISA_AVX512)
-  // Up to 2^124, so that its inverse is a normal number. The rounded exponent costs 2^-24 |gate| of a result that is
-  // e^-|gate| small.
-  const vf d = vadd(vset(1.0f),
-                    vexp2(vmin(vset(124.0f), vmul(gate, vset(-1.44269504088896341f)))));  // in this order a NaN passes
+  // Up to 2^124, so that its inverse is a normal number. The rounded exponent costs 2^-24 |x| of a result that is
+  // e^-|x| small.
+  const vf d =
+      vadd(vset(1.0f), vexp2(vmin(vset(124.0f), vmul(x, vset(-1.44269504088896341f)))));  // in this order a NaN passes
   return vmul(vdivide(gate, d), up);
 #else
-  const vf e = vexp(vmin(vset(88.0f), vsub(vzero(), gate)));
+  const vf e = vexp(vmin(vset(88.0f), vsub(vzero(), x)));
   return vmul(vdiv(gate, vadd(vset(1.0f), e)), up);
 #endif
+}
+
+AS_INLINE vf vsilu_mul(vf gate, vf up) { return vgate_mul(gate, gate, up); }
+
+// The approximation with tanh: gate / 2 * (1 + tanh(u)) = gate / (1 + e^-2u), u = sqrt(2 / pi) (gate + 0.044715 gate^3)
+AS_INLINE vf vgelu_tanh_mul(vf gate, vf up) {
+  const vf square = vmul(gate, gate);
+  const vf slope = vfma(square, vset(0.0713548162726f), vset(1.5957691216057308f));
+  return vgate_mul(gate, vmul(gate, slope), up);
 }
 
 }  // namespace AS_ISA

@@ -23,13 +23,19 @@ int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t 
 void read_row(const Packed& w, int64_t row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
 void silu_mul(const float* gate, const float* up, float* y, int n);
+void gelu_tanh_mul(const float* gate, const float* up, float* y, int n);
+void scale(float* x, float factor, size_t n);
+void soft_cap(float* x, float factor, float cap, size_t n);
 void add(float* x, const float* y, size_t n);
 void sum_partials(const float* const* partials, int count, float* out, size_t n);
 void weighted_sum(const float* const* rows, const float* weights, int count, float* out, size_t n);
 void rope(float* x, const float* cosine, const float* sine, int half);
+void rope_interleaved(float* x, const float* cosine, const float* sine, int half);
 void prepare_queries(const AttentionTile& tile, char* out);
 void attend(const AttentionTile* tiles, int count);
 void end_attention();
+// Soft cap and slopes of a row's scores with the block's first n tokens, factor times what is given.
+void bend_scores(const AttentionTile& a, int row, float factor, float* scores, int n);
 #if defined(AS_ISA_AVX512_BF16)
 void prepare_queries_bf16(const AttentionTile& tile, char* out);
 void attend_bf16(const AttentionTile* tiles, int count);

@@ -12,6 +12,7 @@ namespace {
 size_t partial_floats_of(const SpanLayout& layout) { return (size_t)kTileRows * (2 + layout.padded_dim); }
 
 int runs_of(int blocks) { return (blocks + kRunBlocks - 1) / kRunBlocks; }
+int runs_of(int begin, int end) { return runs_of(end) - begin / kRunBlocks; }
 
 // Where one thread's part ends and the next one's begins, at most one tile is shared and one of its runs. As much is
 // enough for pieces of the longest context.
@@ -65,6 +66,7 @@ void AttentionWork::make_tiles(const Batch& batch) {
         for (int i = 0; i < item.count; i += step) {
           const int positions = std::min(step, item.count - i), context = item.start + i + positions;
           tiles.push_back({item.slot, item.row + i, item.start + i, positions, kv, h, h + heads,
+                           shape.first_seen(item.start + i) / kBlockTokens,
                            (context + kBlockTokens - 1) / kBlockTokens});
         }
       }
@@ -76,21 +78,23 @@ void AttentionWork::make_tiles(const Batch& batch) {
 // each block of a run that they share too.
 void AttentionWork::share_pairs() {
   for (int t = 0; t < (int)tiles.size(); t++)
-    for (int b = 0; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
+    for (int b = tiles[t].first; b < tiles[t].blocks; b++) pairs.push_back({t, b, Kept::nothing, 0});
   std::vector<int> owner(pairs.size());
   for (int thread = 0; thread < threads; thread++) {
     const auto [p0, p1] = part((int64_t)pairs.size(), thread, threads);
     std::fill(owner.begin() + p0, owner.begin() + p1, thread);
   }
   int kept = 0;
-  for (int first = 0, t = 0; t < (int)tiles.size(); first += tiles[t++].blocks) {
+  int next = 0;
+  for (int t = 0; t < (int)tiles.size(); t++) {
     Tile& tile = tiles[t];
-    tile.pair = first;
-    tile.shared = owner[first] != owner[first + tile.blocks - 1];
+    tile.pair = next, next += tile.blocks - tile.first;
+    tile.shared = owner[tile.pair] != owner[next - 1];
     if (!tile.shared) continue;
     shared.push_back(t);
-    for (int b = 0; b < tile.blocks; b += kRunBlocks) {
-      const int count = std::min(kRunBlocks, tile.blocks - b), p = first + b;
+    for (int b = tile.first, end; b < tile.blocks; b = end) {
+      end = std::min(tile.blocks, (b / kRunBlocks + 1) * kRunBlocks);
+      const int count = end - b, p = tile.pair + b - tile.first;
       const bool cut = owner[p] != owner[p + count - 1];
       for (int i = 0; i < count; i++)
         pairs[p + i].kept = cut ? Kept::block : Kept::run, pairs[p + i].partial = kept + (cut ? i : 0);
@@ -111,29 +115,32 @@ void AttentionWork::make_pieces() {
     // Later positions of the same heads: so a group's last tile sees most.
     const bool joins = !pieces.empty() && pieces.back().count < most && tiles[t - 1].slot == tile.slot &&
                        tiles[t - 1].head0 == tile.head0;
-    if (joins) total -= pieces.back().end, pieces.back().count++;
-    else pieces.push_back({t, 1, 0, 0});
+    if (joins) total -= pieces.back().end - pieces.back().begin, pieces.back().count++;
+    else pieces.push_back({t, 1, tile.first, 0});
     pieces.back().end = tile.blocks;
-    total += tile.blocks;
+    total += tile.blocks - pieces.back().begin;
   }
   const int share = (int)(total / (4 * threads)), longest = kRunBlocks * std::max(1, share / kRunBlocks);
   const int room = (int)(partials.size() / (partial_floats() * sizeof(float)));
   std::vector<Piece> cut;
   int kept = 0;
   for (const Piece& whole : pieces) {
-    const int results = runs_of(whole.end) * whole.count;
-    if (threads == 1 || whole.end <= 2 * longest || kept + results > room) {
+    const int results = runs_of(whole.begin, whole.end) * whole.count;
+    if (threads == 1 || whole.end - whole.begin <= 2 * longest || kept + results > room) {
       cut.push_back(whole);
       continue;
     }
     for (int i = 0; i < whole.count; i++) {
       Tile& tile = tiles[whole.first + i];
-      tile.shared = true, tile.partial = kept + i, tile.stride = whole.count;
+      tile.shared = true, tile.stride = whole.count;
+      tile.partial = kept + i + (tile.first_run() - whole.begin / kRunBlocks) * whole.count;
       shared.push_back(whole.first + i);
     }
     kept += results;
-    for (int begin = 0; begin < whole.end; begin += longest)
-      cut.push_back({whole.first, whole.count, begin, std::min(whole.end, begin + longest)});
+    for (int begin = whole.begin, end; begin < whole.end; begin = end) {
+      end = std::min(whole.end, begin / kRunBlocks * kRunBlocks + longest);
+      cut.push_back({whole.first, whole.count, begin, end});
+    }
   }
   pieces = std::move(cut);
   std::stable_sort(pieces.begin(), pieces.end(),

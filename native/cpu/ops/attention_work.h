@@ -10,8 +10,10 @@
 //
 // Partial results of blocks are merged in two levels, whoever does it: ascending within runs of kRunBlocks blocks, then
 // the runs ascending. So the bits are the same however it is cut, and of a shared tile one result for each run is kept,
-// and for each block of a run that is shared itself.
+// and for each block of a run that is shared itself. With a window a tile begins with the block that its first row's
+// window begins in: rows see nothing of blocks that they have no part in, and what is merged first is taken as it is.
 #pragma once
+#include <algorithm>
 #include <vector>
 
 #include "batch/batch.h"
@@ -27,24 +29,27 @@ constexpr int kRunBlocks = 8;
 // Heads of one rank in a layer. q head h (counted over all ranks) uses KV head h / group.
 struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
-  float scale = 1;
-  int cache_group = 0;
+  int cache_group = 0, window = 0;  // window: how many positions a row sees; 0: all
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
-           group == o.group && kv_begin == o.kv_begin && scale == o.scale && cache_group == o.cache_group;
+           group == o.group && kv_begin == o.kv_begin && cache_group == o.cache_group && window == o.window;
   }
+  // The first position that one at `position` sees.
+  int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }
 };
 
 // Query rows of one sequence that share a KV head: positions [position, position + positions), local q heads [head0,
-// head1).
+// head1). They see something of the context's blocks [first, blocks).
 struct Tile {
-  int slot, row, position, positions, kv_head, head0, head1, blocks;
+  int slot, row, position, positions, kv_head, head0, head1, first, blocks;
   int pair = 0;      // with pairs shared out: its first
   int partial = -1;  // with pieces: of its first run, if several threads have parts of it
   int stride = 0;    // from one run's partial result to the next one's
   bool shared = false;
   int heads() const { return head1 - head0; }
   int rows() const { return positions * heads(); }
+  int first_run() const { return first / kRunBlocks; }
+  bool begins_run(int block) const { return block % kRunBlocks == 0 || block == first; }
   int context() const { return position + positions; }
 };
 
@@ -57,7 +62,7 @@ struct TileBlock {
 };
 
 // Blocks [begin, end) of the context of `count` adjacent tiles of one sequence and the same heads, the last of which
-// sees most.
+// sees most to the end, the first most from the beginning.
 struct Piece {
   int first, count, begin, end;
 };

@@ -1,4 +1,4 @@
-// embedding: rows of the token embedding; zeros for ids of another rank's part of the vocabulary.
+// embedding: rows of the token embedding, scaled; zeros for ids of another rank's part of the vocabulary.
 #include <algorithm>
 
 #include "cpu/ops/ops.h"
@@ -12,6 +12,7 @@ class Embedding : public BoundOp {
       : core_(b.core),
         m_(b.parts[0].matrix()),
         vocab_begin_(b.parts[0].op.integer("vocab_begin")),
+        scale_((float)b.parts[0].op.number("scale")),
         out_(b.parts[0].out()) {}
 
   void run(const Batch& batch, int thread) override {
@@ -20,6 +21,7 @@ class Embedding : public BoundOp {
       const int64_t id = (int64_t)batch.rows[r].token - vocab_begin_;
       if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.k, 0.0f);
       else core_.k.read_row(m_, id, out_.row(r));
+      if (scale_ != 1) core_.k.scale(out_.row(r), scale_, m_.k);
     }
   }
 
@@ -27,6 +29,7 @@ class Embedding : public BoundOp {
   const Core& core_;
   const Packed m_;
   const int vocab_begin_;
+  const float scale_;
   const Tensor out_;
 };
 

@@ -8,7 +8,7 @@ class HeadNorm : public BoundOp {
  public:
   explicit HeadNorm(const Binding& b)
       : core_(b.core),
-        weight_(b.parts[0].vector()),
+        weight_(norm_weight(b.parts[0])),
         eps_((float)b.parts[0].op.number("eps")),
         offset_(b.parts[0].op.integer("offset")),
         heads_(b.parts[0].op.integer("heads")),
@@ -20,19 +20,26 @@ class HeadNorm : public BoundOp {
     for (int r = r0; r < r1; r++)
       for (int h = 0; h < heads_; h++) {
         float* x = x_.row(r) + offset_ + (size_t)h * head_dim_;
-        core_.k.rms_norm(x, weight_, x, head_dim_, eps_);
+        core_.k.rms_norm(x, weight_.data(), x, head_dim_, eps_);
       }
   }
 
  private:
   const Core& core_;
-  const float* weight_;
+  const std::vector<float> weight_;
   const float eps_;
   const int offset_, heads_, head_dim_;
   const Tensor x_;
 };
 
 }  // namespace
+
+std::vector<float> norm_weight(const Part& norm) {
+  std::vector<float> weight = norm.weights.vector(norm.op.weights[0]);
+  if (norm.op.flag("unit_offset"))
+    for (float& w : weight) w += 1;
+  return weight;
+}
 
 std::unique_ptr<BoundOp> bind_head_norm(const Binding& b) { return std::make_unique<HeadNorm>(b); }
 

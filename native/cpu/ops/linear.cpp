@@ -17,7 +17,7 @@ class Linear : public BoundOp {
     const Part& linear = *b.part("linear");
     in_ = linear.in(), out_ = linear.out();
     if (const Part* norm = b.part("rms_norm"))
-      norm_ = norm->vector(), eps_ = (float)norm->op.number("eps"), x_ = norm->in();
+      norm_ = norm_weight(*norm), eps_ = (float)norm->op.number("eps"), x_ = norm->in();
     if (const Part* gate = b.part("silu_mul")) gated_ = true, out_ = gate->out();
     if (const Part* add = b.part("add")) residual_ = add->in();
   }
@@ -25,7 +25,8 @@ class Linear : public BoundOp {
   void run(const Batch& batch, int thread) override {
     const int rows = in_.rows(batch), threads = core_.pool.size();
     Activations a;
-    if (!(norm_ ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.prepared, a))) return;
+    if (!(!norm_.empty() ? normed(thread, rows, a) : activations(core_, thread, m_, in_, rows, scratch_.prepared, a)))
+      return;
     const Share share = share_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
     if (share.empty()) return;
     const auto [p0, p1, r0, r1] = share;
@@ -61,7 +62,7 @@ class Linear : public BoundOp {
   // The rows of x_ normed, as the product takes them. False: another thread has failed.
   bool normed(int thread, int rows, Activations& a) {
     const size_t stride = core_.k.prepared(m_).bytes;
-    const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_, y, m_.k, eps_); };
+    const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_.data(), y, m_.k, eps_); };
     if (rows == 1) {
       float* own = scratch_.row(thread);
       norm(0, own);
@@ -85,7 +86,7 @@ class Linear : public BoundOp {
   const Packed m_;
   const float* bias_;
   Tensor in_, out_;
-  const float* norm_ = nullptr;
+  std::vector<float> norm_;
   float eps_ = 0;
   Tensor x_, residual_;  // what is normed; what is added to
   bool gated_ = false;

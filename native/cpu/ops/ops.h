@@ -43,6 +43,9 @@ struct Part {
   }
 };
 
+// The weight of a norm: with unit_offset 1 + w.
+std::vector<float> norm_weight(const Part& norm);
+
 // Where an op finds what it runs on.
 struct Binding {
   const Core& core;
@@ -68,6 +71,10 @@ struct Binding {
 
 // The table of that number among those of the ops before; std::invalid_argument if there is none.
 std::shared_ptr<RotaryTable> rotary_table(const Binding& b, int number);
+
+// How a rope rotates a head, by [half] cosines and sines.
+using Rotation = void (*)(float* x, const float* cosine, const float* sine, int half);
+Rotation rotation(const Binding& b, const OpNode& rope);
 
 // An op, or null for one that has nothing to do.
 using Bind = std::unique_ptr<BoundOp> (*)(const Binding&);

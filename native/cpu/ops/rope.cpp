@@ -9,6 +9,7 @@ class Rope : public BoundOp {
   explicit Rope(const Binding& b)
       : core_(b.core),
         table_(rotary_table(b, b.parts[0].op.integer("table"))),
+        rotate_(rotation(b, b.parts[0].op)),
         offset_(b.parts[0].op.integer("offset")),
         heads_(b.parts[0].op.integer("heads")),
         head_dim_(b.parts[0].op.integer("head_dim")),
@@ -19,18 +20,23 @@ class Rope : public BoundOp {
     const auto [r0, r1] = my_rows(core_, x_, batch, thread);
     for (int r = r0; r < r1; r++)
       for (int h = 0; h < heads_; h++)
-        core_.k.rope(x_.row(r) + offset_ + (size_t)h * head_dim_, table_->cosine.data() + (size_t)r * half,
-                     table_->sine.data() + (size_t)r * half, half);
+        rotate_(x_.row(r) + offset_ + (size_t)h * head_dim_, table_->cosine.data() + (size_t)r * half,
+                table_->sine.data() + (size_t)r * half, half);
   }
 
  private:
   const Core& core_;
   const std::shared_ptr<RotaryTable> table_;
+  const Rotation rotate_;
   const int offset_, heads_, head_dim_;
   const Tensor x_;
 };
 
 }  // namespace
+
+Rotation rotation(const Binding& b, const OpNode& rope) {
+  return std::string(rope.choice("pairs")) == "interleaved" ? b.core.k.rope_interleaved : b.core.k.rope;
+}
 
 std::unique_ptr<BoundOp> bind_rope(const Binding& b) { return std::make_unique<Rope>(b); }
 

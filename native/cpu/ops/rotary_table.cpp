@@ -1,9 +1,8 @@
 // rotary_table: cosines and sines of every row's position, in single precision as transformers has them: angle =
-// position
-// * inverse frequency rounded to float, the functions themselves exact.
+// position * inverse frequency rounded to float, the functions themselves exact.
 //
 // Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own
-// position's once that is larger; so it does not depend on chunks.
+// position's once that is larger; so it does not depend on chunks. Likewise the long table of LongRoPE is taken.
 #include <algorithm>
 #include <stdexcept>
 
@@ -18,8 +17,10 @@ class RotaryTableOp : public BoundOp {
   explicit RotaryTableOp(const Binding& b)
       : core_(b.core),
         inverse_(b.parts[0].weights.vector(b.parts[0].op.weights[0])),
+        long_(b.parts[0].op.flag("long_table") ? &b.parts[0].weights.vector(b.parts[0].op.weights[1]) : nullptr),
         attention_factor_((float)b.parts[0].op.number("attention_factor")),
         dynamic_(b.parts[0].op.flag("dynamic")),
+        powers_(std::string(b.parts[0].op.choice("growth")) == "powers"),
         base_(b.parts[0].op.number("base")),
         factor_(b.parts[0].op.number("factor")),
         original_max_(b.parts[0].op.number("original_max")),
@@ -38,9 +39,11 @@ class RotaryTableOp : public BoundOp {
     for (int r = r0; r < r1; r++) {
       const Row& row = batch.rows[r];
       const float* inverse = inverse_.data();
-      if (dynamic_) {
+      if (dynamic_ || long_) {
         const int length = std::max(batch.slot(row.slot).sampling.prompt_len, row.position + 1);
-        if (length > original_max_) {
+        if (length > original_max_ && long_) {
+          inverse = long_->data();
+        } else if (length > original_max_) {
           if (length != grown_length) grow(length, grown.data());
           grown_length = length;
           inverse = grown.data();
@@ -56,15 +59,22 @@ class RotaryTableOp : public BoundOp {
 
  private:
   void grow(int length, float* inverse) const {
-    const double base = base_ * exact::pow(factor_ * length / original_max_ - (factor_ - 1), (double)dim_ / (dim_ - 2));
+    double growth = factor_ * length / original_max_ - (factor_ - 1);
+    if (powers_) {  // 2^(ceil(log2 of the ratio) + 1) - 1
+      growth = 2;
+      while (growth * original_max_ < 2.0 * length) growth *= 2;
+      growth -= 1;
+    }
+    const double base = base_ * exact::pow(growth, (double)dim_ / (dim_ - 2));
     for (int i = 0; i < table_->half; i++)
       inverse[i] = 1.0f / (float)exact::pow(base, (double)((float)(2 * i) / (float)dim_));
   }
 
   const Core& core_;
   const std::vector<float>& inverse_;
+  const std::vector<float>* const long_;  // or null
   const float attention_factor_;
-  const bool dynamic_;
+  const bool dynamic_, powers_;
   const double base_, factor_, original_max_;
   const int dim_;
   const std::shared_ptr<RotaryTable> table_;

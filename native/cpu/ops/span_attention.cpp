@@ -4,6 +4,7 @@
 #include <atomic>
 #include <limits>
 
+#include "common/exact.h"
 #include "cpu/ops/attention_work.h"
 #include "cpu/ops/ops.h"
 
@@ -19,9 +20,10 @@ void clear(float* result, size_t floats) {
 // What is done to heads first: those of columns [begin, end).
 struct HeadStep {
   int begin, end;
-  const float* norm;  // or null: they are rotated
+  std::vector<float> norm;  // or empty: they are rotated
   float eps;
   std::shared_ptr<RotaryTable> table;
+  Rotation rotate;
 };
 
 // A thread's memory for a step (attention_scratch_bytes).
@@ -38,13 +40,16 @@ class SpanAttention : public BoundOp {
     const Part& op = *b.part("span_attention");
     cache_ = b.cache.layer(op.op.integer("layer"));
     in_ = op.in(), out_ = op.out();
+    scale_ = (float)op.op.number("scale"), soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
+    if (op.op.flag("sinks")) sinks_ = op.vector(0);
+    if (op.op.flag("alibi")) slopes_ = op.vector(op.op.flag("sinks"));
     for (const Part& part : b.parts) {
       if (&part == &b.parts.back()) break;
       HeadStep step{};
       step.begin = part.op.integer("offset");
       step.end = step.begin + part.op.integer("heads") * part.op.integer("head_dim");
-      if (part.is("head_norm")) step.norm = part.vector(), step.eps = (float)part.op.number("eps");
-      else step.table = rotary_table(b, part.op.integer("table"));
+      if (part.is("head_norm")) step.norm = norm_weight(part), step.eps = (float)part.op.number("eps");
+      else step.table = rotary_table(b, part.op.integer("table")), step.rotate = rotation(b, part.op);
       steps_.push_back(std::move(step));
     }
   }
@@ -86,6 +91,9 @@ class SpanAttention : public BoundOp {
   void take_block(AttentionTile& a, const Tile& tile, int block, const BlockSpans& spans, bool cold,
                   float* partial) const;
   void merge_block(const Tile& tile, int block, int row0, int row1, const float* partial, float* result) const;
+  void merge_run(const Tile& tile, int run, int row0, int row1, const float* partial, float* result) const;
+  void merge_blocks(const Tile& tile, int begin, int end, int row0, int row1, const float* partial,
+                    float* result) const;
   void merge_ascending(const Tile& tile, int block, const float* partial, float* run, float* result) const;
   void finish_rows(const Tile& tile, int row0, int row1, const float* result) const;
   void attend_piece(const Batch& batch, const Piece& piece, const Scratchpad& s) const;
@@ -102,6 +110,9 @@ class SpanAttention : public BoundOp {
   LayerCache cache_;
   Tensor in_, out_;
   std::vector<HeadStep> steps_;
+  float scale_, soft_cap_;
+  double logn_;
+  const float *sinks_ = nullptr, *slopes_ = nullptr;  // of each head
   std::atomic<int> taken_{0};
 };
 
@@ -125,10 +136,10 @@ const float* SpanAttention::head(int row, int index, float* room) const {
     if (column < step.begin || column >= step.end) continue;
     if (!copied) std::copy_n(x, dim, room);
     copied = true;
-    if (step.norm) core_.k.rms_norm(room, step.norm, room, dim, step.eps);
+    if (!step.norm.empty()) core_.k.rms_norm(room, step.norm.data(), room, dim, step.eps);
     else {
       const size_t at = (size_t)row * step.table->half;
-      core_.k.rope(room, step.table->cosine.data() + at, step.table->sine.data() + at, step.table->half);
+      step.rotate(room, step.table->cosine.data() + at, step.table->sine.data() + at, step.table->half);
     }
   }
   return copied ? room : x;
@@ -157,13 +168,21 @@ void SpanAttention::write_cache(const Batch& batch, int thread) const {
 
 AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float* heads) const {
   AttentionTile a{};
-  a.rows = tile.rows(), a.scale = shape_.scale, a.layout = &layout_;
-  for (int i = 0; i < tile.positions; i++)
+  a.rows = tile.rows(), a.scale = scale_, a.soft_cap = soft_cap_, a.sloped = slopes_, a.layout = &layout_;
+  for (int i = 0; i < tile.positions; i++) {
+    const int position = tile.position + i;
     for (int h = 0; h < tile.heads(); h++) {
       const int r = i * tile.heads() + h;
-      a.q[r] = head(tile.row + i, tile.head0 + h, heads + (size_t)r * layout_.padded_dim);
-      a.context[r] = tile.position + i + 1;
+      float* room = heads + (size_t)r * layout_.padded_dim;
+      a.q[r] = head(tile.row + i, tile.head0 + h, room);
+      if (logn_ && position + 1 > logn_) {
+        if (a.q[r] != room) std::copy_n(a.q[r], shape_.head_dim, room), a.q[r] = room;
+        core_.k.scale(room, (float)(exact::log(position + 1) / exact::log(logn_)), shape_.head_dim);
+      }
+      a.context[r] = position + 1, a.first[r] = shape_.first_seen(position);
+      if (slopes_) a.slopes[r] = slopes_[tile.head0 + h];
     }
+  }
   core_.k.prepare_queries(a, queries);
   a.prepared = queries;
   return a;
@@ -197,32 +216,49 @@ void SpanAttention::take_block(AttentionTile& a, const Tile& tile, int block, co
   a.maximum = partial, a.sum = partial + kTileRows, a.out = partial + 2 * kTileRows;
 }
 
-// Merges the partial result of a block, or of a run that begins with it, of rows [row0, row1).
-void SpanAttention::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial,
-                                float* result) const {
+// Merges the partial result of blocks [begin, end), of rows [row0, row1).
+void SpanAttention::merge_blocks(const Tile& tile, int begin, int end, int row0, int row1, const float* partial,
+                                 float* result) const {
   const int padded = layout_.padded_dim;
-  row0 = std::max(row0, (block * kBlockTokens - tile.position) * tile.heads());  // rows before see nothing of it
+  // Rows before, whose context ends before, and after, whose window begins after, see nothing of them.
+  row0 = std::max(row0, (begin * kBlockTokens - tile.position) * tile.heads());
+  if (shape_.window)
+    row1 = std::min((int64_t)row1, (end * (int64_t)kBlockTokens + shape_.window - 1 - tile.position) * tile.heads());
   if (row0 >= row1) return;
   core_.k.merge(row1 - row0, result + row0, result + kTileRows + row0, result + 2 * kTileRows + (size_t)row0 * padded,
                 partial + row0, partial + kTileRows + row0, partial + 2 * kTileRows + (size_t)row0 * padded, padded);
 }
 
+void SpanAttention::merge_block(const Tile& tile, int block, int row0, int row1, const float* partial,
+                                float* result) const {
+  merge_blocks(tile, block, block + 1, row0, row1, partial, result);
+}
+
+void SpanAttention::merge_run(const Tile& tile, int run, int row0, int row1, const float* partial,
+                              float* result) const {
+  merge_blocks(tile, std::max(tile.first, run * kRunBlocks), std::min(tile.blocks, (run + 1) * kRunBlocks), row0, row1,
+               partial, result);
+}
+
 // Merges the partial result of all of a tile's next block. The first run is the result's beginning.
 void SpanAttention::merge_ascending(const Tile& tile, int block, const float* partial, float* run,
                                     float* result) const {
-  const int place = block % kRunBlocks, first = block - place;
-  float* target = first ? run : result;
-  if (place == 0) clear(target, work_->partial_floats());
+  const int number = block / kRunBlocks;
+  const bool later = number > tile.first_run();
+  float* target = later ? run : result;
+  if (tile.begins_run(block)) clear(target, work_->partial_floats());
   merge_block(tile, block, 0, tile.rows(), partial, target);
-  if (first && (place == kRunBlocks - 1 || block == tile.blocks - 1))
-    merge_block(tile, first, 0, tile.rows(), run, result);
+  if (later && (block % kRunBlocks == kRunBlocks - 1 || block == tile.blocks - 1))
+    merge_run(tile, number, 0, tile.rows(), run, result);
 }
 
 void SpanAttention::finish_rows(const Tile& tile, int row0, int row1, const float* result) const {
   for (int r = row0; r < row1; r++) {
     float* y = out_.row(tile.row + r / tile.heads()) + (size_t)(tile.head0 + r % tile.heads()) * shape_.head_dim;
     const float* sums = result + 2 * kTileRows + (size_t)r * layout_.padded_dim;
-    const float inverse = 1.0f / result[kTileRows + r];
+    float sum = result[kTileRows + r];
+    if (sinks_) sum += (float)exact::exp((double)sinks_[tile.head0 + r % tile.heads()] - result[r]);
+    const float inverse = 1.0f / sum;
     for (int d = 0; d < shape_.head_dim; d++) y[d] = sums[d] * inverse;
   }
 }
@@ -235,21 +271,21 @@ void SpanAttention::attend_piece(const Batch& batch, const Piece& piece, const S
     prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
                                s.heads + (size_t)i * kTileRows * layout_.padded_dim);
   if (work_->one_tile_a_key && piece.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
-  int first = 0;  // tiles before see nothing of the block
+  int first = 0, last = 0;  // tiles before and after see nothing of the block
   for (int b = piece.begin; b < piece.end; b++) {
     while (b >= tiles[first].blocks) first++;
+    while (last < piece.count && tiles[last].first <= b) last++;
     const BlockSpans spans = spans_of(batch, longest, b, longest, std::min(b + 1, piece.end - 1));
-    for (int i = first; i < piece.count; i++)
-      take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
-    core_.k.attend(prepared + first, piece.count - first);
-    for (int i = first; i < piece.count; i++) {
+    for (int i = first; i < last; i++) take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
+    core_.k.attend(prepared + first, last - first);
+    for (int i = first; i < last; i++) {
       const Tile& tile = tiles[i];
       if (!tile.shared) {
         merge_ascending(tile, b, s.partials + i * floats, s.runs + i * floats, s.results + i * floats);
         continue;
       }
-      float* run = work_->partial(tile.partial + b / kRunBlocks * tile.stride);
-      if (b % kRunBlocks == 0) clear(run, floats);
+      float* run = work_->partial(tile.partial + (b / kRunBlocks - tile.first_run()) * tile.stride);
+      if (tile.begins_run(b)) clear(run, floats);
       merge_block(tile, b, 0, tile.rows(), s.partials + i * floats, run);
     }
   }
@@ -273,7 +309,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     const TileBlock &pair = work.pairs[p], &next = work.pairs[std::min(p + 1, p1 - 1)];
     const Tile& tile = work.tiles[pair.tile];
     const int block = pair.block;
-    if (p == p0 || block == 0) prepared = prepare_tile(tile, s.queries, s.heads);
+    if (p == p0 || block == tile.first) prepared = prepare_tile(tile, s.queries, s.heads);
     if (work.one_tile_a_key && block == tile.blocks - 1) write_row(batch, tile.row, tile.kv_head, s.key);
     const BlockSpans spans = spans_of(batch, tile, block, work.tiles[next.tile], next.block);
     float* partial = pair.kept == Kept::block ? work.partial(pair.partial) : s.partials;
@@ -282,7 +318,7 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
     if (pair.kept == Kept::block) continue;
     if (pair.kept == Kept::run) {
       float* run = work.partial(pair.partial);
-      if (block % kRunBlocks == 0) clear(run, floats);
+      if (tile.begins_run(block)) clear(run, floats);
       merge_block(tile, block, 0, tile.rows(), partial, run);
       continue;
     }
@@ -294,22 +330,24 @@ void SpanAttention::attend_pairs(const Batch& batch, int thread) const {
 // Merges what threads have of rows [row0, row1) of a shared tile.
 void SpanAttention::finish_shared(const Tile& tile, int row0, int row1, const Scratchpad& s) const {
   const size_t floats = work_->partial_floats();
-  for (int b = 0; b < tile.blocks; b += kRunBlocks) {
+  for (int b = tile.first, end; b < tile.blocks; b = end) {
+    const int number = b / kRunBlocks;
+    end = std::min(tile.blocks, (number + 1) * kRunBlocks);
     const float* run;
     if (!work_->by_pairs) {
-      run = work_->partial(tile.partial + b / kRunBlocks * tile.stride);
+      run = work_->partial(tile.partial + (number - tile.first_run()) * tile.stride);
     } else {
-      const TileBlock* pairs = &work_->pairs[tile.pair + b];
+      const TileBlock* pairs = &work_->pairs[tile.pair + b - tile.first];
       run = work_->partial(pairs->partial);
       if (pairs->kept == Kept::block) {
         clear(s.runs, floats);
-        for (int i = 0; i < std::min(kRunBlocks, tile.blocks - b); i++)
+        for (int i = 0; i < end - b; i++)
           merge_block(tile, b + i, row0, row1, work_->partial(pairs[i].partial), s.runs);
         run = s.runs;
       }
     }
-    if (b == 0) std::copy_n(run, floats, s.results);
-    else merge_block(tile, b, row0, row1, run, s.results);
+    if (b == tile.first) std::copy_n(run, floats, s.results);
+    else merge_run(tile, number, row0, row1, run, s.results);
   }
   finish_rows(tile, row0, row1, s.results);
 }
@@ -344,7 +382,7 @@ AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
-  s.scale = (float)op.number("scale"), s.cache_group = op.integer("cache_group");
+  s.cache_group = op.integer("cache_group"), s.window = op.integer("window");
   return s;
 }
 

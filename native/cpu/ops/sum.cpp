@@ -15,7 +15,7 @@ class Sum : public BoundOp {
     if (const Part* reduce = b.part("all_reduce")) partial_ = x_ = reduce->in();
     if (const Part* add = b.part("add")) x_ = add->in(), addend_ = add->in(1);
     if (const Part* norm = b.part("rms_norm"))
-      weight_ = norm->vector(), eps_ = (float)norm->op.number("eps"), x_ = norm->in(), normed_ = norm->out();
+      weight_ = norm_weight(*norm), eps_ = (float)norm->op.number("eps"), x_ = norm->in(), normed_ = norm->out();
   }
 
   void run(const Batch& batch, int thread) override {
@@ -34,10 +34,11 @@ class Sum : public BoundOp {
     const auto [r0, r1] = peers->rows_of(rows, core_.rank);
     core_.pool.guard([&, r0 = (int)r0, r1 = (int)r1] { go_on(r0, r1, thread); });
     if (!core_.pool.barrier()) return;
-    if (weight_ && normed_.prepared_for)
+    if (!weight_.empty() && normed_.prepared_for)
       peers->all_gather_rows(normed_.bytes(0), rows, normed_.prepared, thread, threads);
-    else if (weight_) peers->all_gather_rows(normed_.data, rows, x_.width * sizeof(float), thread, threads);
-    if (!weight_ || !feeds_sum_) peers->all_gather_rows(x_.data, rows, x_.width * sizeof(float), thread, threads);
+    else if (!weight_.empty()) peers->all_gather_rows(normed_.data, rows, x_.width * sizeof(float), thread, threads);
+    if (weight_.empty() || !feeds_sum_)
+      peers->all_gather_rows(x_.data, rows, x_.width * sizeof(float), thread, threads);
   }
 
  private:
@@ -47,10 +48,10 @@ class Sum : public BoundOp {
     const auto [r0, r1] = part(end - begin, thread, core_.pool.size());
     for (int r = begin + r0; r < begin + r1; r++) {
       if (addend_.data) core_.k.add(x_.row(r), addend_.row(r), n);
-      if (!weight_) continue;
+      if (weight_.empty()) continue;
       const Packed* next = normed_.prepared_for;
       float* y = next ? scratch_.row(thread) : normed_.row(r);
-      core_.k.rms_norm(x_.row(r), weight_, y, n, eps_);
+      core_.k.rms_norm(x_.row(r), weight_.data(), y, n, eps_);
       if (next) core_.k.prepare(*next, y, normed_.bytes(r));
     }
   }
@@ -59,7 +60,7 @@ class Sum : public BoundOp {
   const Scratch& scratch_;
   const bool feeds_sum_;
   Tensor partial_, x_, addend_, normed_;
-  const float* weight_ = nullptr;
+  std::vector<float> weight_;
   float eps_ = 0;
 };
 

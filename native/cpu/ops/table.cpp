@@ -5,9 +5,11 @@
 
 namespace as {
 
+std::unique_ptr<BoundOp> bind_by_value(const Binding&);
 std::unique_ptr<BoundOp> bind_combine_experts(const Binding&);
 std::unique_ptr<BoundOp> bind_embedding(const Binding&);
 std::unique_ptr<BoundOp> bind_expert_linear(const Binding&);
+std::unique_ptr<BoundOp> bind_gated_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
@@ -17,7 +19,6 @@ std::unique_ptr<BoundOp> bind_router(const Binding&);
 std::unique_ptr<BoundOp> bind_sample(const Binding&);
 std::unique_ptr<BoundOp> bind_select_rows(const Binding&);
 std::unique_ptr<BoundOp> bind_sigmoid_mul(const Binding&);
-std::unique_ptr<BoundOp> bind_silu_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_span_attention(const Binding&);
 std::unique_ptr<BoundOp> bind_sum(const Binding&);
 
@@ -32,6 +33,7 @@ Bind cpu_op(const std::string& name) {
       {"embedding", bind_embedding},
       {"expert_linear", bind_expert_linear},
       {"expert_linear+silu_mul", bind_expert_linear},
+      {"gelu_tanh_mul", bind_gated_mul},
       {"head_norm", bind_head_norm},
       {"hidden_states", bind_hidden_states},
       {"linear", bind_linear},
@@ -44,9 +46,11 @@ Bind cpu_op(const std::string& name) {
       {"rotary_table", bind_rotary_table},
       {"router", bind_router},
       {"sample", bind_sample},
+      {"scale", bind_by_value},
       {"select_rows", bind_select_rows},
       {"sigmoid_mul", bind_sigmoid_mul},
-      {"silu_mul", bind_silu_mul},
+      {"silu_mul", bind_gated_mul},
+      {"soft_cap", bind_by_value},
       {"span_attention", bind_span_attention},
   };
   // Any number of norms and rotations of heads before it.

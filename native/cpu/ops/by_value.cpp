@@ -1,0 +1,32 @@
+// scale, soft_cap: each value by itself, in place.
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class ByValue : public BoundOp {
+ public:
+  explicit ByValue(const Binding& b)
+      : core_(b.core),
+        caps_(b.parts[0].is("soft_cap")),
+        number_((float)b.parts[0].op.number(caps_ ? "cap" : "factor")),
+        x_(b.parts[0].in()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const auto [begin, end] = part((int64_t)x_.rows(batch) * x_.width, thread, core_.pool.size());
+    if (caps_) core_.k.soft_cap(x_.data + begin, 1, number_, end - begin);
+    else core_.k.scale(x_.data + begin, number_, end - begin);
+  }
+
+ private:
+  const Core& core_;
+  const bool caps_;
+  const float number_;
+  const Tensor x_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_by_value(const Binding& b) { return std::make_unique<ByValue>(b); }
+
+}  // namespace as

@@ -1,0 +1,35 @@
+// silu_mul, gelu_tanh_mul: an activation of gate, times up, of rows [gate | up].
+#include "cpu/ops/ops.h"
+
+namespace as {
+namespace {
+
+class GatedMul : public BoundOp {
+ public:
+  explicit GatedMul(const Binding& b)
+      : core_(b.core),
+        product_(b.parts[0].is("silu_mul") ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
+        in_(b.parts[0].in()),
+        out_(b.parts[0].out()) {}
+
+  void run(const Batch& batch, int thread) override {
+    const int n = out_.width, rows = out_.rows(batch);
+    const auto [c0, c1] = rows == 1 ? part(n, thread, core_.pool.size()) : std::pair<int, int>(0, n);
+    const auto [r0, r1] = rows == 1 ? std::pair<int, int>(0, 1) : part(rows, thread, core_.pool.size());
+    for (int r = r0; r < r1; r++) {
+      const float* gate = in_.row(r);
+      product_(gate + c0, gate + n + c0, out_.row(r) + c0, c1 - c0);
+    }
+  }
+
+ private:
+  const Core& core_;
+  void (*const product_)(const float* gate, const float* up, float* y, int n);
+  const Tensor in_, out_;
+};
+
+}  // namespace
+
+std::unique_ptr<BoundOp> bind_gated_mul(const Binding& b) { return std::make_unique<GatedMul>(b); }
+
+}  // namespace as
