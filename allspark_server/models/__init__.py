@@ -9,13 +9,18 @@ from __future__ import annotations
 from allspark_server.models.config import ModelConfig, read_config
 from allspark_server.models.graph import Graph
 from allspark_server.models.llama import llama
+from allspark_server.models.mistral import mistral
 from allspark_server.models.qwen2 import qwen2
 from allspark_server.models.qwen3 import qwen3
+from allspark_server.models.smollm3 import smollm3
 
 MODELS = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
     "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MinistralForCausalLM": mistral,
+    "SmolLM3ForCausalLM": smollm3,
 }
 
 

@@ -67,9 +67,12 @@ class RankModel:
                       for tensor in self.graph.tensors.values())
         attention = native_library().attention_bytes(threads, self.config.engine_max_length,
                                                      self.graph.config.head_dim, self.cache_dtype)
+        # Layers of different windows share out their work, and keep their partial results, each for themselves.
+        windows = {op.attrs.get("window", 0) for op in self.graph.ops if op.type == "span_attention"}
         slices = {self._slice(weight) for weight in self.graph.weights.values() if weight.is_matrix}
         prepared = max(native_library().prepared_bytes(*one) for one in slices)
-        return 4 * tensors + attention + 2 * prepared * max(rows, threads)  # a product's own rows, and attention's
+        # prepared: a product's own rows, and attention's
+        return 4 * tensors + len(windows) * attention + 2 * prepared * max(rows, threads)
 
     def span_bytes(self) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
