@@ -65,6 +65,15 @@ CONFIGS = {
     "llama-yarn-mscale": Spec("llama", _sizes(128, 4, 1, 139, max_position_embeddings=1024) | _rope(
         "yarn", 1e4, factor=8.0, original_max_position_embeddings=128, mscale=0.7, mscale_all_dim=0.4,
         beta_fast=24.0, beta_slow=2.0, truncate=False)),
+    "mistral-window": Spec("mistral", _sizes(104, 6, 2, 137, head_dim=18, sliding_window=150) | _rope("default", 1e6)),
+    "mistral": Spec("mistral", _sizes(96, 8, 4, 163, sliding_window=None)),
+    "ministral": Spec("ministral", _sizes(88, 6, 3, 131, head_dim=20, sliding_window=61, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"]) | _rope("default", 1e5)),
+    "smollm3": Spec("smollm3", _sizes(96, 6, 2, 141, layers=5, tie_word_embeddings=True, no_rope_layer_interval=2,
+                                      pad_token_id=0)),
+    "smollm3-window-biases": Spec("smollm3", _sizes(72, 6, 6, 157, attention_bias=True, mlp_bias=True,
+                                                    tie_word_embeddings=False, use_sliding_window=True,
+                                                    sliding_window=33, no_rope_layers=[1, 0, 0], pad_token_id=0)),
 }
 """Stored as float32; of the other types there are a few."""
 
@@ -105,6 +114,9 @@ _CLASSES = {
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
 }
 
 

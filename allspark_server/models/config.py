@@ -1,7 +1,7 @@
 """config.json of a Hugging Face checkpoint, as written by transformers 4 and 5, into a `ModelConfig`.
 
 Nothing is guessed: a field that the architecture needs and the file lacks is an error naming both, as is a feature that
-the model files do not have (a sliding window in use, another activation, quantized weights).
+the model files do not have (a sliding window where none is served, another activation, quantized weights).
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     rope: RopeConfig = RopeConfig()
     experts: ExpertConfig | None = None
+    # What only the model files read; a graph's ops say it (an .asgraph does not store these).
+    windows: tuple[int, ...] = ()    # of each layer, 0: it attends to all positions; empty: all layers do
+    unrotated: tuple[int, ...] = ()  # layers without rotary embedding
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
 
     def checked(self) -> ModelConfig:
         """Itself; ValueError naming the field when no network can be so."""
@@ -179,7 +185,10 @@ class Architecture:
     kv_heads_required: bool = True
     head_dim: int | None = None      # None: hidden_size // num_attention_heads
     has_bias_fields: bool = False    # attention_bias and mlp_bias are read
+    windows: bool = False            # sliding_window and layer_types are served, others refused
+    window: int | None = None        # sliding_window where it is absent
     rope_theta: float = RopeConfig.theta
+    tied: bool = False               # tie_word_embeddings where it is absent
     experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads them, of a model of so many layers
 
 
@@ -190,6 +199,9 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", experts=qwen2_experts),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", has_bias_fields=True, experts=qwen3_experts),
     "MixtralForCausalLM": Architecture("mixtral", rope_theta=1e6, experts=mixtral_experts),
+    "MistralForCausalLM": Architecture("mistral", windows=True, window=4096),
+    "MinistralForCausalLM": Architecture("ministral", windows=True, window=4096),
+    "SmolLM3ForCausalLM": Architecture("smollm3", has_bias_fields=True, windows=True, rope_theta=2e6, tied=True),
 }
 
 
@@ -227,13 +239,15 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
         num_layers=fields.need_positive("num_hidden_layers", most=MAX_LAYERS), num_heads=heads, num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=fields.need_positive("vocab_size"), rms_norm_eps=fields.need_positive("rms_norm_eps", float),
-        max_position_embeddings=max_positions, tie_word_embeddings=fields.get("tie_word_embeddings", bool, False),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=fields.get("tie_word_embeddings", bool, architecture.tied),
         attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
                         architecture.has_bias_fields and fields.get("attention_bias", bool, False)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
         eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions, architecture.rope_theta),
         experts=architecture.experts and architecture.experts(
-            fields, fields.need_positive("num_hidden_layers", most=MAX_LAYERS)))
+            fields, fields.need_positive("num_hidden_layers", most=MAX_LAYERS)),
+        **(_layer_kinds(fields, architecture) if architecture.windows else {}))
     try:
         return config.checked()
     except ValueError as error:
@@ -253,12 +267,45 @@ def _architecture(fields: Fields) -> tuple[str, Architecture]:
                                         f"{known_architectures()}")
 
 
+def _layer_kinds(fields: Fields, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Windows of the layers, and which are without rotary embedding."""
+    count = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
+    smollm3 = architecture.model_type == "smollm3"
+    rotated = [1] * count
+    if smollm3:
+        interval = fields.get("no_rope_layer_interval", int, 4)
+        if interval < 1:
+            raise fields.error("no_rope_layer_interval", f"is {interval}: it must be positive")
+        rotated = fields.get("no_rope_layers", list, [int((i + 1) % interval != 0) for i in range(count)])
+        if len(rotated) < count or any(flag not in (0, 1) for flag in rotated):
+            raise fields.error("no_rope_layers", f"must hold 0 or 1 for each of {count} layers")
+    width = fields.get("sliding_window", int) if "sliding_window" in fields.values else architecture.window
+    if width is not None and not 0 < width <= MAX_POSITIONS:
+        raise fields.error("sliding_window", f"is {width}: it must be positive and at most {MAX_POSITIONS}")
+    types = fields.get("layer_types", list) if architecture.model_type != "mistral" else None
+    if types is None and smollm3:
+        slides = fields.get("use_sliding_window", bool, False)
+        types = ["sliding_attention" if slides and width and not flag else "full_attention" for flag in rotated]
+    types = types or ["sliding_attention" if width else "full_attention"] * count
+    unknown = sorted({str(kind) for kind in types} - {"full_attention", "sliding_attention"})
+    if unknown or len(types) != count:
+        raise fields.error("layer_types", f"holds {len(types)} layers{' of ' + ', '.join(unknown) if unknown else ''}: "
+                                          f"expected {count} of full_attention or sliding_attention")
+    if width is None and "sliding_attention" in types:
+        raise fields.error("sliding_window", "is missing: layer_types holds sliding_attention")
+    windows = tuple(width if kind == "sliding_attention" else 0 for kind in types)
+    return {"windows": windows if any(windows) else (),
+            "unrotated": tuple(i for i in range(count) if not rotated[i])}
+
+
 def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     activation = fields.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"is {activation!r}: only 'silu' is supported")
     if fields.get("quantization_config", dict):
         raise not_available(f"A quantized checkpoint ({fields.path} has a quantization_config)")
+    if architecture.windows:
+        return
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
     types = fields.get("layer_types", list, [])
     sliding = sorted({str(kind) for kind in types} - {"full_attention"})

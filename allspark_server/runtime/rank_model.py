@@ -73,6 +73,8 @@ class RankModel:
                       for tensor in self.graph.tensors.values())
         attention = native_library().attention_bytes(threads, self.config.engine_max_length,
                                                      self.graph.config.head_dim, self.cache_dtype)
+        # Layers of different windows share out their work, and keep their partial results, each for themselves.
+        windows = {op.attrs.get("window", 0) for op in self.graph.ops if op.type == "span_attention"}
         products = {(self._slice(self.graph.weights[op.weights[0]]), self.graph.tensors[op.outputs[0]].rows)
                     for op in self.graph.ops if op.type in ("linear", "expert_linear")}
         prepared = 0
@@ -80,7 +82,7 @@ class RankModel:
             gathered = 4 * one[0] if row_set in self.graph.row_sets else 0  # rows of experts, as floats
             size = native_library().prepared_bytes(*one) or gathered
             prepared = max(prepared, size * max(rows_of(row_set), threads))
-        return 4 * tensors + attention + 2 * prepared  # a product's own rows, and attention's
+        return 4 * tensors + len(windows) * attention + 2 * prepared  # a product's own rows, and attention's
 
     def span_bytes(self) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""

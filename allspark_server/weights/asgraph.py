@@ -39,9 +39,14 @@ logger = logging.getLogger(__name__)
 Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
+_NOT_STORED = ("windows", "unrotated")  # fields of ModelConfig that the ops say
+
+
 # -- graph <-> message -------------------------------------------------------------------------------------------------
 def to_message(graph: Graph) -> pb.Graph:
     config = dataclasses.asdict(graph.config)
+    for name in _NOT_STORED:
+        del config[name]
     rope = {name: value for name, value in config.pop("rope").items() if value is not None}
     experts = config.pop("experts")
     message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
@@ -106,7 +111,8 @@ def from_message(message: pb.Graph) -> Graph:
         raise ValueError(
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
         )
-    fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)}
+    fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)
+              if f.name not in _NOT_STORED}
     experts = message.config.experts
     fields["experts"] = None
     if message.config.HasField("experts"):

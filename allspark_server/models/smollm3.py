@@ -1,0 +1,23 @@
+"""SmolLM3: Llama with layers (every fourth) that have no rotary embedding, and may have a sliding window."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.config import ModelConfig
+from allspark_server.models.graph import Graph
+
+
+def smollm3(config: ModelConfig) -> Graph:
+    bias = config.attention_bias
+    graph, x = begin(config)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=bias)
+        if layer not in config.unrotated:
+            graph.rope(qkv)
+        attended = graph.span_attention(qkv, layer, window=config.window(layer))
+        graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn", bias=bias))
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
+    return finish(graph, x)
