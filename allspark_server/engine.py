@@ -29,14 +29,9 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.errors import closed_engine, forked_engine, illegal_handle, not_available, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
-from allspark_client.types import (
-    AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState,
-)
+from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 from allspark_client.version import __version__
 
-from .chat import chat_format_of
-from .fingerprint import fingerprint
-from .guided import Guide
 from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
@@ -46,7 +41,7 @@ from .runtime.group import Group, LocalGroup
 from .scheduler import Sequence
 from .served_model import ServedModel
 from .sinks import QueueSink, Sink
-from .state_file import StateFile, state_entry
+from .state_file import StateFile, of_configuration, state_entry
 
 logger = logging.getLogger(__name__)
 
@@ -160,15 +155,7 @@ class Engine(AbstractEngine):
         counts. One of the configuration that cannot be loaded at a start is raised; any other is logged, stays in the
         file, and is in `unrestored` until it is installed or released. Returns what is installed now.
         """
-        recorded = self._state_file.read()
-        if again and recorded is not None:
-            entries = recorded
-        else:
-            entries = {c.model_name: state_entry(c, True, True) for c in configured}
-            if len(entries) < len(configured):
-                raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
-            entries |= {name: entry for name, entry in (recorded or {}).items()
-                        if not entry.get("configured") and name not in entries}
+        entries = self._state_file.to_restore(configured, again)
         self._configured = {name for name, entry in entries.items() if entry.get("configured")}
         self._unrestored = dict(entries)  # they stay in the file until they are back, lest a second crash lose some
         self._save()
@@ -182,7 +169,7 @@ class Engine(AbstractEngine):
                 self._install(config, bool(entry.get("started")))
             except (AllSparkError, ValueError, TypeError) as error:
                 if name in self._configured and not again:
-                    raise _of_configuration(name, error) from error
+                    raise of_configuration(name, error) from error
                 logger.error("model %r cannot be restored: %s; this group is not healthy until the model is installed "
                              "or released", name, error)
                 self.unrestored[name] = str(error)
@@ -351,12 +338,11 @@ class Engine(AbstractEngine):
         if not isinstance(name, str):
             raise TypeError(f"model_name must be a str, not {type(name).__name__}")
         self._check_open()
-        model = self._models.get(name)
-        if model is None and (loading := self._loading) is not None and loading.model_name == name:
+        if (model := self._models.get(name)) is not None:
+            return model
+        if (loading := self._loading) is not None and loading.model_name == name:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {name!r} is still being loaded")
-        if model is None:
-            raise unknown_model(name, list(self._models))
-        return model
+        raise unknown_model(name, list(self._models))
 
     def _request(self, handle: int, name: Optional[str] = None) -> tuple[ServedModel, Request]:
         if name is not None:
@@ -439,17 +425,9 @@ class Engine(AbstractEngine):
                 while (info := self._call(lambda: self._poll_load(config))) is None:
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST_POLL)
-                tokenizer = guide = None
                 masks = self._call(lambda: self._group.masks(name))
-                if info.tokenizer_dir:
-                    from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
-
-                    tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-                    info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
-                    guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
-                    guide.start()
-                model = ServedModel(config, info, tokenizer, fingerprint(info), self._output, self._group.held_spans(),
-                                    guide, masks, self._post_quietly)
+                model = ServedModel.open(config, info, self._output, self._group.held_spans(), masks,
+                                         self._post_quietly)
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:
@@ -620,10 +598,3 @@ class Engine(AbstractEngine):
         self._settled().unload(name)
         model.close()
         return model
-
-
-def _of_configuration(name: str, error: Exception) -> Exception:
-    """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
-    text = f"model {name!r} of the configuration cannot be loaded: {error}"
-    passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
-    return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)

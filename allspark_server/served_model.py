@@ -14,6 +14,8 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
 
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
+from .chat import chat_format_of
+from .fingerprint import fingerprint
 from .guided import Guide, MaskWriter, MatcherError
 from .output import End, OutputStage, StepOutput
 from .prepare import check_ids, need_tokenizer, prompt_ids
@@ -35,13 +37,13 @@ class ServedModel:
     happens to requests goes to `output`."""
 
     def __init__(
-        self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], fingerprint: str,
+        self, config: AsModelConfig, info: ModelInfo, tokenizer: Optional[Tokenizer], digest: str,
         output: OutputStage, held: Optional[dict[bytes, int]] = None, guide: Optional[Guide] = None, masks: Any = None,
         post: Callable[[Callable[[], None]], None] = lambda command: None,
     ):
         """`held`: what the prefix cache's second tier holds from before, by keys. `guide`, `masks`: of guided output, if
         there is any: rank 0's native Masks. `post`: has a command run on the engine's thread."""
-        self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, fingerprint
+        self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, digest
         self.name = info.name
         self.running = False
         self.failure: Optional[str] = None
@@ -71,6 +73,22 @@ class ServedModel:
         self.scheduler = Scheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+
+    @classmethod
+    def open(
+        cls, config: AsModelConfig, info: ModelInfo, output: OutputStage, held: Optional[dict[bytes, int]], masks: Any,
+        post: Callable[[Callable[[], None]], None],
+    ) -> "ServedModel":
+        """A model with what its checkpoint has beside the weights. Any thread."""
+        tokenizer = guide = None
+        if info.tokenizer_dir:
+            from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
+
+            tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+            info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
+            guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
+            guide.start()
+        return cls(config, info, tokenizer, fingerprint(info), output, held, guide, masks, post)
 
     # Any thread.
 

@@ -6,10 +6,10 @@ import json
 import logging
 import os
 import threading
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Collection, Optional
 
 from allspark_client.config import AsModelConfig
-from allspark_client.errors import AllSparkError
+from allspark_client.errors import AllSparkError, AsStatus
 
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
 
@@ -19,6 +19,13 @@ logger = logging.getLogger(__name__)
 def state_entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
     """A model in the file. `configured`: the configuration brought it, not a client."""
     return {"config": config.to_dict(), "started": started, "configured": configured}
+
+
+def of_configuration(name: str, error: Exception) -> Exception:
+    """The error of a model of the configuration; a ValueError if its entry, or what that names, must change."""
+    text = f"model {name!r} of the configuration cannot be loaded: {error}"
+    passing = (AsStatus.ALLSPARK_MEMORY_ERROR, AsStatus.ALLSPARK_RUNTIME_ERROR)
+    return (RuntimeError if isinstance(error, AllSparkError) and error.status in passing else ValueError)(text)
 
 
 class StateFile:
@@ -38,6 +45,18 @@ class StateFile:
         except (AllSparkError, ValueError, TypeError, KeyError) as error:
             logger.error("the state file %s cannot be read: %s; no models restored", self._path, error)
             return None
+
+    def to_restore(self, configured: Collection[AsModelConfig], again: bool) -> dict[str, dict]:
+        """The entries that count, by model name: see `Engine.restore`. ValueError if two of the configuration have one
+        name."""
+        recorded = self.read()
+        if again and recorded is not None:
+            return recorded
+        entries = {c.model_name: state_entry(c, True, True) for c in configured}
+        if len(entries) < len(configured):
+            raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
+        return entries | {name: entry for name, entry in (recorded or {}).items()
+                          if not entry.get("configured") and name not in entries}
 
     def write(self, entries: Callable[[], list[dict]]) -> None:
         """Records what `entries()` gives; a reader sees the old file or the new one, never half of one."""

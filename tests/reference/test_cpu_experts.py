@@ -103,7 +103,8 @@ def test_biases_and_a_row_set_of_two_layers(form):
                    experts=7)
         own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
     own.finish(x)
-    compare(own, dict((f, t) for f, g, t in FORMATS if not g)[form])
+    tolerance = dict((f, t) for f, g, t in FORMATS if not g)[form]
+    compare(own, tolerance if form == "float32" else 3 * tolerance)  # four products round their rows, one after the other
 
 
 @pytest.mark.parametrize("width", [1, 7, 96])
