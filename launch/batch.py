@@ -154,7 +154,7 @@ class Endpoints:
     def __init__(self, addresses: list[str], token_file: str | None):
         from allspark_server.access import Access
         from allspark_server.http.__main__ import pool_token
-        from allspark_server.http.app import application
+        from allspark_server.http.app import Application
         from allspark_server.http.bodies import Bodies
         from allspark_server.http.call import Door
         from allspark_server.http.metrics import Metrics
@@ -162,7 +162,7 @@ class Endpoints:
         token, names_tenants = pool_token(token_file)
         self._pool = Pool(addresses, token)
         door = Door(self._pool, Access(), Bodies(_MAX_LINE, 1 << 40), Metrics(), names_tenants)
-        self._application = application(door)
+        self._application = Application(door)
 
     async def open(self) -> list[str]:
         """Connects; returns the models that run there. Raises RuntimeError."""

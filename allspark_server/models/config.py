@@ -214,9 +214,9 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     `rope_scaling`: instead of what stands there; as there, {} for none."""
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
-    if rope_scaling is not None:
-        fields = _rescaled(fields, rope_scaling)
     name, architecture = _architecture(fields)
+    if rope_scaling is not None:
+        fields = _rescaled(fields, rope_scaling, architecture.rope_theta)
     _refuse_unsupported(fields, architecture)
     hidden, heads = fields.need_positive("hidden_size"), fields.need_positive("num_attention_heads")
     if architecture.kv_heads_required:
@@ -363,14 +363,14 @@ def _rope(fields: Fields, max_positions: int, default_theta: float) -> RopeConfi
         mscale_all_dim=rope.get("mscale_all_dim", float, 0.0), truncate=rope.get("truncate", bool, True))
 
 
-def _rescaled(fields: Fields, rope_scaling: dict) -> Fields:
+def _rescaled(fields: Fields, rope_scaling: dict, default_theta: float) -> Fields:
     """Another rotary scaling of the same frequencies; the context grows to what it is for."""
-    found = _rope(fields, fields.need_positive("max_position_embeddings", most=MAX_POSITIONS))
+    found = _rope(fields, fields.need_positive("max_position_embeddings", most=MAX_POSITIONS), default_theta)
     values = {**fields.values, "rope_scaling": {"rope_theta": found.theta, **rope_scaling}, "rope_parameters": {}}
     values.pop("original_max_position_embeddings", None)
     fields = Fields(values, fields.path)
     if rope_scaling.get("type", rope_scaling.get("rope_type")) == "yarn":
-        rope = _rope(fields, values["max_position_embeddings"])
+        rope = _rope(fields, values["max_position_embeddings"], default_theta)
         values["max_position_embeddings"] = max(values["max_position_embeddings"],
                                                 round(rope.original_max * rope.factor))
     return fields
