@@ -100,6 +100,16 @@ def http_door(tmp_path_factory: pytest.TempPathFactory):
         yield door
 
 
+@pytest.fixture(scope="session")
+def api(http_door):
+    """OpenAI's own client of the door, that may generate."""
+    import openai
+    from http_helpers import KEYS
+
+    with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
+        yield found
+
+
 @pytest.fixture()
 def http_client(http_door):
     """An httpx.Client of the door that may generate."""

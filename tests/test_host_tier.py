@@ -75,12 +75,18 @@ def test_many_spans_come_back_over_several_steps():
     assert output(again) == expected_output(prompt_of(600), 1) and len(output(stream)) == 60
 
 
-def test_copies_alone_make_a_step():
+def evicted() -> Rig:
+    """One in which another prompt has pushed prompt_of(600) out of the first tier."""
     rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
     rig.add(prompt_of(600), 1)
     rig.run()
     rig.add(prompt_of(1020, seed=1), 1)
     rig.run()
+    return rig
+
+
+def test_copies_alone_make_a_step():
+    rig = evicted()
     again = rig.add(prompt_of(600), 1)
     rig.run()
     assert any(not plan.work and plan.sections for plan in rig.executor.plans)
@@ -98,11 +104,7 @@ def test_the_preempted_come_back():
 
 
 def test_one_of_the_second_tier_can_be_cancelled():
-    rig = Rig(num_spans=260, host_spans=2000, max_batch=4)
-    rig.add(prompt_of(600), 1)
-    rig.run()
-    rig.add(prompt_of(1020, seed=1), 1)
-    rig.run()
+    rig = evicted()
     again = rig.add(prompt_of(600), 1)
     rig.step()
     assert again.state is State.BLOCKED

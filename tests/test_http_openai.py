@@ -16,12 +16,6 @@ GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def api(http_door):
-    with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def story(http_door):
     """What the group says through a client of its own: text and ids, greedily."""
     _, handle, results = http_door.engine.start_request(

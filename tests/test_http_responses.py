@@ -5,16 +5,10 @@ from __future__ import annotations
 import openai
 import pytest
 
-from http_helpers import KEYS, MODEL, STORY
+from http_helpers import MODEL, STORY
 
 TEXT = STORY[0]["content"]
 GREEDY = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def api(http_door):
-    with openai.OpenAI(base_url=http_door.url + "/v1", api_key=KEYS["generate"], max_retries=0) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

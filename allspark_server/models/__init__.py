@@ -9,13 +9,11 @@ from __future__ import annotations
 from allspark_server.models.config import ModelConfig, read_config
 from allspark_server.models.graph import Graph
 from allspark_server.models.llama import llama
-from allspark_server.models.mistral import mistral
 from allspark_server.models.mixtral import mixtral
 from allspark_server.models.qwen2 import qwen2
 from allspark_server.models.qwen2_moe import qwen2_moe
 from allspark_server.models.qwen3 import qwen3
 from allspark_server.models.qwen3_moe import qwen3_moe
-from allspark_server.models.smollm3 import smollm3
 
 MODELS = {
     "Qwen2ForCausalLM": qwen2,
@@ -24,9 +22,9 @@ MODELS = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
-    "MistralForCausalLM": mistral,
-    "MinistralForCausalLM": mistral,
-    "SmolLM3ForCausalLM": smollm3,
+    "MistralForCausalLM": llama,
+    "MinistralForCausalLM": llama,
+    "SmolLM3ForCausalLM": llama,
 }
 
 

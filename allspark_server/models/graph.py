@@ -359,12 +359,15 @@ class Graph:
         return qkv
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
-                       out: str = "attended", **more: Attribute) -> Tensor:
+                       window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
         """Stores keys and values in the span cache and attends causally over the sequence's spans. layer: counted in
-        the op's cache group. sinks, slopes: a value of each query head."""
+        the op's cache group. sinks, slopes: a value of each query head. window: the last positions that are seen, 0 for
+        all."""
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)
         y = self.tensor(out, (queries,))
+        if window:
+            more["window"] = window
         if sinks is not None:
             more["sinks"] = 1
         if slopes is not None:

@@ -1,4 +1,5 @@
-"""Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP."""
+"""Llama 2, 3, 3.1 and 3.2: optional biases on all four attention projections and on the MLP. Mistral and Ministral: with
+a sliding window on all layers, some or none. SmolLM3: with layers (every fourth) that have no rotary embedding."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ def llama(config: ModelConfig) -> Graph:
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}"
         h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
-        qkv = graph.rope(qkv_projection(graph, h, f"{prefix}.self_attn", bias=bias))
-        graph.add(x, output_projection(graph, graph.span_attention(qkv, layer), f"{prefix}.self_attn", bias=bias))
+        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=bias)
+        if layer not in config.unrotated:
+            graph.rope(qkv)
+        attended = graph.span_attention(qkv, layer, window=config.window(layer))
+        graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn", bias=bias))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
         graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", bias=config.mlp_bias))
     return finish(graph, x)
