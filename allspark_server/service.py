@@ -536,7 +536,7 @@ class _RareLog:
 def _guided(request: pb.GenerateRequest) -> bool:
     """Whether it has a grammar, which may take a second to compile."""
     forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
-    return forced or request.config.HasField("response_format_json")
+    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
 async def _receive(context: grpc.aio.ServicerContext, seconds: float = _RECEIVE_SECONDS) -> bytes:

@@ -4,8 +4,8 @@
 
 The checkpoint may have no tokenizer: then it gets the one of the model that ships.
 
-prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives (target_token_latency is
-1.5 times the median without it), as a part of that median; and how many steps a prompt of 50,000 tokens' text (200,000
+prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives, as a part of the median
+without it; and how many steps a prompt of 50,000 tokens' text (200,000
 characters, tokenized here) delays streams, and a short prompt behind it.
 prefixes: the first token's time of a prompt of 2,000 new tokens, of another that shares them, of one whose spans come
 back from the second tier, in memory and from a file after a restart; rounds in turn, parts of the first.
@@ -107,11 +107,6 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 def prompts(options) -> None:
     with Bench(options) as bench:
-        streams = [bench.start(prompt_of(16, i), 60) for i in range(8)]
-        for stream in streams:
-            stream.ended.wait()
-        median = statistics.median(np.concatenate([stream.gaps[8:] for stream in streams]))
-    with Bench(options, target_token_latency=1.5e3 * median) as bench:
         for turn in range(options.rounds):
             streams = [bench.start(prompt_of(16, 10 * turn + i), 8000) for i in range(8)]
             while min(len(stream.at) for stream in streams) < 60:
@@ -129,7 +124,7 @@ def prompts(options) -> None:
                 time.sleep(0.01)
     stories = "Once upon a time there was a brave fox named Mia, who lived in a wood. " * 3000
     text = stories[:200_000]
-    with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=1.5e3 * median) as bench:
+    with Bench(options, engine_max_length=131072, cache_memory=2 << 30) as bench:
         streams = [bench.start(prompt_of(16, i), 100_000) for i in range(4)]
         while min(len(stream.at) for stream in streams) < 40:
             time.sleep(0.01)
