@@ -36,10 +36,10 @@ class Throughput:
 class StepBudget:
     """What a step may cost. What a request outputs does not depend on it.
 
-    With a target a step's time is kept under it. Without one, and unless the number of rows is fixed, those that stream
-    and those that wait for their first token share a step's time by their numbers, as equals where streams are more:
-    a few prompts about double the time between others' tokens, whatever their length; a crowd of them is computed at
-    nearly full speed.
+    With a target a step's time is kept under it. Without one, and unless the number of rows is fixed, a step with
+    prompts may take a time that no reader notices. Where steps take longer anyhow, those that stream and those that
+    wait for their first token share its time by their numbers: a few prompts make the time between others' tokens two
+    and a half times as long, whatever their length; a crowd of them is computed at nearly full speed.
 
     The unit is a row at the beginning of its context; `price` is what each position before it adds. Steps of running
     sequences alone tell what a step takes in any case; the others, what a prompt's rows add to that. So the first
@@ -49,7 +49,8 @@ class StepBudget:
     _MEMORY = 0.95  # of what was learned, how much stays with each step
     _MARGIN, _STRIDE = 0.9, 1.25  # of the target; how much the cost may grow from one step to the next
     _FIRST = 4  # times the fewest rows: a step's cost while nothing is known
-    _PART = 0.8  # of the time that running sequences take alone, what prompts add to it; the rest is for noise
+    _UNNOTICED = 0.05  # seconds between tokens
+    _PART = 1.5  # of what running sequences take alone, for prompts that are not more than these; less costs throughput
 
     def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False):
         self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
@@ -68,7 +69,7 @@ class StepBudget:
         base = float(self._base[2])
         if not decoding or not base or not self._row:
             return math.inf
-        return self._PART * base * max(1.0, prompts / decoding) / self._row
+        return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
         """Takes notice of a step of so many rows, with so many positions before them in all, that took so long.

@@ -39,7 +39,12 @@ def test_streams_and_prompts_share_a_step_by_their_numbers():
         budget.learn(8, 0, 0.034, 8)
         budget.learn(108, 0, 0.134, 8)
     assert budget.for_prompts(0, 0, 4) == math.inf  # nobody waits for it
-    assert 24 < budget.for_prompts(8, 0, 1) == budget.for_prompts(8, 0, 8) < 34
+    assert 45 < budget.for_prompts(8, 0, 1) == budget.for_prompts(8, 0, 8) < 60
+    quick = StepBudget(256, 8, 0.0)
+    for _ in range(50):
+        quick.learn(8, 0, 0.005, 8)
+        quick.learn(108, 0, 0.015, 8)
+    assert 400 < quick.for_prompts(8, 0, 1) < 500  # 50 ms in all
     assert budget.for_prompts(1, 0, 7) == pytest.approx(7 * budget.for_prompts(8, 0, 8))
 
 
@@ -106,8 +111,8 @@ def test_the_fewest_rows_are_given_even_where_the_target_is_out_of_reach():
     assert rows_of(budget) == 8
 
 
-@pytest.mark.parametrize("target", (0.0, 1.5 * 34 + 8))
-def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target):
+@pytest.mark.parametrize("target, most", ((0.0, 3.0), (1.5 * 34 + 8, 2.0)))
+def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target, most):
     """As a small model on two cores: a step takes 34 ms, and each row of a prompt 3.2 ms more, both give or take a
     tenth. The time between tokens of 8 streams while a prompt of 4,000 tokens comes, and then another."""
     rng = random.Random(5)
@@ -147,5 +152,5 @@ def test_streams_keep_their_pace_while_a_long_prompt_is_computed(target):
         assert prompt.state is State.ENDED
         steps(50)
     median = statistics.median(gaps[False])
-    assert statistics.quantiles(gaps[True], n=100)[98] < 2 * median
+    assert statistics.quantiles(gaps[True], n=100)[98] < most * median
     assert statistics.median(gaps[True]) > 1.3 * median  # and it uses what it may
