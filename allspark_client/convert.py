@@ -10,7 +10,7 @@ import numpy as np
 from ._proto import allspark_pb2 as pb
 from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
-from .errors import AllSparkError, AsStatus
+from .errors import AllSparkError, AsStatus, Draining
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
@@ -36,7 +36,8 @@ def error_to_pb(error: BaseException) -> pb.Error:
         kind, status, text = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR), f"{type(error).__name__}: {error}"
     if len(text) > _MAX_ERROR_TEXT:
         text = text[:_MAX_ERROR_TEXT] + " …"
-    return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False))
+    return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False),
+                    elsewhere=isinstance(error, Draining))
 
 
 def error_from_pb(error: pb.Error) -> Exception:
@@ -45,6 +46,8 @@ def error_from_pb(error: pb.Error) -> Exception:
         return ValueError(error.message)
     if error.kind == pb.TYPE_ERROR:
         return TypeError(error.message)
+    if error.elsewhere:
+        return Draining(error.message)
     return as_allspark_error(error)
 
 
@@ -139,7 +142,7 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
-                                 want_text=spec.want_text, tenant=spec.tenant)
+                                 want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed)
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
@@ -183,7 +186,8 @@ def _from_json(name: str, text: str) -> Any:
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     """Raises ValueError for a request that no engine would take."""
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
-                       generated=list(message.generated), want_text=message.want_text, tenant=message.tenant)
+                       generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
+                       resumed=message.resumed)
     spec.check_tenant()
     kind = message.WhichOneof("prompt")
     if kind == "input_ids":

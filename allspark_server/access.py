@@ -107,7 +107,7 @@ def check_door(address: str, *, token: bool, tls: bool, client_ca: bool, insecur
     their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough."""
     if is_unix(address) or insecure:
         return
-    if tls and (token or client_ca) or token and _is_loopback(address):
+    if tls and (token or client_ca) or token and is_loopback(address):
         return
     lacks = ("clients need neither a token nor a certificate" if not token and not client_ca else
              "the token would cross the network in clear text" if not tls else "")
@@ -122,7 +122,8 @@ def is_unix(address: str) -> bool:
     return address.startswith("unix:")
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether a host:port is reached from this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -170,6 +171,11 @@ def socket_mode(text: str) -> int:
     return mode
 
 
+def mode_of(mode: str, group: str) -> int:
+    """The mode of Unix sockets that options ask for: this user's alone, or its group's too where one is named."""
+    return socket_mode(mode) if mode else 0o660 if group else 0o600
+
+
 @dataclass
 class Access:
     """What clients need, and what they may do with it: the role of their token, where there are tokens; otherwise of
@@ -191,7 +197,7 @@ class Access:
         """As the function of this name; warns of a door that is open."""
         check_door(address, token=bool(self.tokens), tls=self.tls is not None,
                    client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
-        if not is_unix(address) and not _is_loopback(address) and (self.tls is None or not self.guarded):
+        if not is_unix(address) and not is_loopback(address) and (self.tls is None or not self.guarded):
             logger.warning("whoever reaches %s may %s", address,
                            "read clients' tokens on the way" if self.tokens else "do everything with this group")
 

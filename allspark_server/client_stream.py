@@ -305,6 +305,11 @@ class ClientStream:
             self._release(handle)
 
     @property
+    def requests(self) -> int:
+        """Those whose ends were not sent yet. Any thread."""
+        return len(self._pending)
+
+    @property
     def idle(self) -> bool:
         """Nothing is live or waiting to be sent."""
         with self._lock:
