@@ -33,7 +33,9 @@ def error_to_pb(error: BaseException) -> pb.Error:
     elif isinstance(error, TypeError):
         kind, status, text = pb.TYPE_ERROR, 0, str(error)
     else:
-        kind, status, text = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR), f"{type(error).__name__}: {error}"
+        # An OSError's text names files of this machine, which are nobody else's business.
+        text = f"{type(error).__name__}: {(isinstance(error, OSError) and error.strerror) or error}"
+        kind, status = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR)
     if len(text) > _MAX_ERROR_TEXT:
         text = text[:_MAX_ERROR_TEXT] + " …"
     return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False),
@@ -276,14 +278,14 @@ def engine_stat_from_pb(message: pb.EngineStat) -> AsEngineStat:
 
 def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
     values = {f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None}
+    values.pop("tokenizer_dir", None)   # a path of the server's
     return pb.ModelInfo(**{**values, "sampling_defaults": pb.GenerateConfig(**info.sampling_defaults)})
 
 
 def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
-    values = {f.name: getattr(message, f.name) for f in fields(ModelInfo)}
+    values = {f.name: getattr(message, f.name) for f in fields(ModelInfo) if f.name != "tokenizer_dir"}
     values["eos_token_ids"] = list(message.eos_token_ids)
     values["sampling_defaults"] = {f.name: value for f, value in message.sampling_defaults.ListFields()}
-    values["tokenizer_dir"] = message.tokenizer_dir if message.HasField("tokenizer_dir") else None
     return ModelInfo(**values)
 
 

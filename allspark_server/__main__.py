@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
+from .access import Access, ModelRoots, Role, default_address, mode_of
+from .client_limits import ClientLimits
 from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
 
@@ -75,6 +76,10 @@ def parser() -> argparse.ArgumentParser:
                        help="how long requests may go on when a stop is asked for (default 0)")
     rank0.add_argument("--model-root", action="append", default=[], metavar="DIR",
                        help="clients may name models below this directory; repeatable (default: only those of --model)")
+    rank0.add_argument("--max-requests", type=int, default=0, metavar="N",
+                       help="that may wait or run, of all clients together (default: no limit but those of the models)")
+    rank0.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
+                       help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
     rank0.add_argument("--max-message-mib", type=int, default=16, metavar="N",
                        help="the largest message taken from a client (default %(default)s)")
     return p
@@ -177,7 +182,7 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
-        access = Access(read_tokens(a.token_file) if a.token_file else {}, self.tls(), Role(a.tls_role), a.insecure)
+        access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
         models = [model_config(text) for text in a.model]
         roots = ModelRoots(a.model_root, models)
         engine = Engine(group=group, state_file=a.state_file)
@@ -185,7 +190,8 @@ class Rank:
             self.heartbeat.watch(group.models, lambda: engine.busy_since)
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
                           roots=roots, socket_mode=mode_of(a.socket_mode, a.socket_group), socket_group=a.socket_group,
-                          inner=a.inner_address, max_message=a.max_message_mib << 20)
+                          inner=a.inner_address, limits=ClientLimits(a.max_requests, a.max_tenant_requests),
+                          max_message=a.max_message_mib << 20)
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)
         gc.collect()
         gc.freeze()     # what is loaded stays: collections between steps need not go through it

@@ -37,8 +37,6 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
         else:
             with umask(0o777 & ~socket_mode):      # a socket is made with its mode: there is no moment without
                 port = server.add_insecure_port(address)
-            if unix and socket_group and port:
-                give_to_group(address[len("unix:"):], socket_group)
     except RuntimeError as error:
         port, cause = 0, error
     else:
@@ -47,6 +45,8 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                             f"cannot listen on {address}: the port is in use, or the host is not this machine's"
                             ) from cause
+    if unix and socket_group:
+        give_to_group(address[len("unix:"):], socket_group)
     return address if unix else f"{address.rsplit(':', 1)[0]}:{port}"
 
 

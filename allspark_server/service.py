@@ -33,6 +33,7 @@ from .access import Access, Client, ModelRoots, Role
 from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
+from .client_limits import ClientLimits
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ _OPTIONS = [
 _EVERY_ROLE = frozenset(Role)
 _REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 _ADMIN = frozenset((Role.ADMIN,))
+_NOBODY = Client(Role.READ)     # whose token is no longer valid: what runs goes on, nothing new begins
 #: a method's other half: called with the context and the client once that is known to be allowed
 _Method = Callable[[grpc.aio.ServicerContext, "Client | None"], Awaitable[None]]
 
@@ -83,10 +85,10 @@ class Service:
 
     def __init__(self, engine: "Engine", addresses: list[str], *, access: Access | None = None,
                  roots: ModelRoots | None = None, socket_mode: int = 0o600, socket_group: str = "", inner: str = "",
-                 max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING):
+                 limits: ClientLimits | None = None, max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING):
         """`addresses`: "host:port" (port 0: any free one) or "unix:/path". `access`: what clients need; without it only
         Unix sockets are served, made with `socket_mode` and for `socket_group`. `inner`: a Unix socket beside them, for
-        health calls of its own. `roots`: the paths that clients may name, none by default.
+        health calls of its own. `roots`: the paths that clients may name, none by default. `limits`: of their requests.
         `max_message`: bytes that a client may send at once; `max_pending`: tokens it may leave unread before it is
         disconnected. Raises ValueError for a TCP address that is not guarded."""
         if isinstance(addresses, str) or not addresses:
@@ -105,6 +107,7 @@ class Service:
         self._draining = False
         self._max_message = max_message
         self._max_pending = max_pending
+        self._limits = limits or ClientLimits()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._end: asyncio.Event | None = None
@@ -318,6 +321,7 @@ class Service:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
         compiling = asyncio.Semaphore(_MAX_COMPILING)
+        changes = self._access.look()
         while (data := await context.read()) is not grpc.aio.EOF:
             pool = self._input_pool(data)
             if pool is self._input:
@@ -327,6 +331,8 @@ class Service:
             action = message.WhichOneof("action")
             if action == "start":
                 stream.register(message.start.id)
+                if changes != self._access.look():  # the client may have lost its token, or have another role by it
+                    changes, client = self._access.changes, self._access.client(context) or _NOBODY
                 start = functools.partial(self._start, stream, message.start, client, connection)
                 if client.role in _REQUESTS and _guided(message.start.request):
                     # What comes behind does not wait until its grammar is compiled.
@@ -396,7 +402,7 @@ class Service:
             raise Draining
 
     def _open(self) -> ClientStream:
-        stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog)
+        stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog, self._limits)
         self._streams.add(stream)
         return stream
 

@@ -105,7 +105,7 @@ examples:
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
 ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
-socket_group, model_root, max_message_mib, state_file, drain_limit, log_level, http, http_workers. SIGHUP has it read
+socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level, http, http_workers. SIGHUP has it read
 again: drain_limit and log_level count at once, the rest from the next start; tokens are read again whenever their file
 changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
@@ -141,6 +141,10 @@ changes.""")
                         "by --model)")
     p.add_argument("--max-message-mib", type=int, default=0, metavar="N",
                    help="the largest message taken from a client (default 16)")
+    p.add_argument("--max-requests", type=int, default=0, metavar="N",
+                   help="that may wait or run, of all clients together (default: no limit but those of the models)")
+    p.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
+                   help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
     _placement_options(p)
     _model_options(p)
@@ -229,7 +233,7 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
     names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
              "tls_ca", "tls_role", "insecure", "socket_mode", "socket_group", "model_root", "max_message_mib",
-             "state_file", "drain_limit", "log_level", "http", "http_workers")
+             "max_requests", "max_tenant_requests", "state_file", "drain_limit", "log_level", "http", "http_workers")
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 

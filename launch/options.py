@@ -49,6 +49,8 @@ class GroupOptions:
     socket_group: str = ""
     model_root: list[str] = field(default_factory=list)
     max_message_mib: int = 0
+    max_requests: int = 0           # that may wait or run, 0: no limit but those of the models
+    max_tenant_requests: int = 0
     state_file: str = ""
     drain_limit: float = 0.0        # s that requests have to end when a stop is asked for; inf: as long as they take
     log_level: str = "info"

@@ -114,7 +114,7 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
     if options.insecure:
         words.append("--insecure")
     for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "socket_mode", "socket_group",
-                 "max_message_mib", "state_file", "drain_limit"):
+                 "max_message_mib", "max_requests", "max_tenant_requests", "state_file", "drain_limit"):
         if getattr(options, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     everywhere = ["--log-level", options.log_level] if options.log_level != "info" else []
