@@ -252,7 +252,7 @@ examples:
 
 
 def _http(options: argparse.Namespace) -> int:
-    from .pool import default_address
+    from .members import default_address
     pool = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a] or [default_address()]
     names = ("workers", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "insecure", "socket_mode",
              "socket_group", "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")
