@@ -273,6 +273,7 @@ class ModelState:
     running: bool
     fingerprint: str      #: equal only where the same request gives the same bytes
     load: int = 0         #: waiting and running requests
+    work: int = 0         #: tokens of prompts that these still have to have computed, about
 
 
 @dataclass

@@ -124,10 +124,9 @@ class Engine(AbstractEngine):
     def list_models(self) -> list[ModelState]:
         return [
             ModelState(
-                model.name,
-                model.running and model.failure is None,
-                model.fingerprint,
-                model.scheduler.waiting + model.scheduler.running,
+                model.name, model.running and model.failure is None, model.fingerprint,
+                model.scheduler.waiting + model.scheduler.running + model.queue.incoming,
+                model.scheduler.pending_tokens,
             )
             for model in list(self._models.values())
         ]

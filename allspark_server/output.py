@@ -48,6 +48,13 @@ class StepOutput:
     ends: list[End] = field(default_factory=list)
 
 
+@dataclass
+class Begun:
+    """A step is about to hold a request that may be what ends servers."""
+
+    request: Request
+
+
 class OutputStage:
     """`on_undeliverable(request)`: a request has been ended because its sink or its text failed. `on_stop(sequence)`: a
     stop string has ended a sequence that may still run."""
@@ -58,7 +65,7 @@ class OutputStage:
         self.inline = False
         self._listeners: list[Callable[[], None]] = []
         self._telling = threading.Lock()
-        self._queue: queue.Queue[StepOutput | End | threading.Event | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[StepOutput | End | Begun | threading.Event | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="allspark-output", daemon=True)
         self._thread.start()
 
@@ -66,7 +73,7 @@ class OutputStage:
         """`listener()` is called after the tokens of each step, and after ends that no step brought."""
         self._listeners.append(listener)
 
-    def put(self, event: StepOutput | End) -> None:
+    def put(self, event: StepOutput | End | Begun) -> None:
         """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone. Always by
         one and the same thread."""
         if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
@@ -99,7 +106,7 @@ class OutputStage:
         """Whether sinks are still told anything."""
         return self._thread.is_alive()
 
-    def _put(self, event: StepOutput | End | threading.Event | None) -> None:
+    def _put(self, event: StepOutput | End | Begun | threading.Event | None) -> None:
         while self._thread.is_alive():
             try:
                 return self._queue.put(event, timeout=_LOOK_SECONDS)
@@ -111,7 +118,7 @@ class OutputStage:
 
     def _run(self) -> None:
         told = True  # of all that was delivered
-        event: StepOutput | End | threading.Event | None
+        event: StepOutput | End | Begun | threading.Event | None
         while True:
             if not told and self._queue.empty():
                 told = self._tell()
@@ -123,6 +130,9 @@ class OutputStage:
                 told = self._tell()
             elif isinstance(event, End):
                 event.request.finish(event.status, event.error, event.complete)
+                told = False
+            elif isinstance(event, Begun):
+                event.request.announce()
                 told = False
             else:
                 told = told or self._tell()

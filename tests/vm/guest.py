@@ -11,14 +11,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from pathlib import Path
 
 HERE = Path("/opt/proof")
 POOL = HERE / "pool.json"
-MODEL = sys.argv[1] if len(sys.argv) > 1 else ""
+MODEL = str(next(Path("/opt/allspark").glob("lib/python3*/site-packages/allspark_server/assets/*/config.json")).parent)
 DEVIATION = 0.02        # of a rank's pages that may be elsewhere
 
 
@@ -39,6 +38,11 @@ def allspark(*words: str) -> str:
     for line in output.splitlines():
         say(f"  {line}")
     return output
+
+
+def status() -> str:
+    """Of the pool; it may be down."""
+    return shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "status", "--config", str(POOL), check=False)
 
 
 def write_pool(user: str, members: list[dict]) -> None:
@@ -81,7 +85,7 @@ def check_pages() -> None:
 
 
 def requests_run() -> bool:
-    return re.search(r"^a .*serving +\d+ +[1-9]", allspark("pool", "status", "--config", str(POOL)), re.M) is not None
+    return re.search(r"^a .*serving +\d+ +[1-9]", status(), re.M) is not None
 
 
 def prove(user: str) -> None:
@@ -91,6 +95,8 @@ def prove(user: str) -> None:
     began = time.monotonic()
     allspark("pool", "install", "--config", str(POOL), "--now")
     say(f"installed and serving after {time.monotonic() - began:.0f} s: {unit('StatusText')}")
+    for line in status().splitlines():
+        say(f"  {line}")
     assert len(ranks()) == 2, ranks()
     check_pages()
     scores = [int(Path("/proc", str(pid), "oom_score_adj").read_text())
