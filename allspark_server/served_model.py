@@ -57,7 +57,7 @@ class ServedModel:
         self.keys: Optional[SpanKeys] = None
         self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
-            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
+            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
