@@ -6,6 +6,8 @@ in `architectures.ARCHITECTURES` (its config.json) and one in `MODELS`.
 
 from __future__ import annotations
 
+from allspark_server.models.baichuan import baichuan
+from allspark_server.models.chatglm import chatglm
 from allspark_server.models.config import read_config
 from allspark_server.models.gemma import gemma
 from allspark_server.models.glm import glm
@@ -15,6 +17,7 @@ from allspark_server.models.mixtral import mixtral
 from allspark_server.models.network import ModelConfig
 from allspark_server.models.olmo2 import olmo2
 from allspark_server.models.phi3 import phi3
+from allspark_server.models.qwen import qwen
 from allspark_server.models.qwen2 import qwen2
 from allspark_server.models.qwen2_moe import qwen2_moe
 from allspark_server.models.qwen3 import qwen3
@@ -37,6 +40,11 @@ MODELS = {
     "Gemma3ForCausalLM": gemma,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo2,
+    "QWenLMHeadModel": qwen,
+    "ChatGLMModel": chatglm,
+    "ChatGLMForConditionalGeneration": chatglm,
+    "BaiChuanForCausalLM": baichuan,
+    "BaichuanForCausalLM": baichuan,
 }
 
 

@@ -11,7 +11,8 @@ from typing import Any, Callable
 import numpy as np
 
 from allspark_client.errors import not_available
-from allspark_server.models.fields import MAX_EXPERTS, Fields
+from allspark_server.models import translated
+from allspark_server.models.fields import MAX_EXPERTS, MAX_POSITIONS, Fields
 from allspark_server.models.network import PLAIN_ROPE_TYPES, ExpertConfig, RopeConfig
 
 
@@ -75,6 +76,21 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     return _gemma(fields)
 
 
+def _qwen(fields: Fields) -> dict[str, Any]:
+    """The length that it was trained for is seq_length."""
+    length = fields.need_positive("seq_length", most=MAX_POSITIONS)
+    more: dict[str, Any] = {"logn": length} if fields.get("use_logn_attn", bool, False) else {}
+    if fields.get("use_dynamic_ntk", bool, False) and "rope_scaling" not in fields.values:
+        more["rope"] = RopeConfig("dynamic", fields.need_positive("rotary_emb_base", float), original_max=length,
+                                  growth="powers")
+    return more
+
+
+def _baichuan(fields: Fields) -> dict[str, Any]:
+    """The rows of Baichuan 2's head are normalized; its config.json alone has z_loss_weight."""
+    return {"alibi": fields.need("alibi", bool), "unit_head": "z_loss_weight" in fields.values}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How an architecture's config.json differs: mostly defaults that transformers' config class has for absent fields.
@@ -101,11 +117,15 @@ class Architecture:
     tied: bool = False                    # tie_word_embeddings where it is absent
     experts: Callable[[Fields, int], ExpertConfig] | None = None  # reads them, of a model of so many layers
     more: Callable[[Fields], dict[str, Any]] | None = None        # reads further fields of ModelConfig
+    translate: Callable[[Fields], Fields] | None = None           # of a config.json with names of its own
 
 
 _GEMMA = {"head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch_tanh",), "windows": True,
           "window": 4096, "tied": True}
 _GLM = {"head_dim": 128, "has_bias_fields": True, "attention_bias": True, "partial_rotary": 0.5}
+_CHATGLM = {"has_bias_fields": True, "partial_rotary": translated.CHATGLM_ROTATED, "translate": translated.chatglm}
+_BAICHUAN = {"translate": translated.baichuan, "more": _baichuan}
+_RENAMED = "transformers, its tensors renamed; a float64 reference"
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", "Qwen1.5, Qwen2, Qwen2.5"),
@@ -128,6 +148,11 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2", kv_heads_required=False, has_bias_fields=True),
     "Olmo3ForCausalLM": Architecture("olmo3", "OLMo 3", kv_heads_required=False, has_bias_fields=True, windows=True,
                                      window=4096, window_pattern=4, local_theta=0.0),
+    "QWenLMHeadModel": Architecture("qwen", "Qwen (the first)", _RENAMED, translate=translated.qwen, more=_qwen),
+    "ChatGLMModel": Architecture("chatglm", "ChatGLM2, ChatGLM3, GLM-4 (9B, as first published)", _RENAMED, **_CHATGLM),
+    "ChatGLMForConditionalGeneration": Architecture("chatglm", "the same", _RENAMED, **_CHATGLM),
+    "BaiChuanForCausalLM": Architecture("baichuan", "Baichuan 7B", _RENAMED, **_BAICHUAN),
+    "BaichuanForCausalLM": Architecture("baichuan", "Baichuan 13B, Baichuan 2", _RENAMED, **_BAICHUAN),
 }
 
 

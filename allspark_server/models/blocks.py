@@ -39,22 +39,23 @@ def sliced_qkv(graph: Graph, x: Tensor, name: str, *, bias: bool = False) -> Ten
     return graph.linear(x, weight, added, out="qkv")
 
 
-def output_projection(graph: Graph, attended: Tensor, prefix: str, *, bias: bool = False) -> Tensor:
-    return graph.row_parallel_linear(attended, f"{prefix}.o_proj", graph.q_heads, bias, out="branch")
+def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "o_proj", *,
+                      bias: bool = False) -> Tensor:
+    return graph.row_parallel_linear(attended, f"{prefix}.{name}", graph.q_heads, bias, out="branch")
 
 
-def gated_mlp(graph: Graph, x: Tensor, prefix: str, *, bias: bool = False, gelu: bool = False,
-              sliced: str = "") -> Tensor:
-    """down(silu(gate(x)) * up(x)), gate and up packed into one matrix. gelu: by tanh, instead of silu. sliced: the name
-    of the matrix that holds both in the checkpoint."""
+def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
+              bias: bool = False, gelu: bool = False) -> Tensor:
+    """down(silu(gate(x)) * up(x)), gate and up packed into one matrix. names: of gate, up and down, or of a matrix that
+    holds gate and up in the checkpoint, and of down. gelu: by tanh, instead of silu."""
     halves = (graph.intermediate, graph.intermediate)
-    if sliced:
-        weight, added = graph.sliced(f"{prefix}.{sliced}", halves, graph.config.hidden_size, bias)
+    if len(names) == 2:
+        weight, added = graph.sliced(f"{prefix}.{names[0]}", halves, graph.config.hidden_size, bias)
     else:
-        weight, added = graph.packed(prefix, ("gate_proj", "up_proj"), halves, graph.config.hidden_size, bias)
+        weight, added = graph.packed(prefix, names[:2], halves, graph.config.hidden_size, bias)
     gate_up = graph.linear(x, weight, added, out="gate_up")
     activated = graph.gelu_tanh_mul(gate_up) if gelu else graph.silu_mul(gate_up)
-    return graph.row_parallel_linear(activated, f"{prefix}.down_proj", graph.intermediate, bias, out="branch")
+    return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", graph.intermediate, bias, out="branch")
 
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
@@ -96,14 +97,15 @@ def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
 
 
-def finish(graph: Graph, x: Tensor, **norm: Attribute) -> Graph:
-    """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample. norm: attributes of the
+def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
+           **more: Attribute) -> Graph:
+    """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample. more: attributes of the
     norm."""
     config = graph.config
-    normed = graph.rms_norm(graph.select_rows(x), "model.norm.weight", **norm)
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    head = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
+    normed = graph.rms_norm(graph.select_rows(x), norm, **more)
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else head
+    weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)
-    logits = graph.linear(normed, head, None, out="logits")
+    logits = graph.linear(normed, weight, None, out="logits")
     graph.sample(graph.soft_cap(logits, config.logit_cap) if config.logit_cap else logits)
     return graph

@@ -23,6 +23,8 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
     name, architecture = _architecture(fields)
+    if architecture.translate is not None:
+        fields = architecture.translate(fields)
     _refuse_unsupported(fields, architecture)
     hidden, heads = fields.need_positive("hidden_size"), fields.need_positive("num_attention_heads")
     if architecture.kv_heads_required:
@@ -40,12 +42,11 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     if rope_scaling is not None:
         fields = rescaled(fields, rope_scaling, rope_of)
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
-    rope = rope_of(fields)
-    more = architecture.more(fields) if architecture.more else {}
+    more = {"rope": rope_of(fields), **(architecture.more(fields) if architecture.more else {})}
     if architecture.windows:
         more |= _layer_kinds(fields, architecture)
     if architecture.local_theta is not None:
-        more["local_rope"] = sliding_rope(fields, architecture.local_theta or rope.theta)
+        more["local_rope"] = sliding_rope(fields, architecture.local_theta or more["rope"].theta)
     config = ModelConfig(
         architecture=name, hidden_size=hidden, intermediate_size=fields.need_positive("intermediate_size"),
         num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
@@ -55,7 +56,7 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
         attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
                         architecture.has_bias_fields and fields.get("attention_bias", bool, architecture.attention_bias)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
-        eos_token_ids=_eos_token_ids(fields, directory), rope=rope,
+        eos_token_ids=_eos_token_ids(fields, directory),
         experts=architecture.experts and architecture.experts(fields, layers), **more)
     try:
         return config.checked()

@@ -22,5 +22,5 @@ def glm(config: ModelConfig) -> Graph:
         attended = graph.span_attention(graph.rope(qkv, pairs="interleaved"), layer)
         add(output_projection(graph, attended, f"{prefix}.self_attn"), "post_self_attn_layernorm")
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        add(gated_mlp(graph, h, f"{prefix}.mlp", sliced="gate_up_proj"), "post_mlp_layernorm")
+        add(gated_mlp(graph, h, f"{prefix}.mlp", ("gate_up_proj", "down_proj")), "post_mlp_layernorm")
     return finish(graph, x)

@@ -17,5 +17,5 @@ def phi3(config: ModelConfig) -> Graph:
         attended = graph.span_attention(qkv, layer, window=config.window(layer))
         graph.add(x, output_projection(graph, attended, f"{prefix}.self_attn"))
         h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
-        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", sliced="gate_up_proj"))
+        graph.add(x, gated_mlp(graph, h, f"{prefix}.mlp", ("gate_up_proj", "down_proj")))
     return finish(graph, x)
