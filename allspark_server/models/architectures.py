@@ -125,7 +125,8 @@ _GEMMA = {"head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch
 _GLM = {"head_dim": 128, "has_bias_fields": True, "attention_bias": True, "partial_rotary": 0.5}
 _CHATGLM = {"has_bias_fields": True, "partial_rotary": translated.CHATGLM_ROTATED, "translate": translated.chatglm}
 _BAICHUAN = {"translate": translated.baichuan, "more": _baichuan}
-_RENAMED = "transformers, its tensors renamed; a float64 reference"
+_CHATGLMS = "ChatGLM2, ChatGLM3, GLM-4 (9B, as first published)"
+_RENAMED = "a float64 reference; transformers' model of the same numbers, if any"
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", "Qwen1.5, Qwen2, Qwen2.5"),
@@ -149,8 +150,8 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": Architecture("olmo3", "OLMo 3", kv_heads_required=False, has_bias_fields=True, windows=True,
                                      window=4096, window_pattern=4, local_theta=0.0),
     "QWenLMHeadModel": Architecture("qwen", "Qwen (the first)", _RENAMED, translate=translated.qwen, more=_qwen),
-    "ChatGLMModel": Architecture("chatglm", "ChatGLM2, ChatGLM3, GLM-4 (9B, as first published)", _RENAMED, **_CHATGLM),
-    "ChatGLMForConditionalGeneration": Architecture("chatglm", "the same", _RENAMED, **_CHATGLM),
+    "ChatGLMModel": Architecture("chatglm", _CHATGLMS, _RENAMED, **_CHATGLM),
+    "ChatGLMForConditionalGeneration": Architecture("chatglm", _CHATGLMS, _RENAMED, **_CHATGLM),
     "BaiChuanForCausalLM": Architecture("baichuan", "Baichuan 7B", _RENAMED, **_BAICHUAN),
     "BaichuanForCausalLM": Architecture("baichuan", "Baichuan 13B, Baichuan 2", _RENAMED, **_BAICHUAN),
 }
@@ -158,3 +159,13 @@ ARCHITECTURES = {
 
 def known_architectures() -> str:
     return ", ".join(ARCHITECTURES)
+
+
+def served_table() -> str:
+    """What is served, in Markdown: the README has it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, architecture in ARCHITECTURES.items():
+        rows.setdefault((architecture.served, architecture.checked), []).append(f"`{name}`")
+    lines = ["| Family | config.json's `architectures` | Logits and greedy output checked against |", "| --- | --- | --- |"]
+    lines += [f"| {served} | {', '.join(names)} | {checked} |" for (served, checked), names in rows.items()]
+    return "\n".join(lines) + "\n"
