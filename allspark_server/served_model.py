@@ -85,6 +85,7 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()

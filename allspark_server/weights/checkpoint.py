@@ -19,6 +19,7 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
+from allspark_server.vocabularies import vocabulary_file
 from allspark_server.weights.asgraph import (OFFSET, PARAM_FORMAT, SCALE, STORED_TYPES, from_float32, read_graph,
                                              to_float32)
 from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
@@ -286,7 +287,7 @@ def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _tokenizer(directory: Path) -> str | None:
-    return str(directory) if os.path.exists(directory / "tokenizer.json") else None
+    return str(directory) if vocabulary_file(directory) is not None else None
 
 
 def open_weights(path: Path) -> Source:
