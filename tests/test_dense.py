@@ -133,7 +133,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group):
 def test_weight_formats(name, form, group, tolerance):
     prompt = prompt_of(64)
     expected = reference_logits(checkpoint(name), prompt)
-    for world in (1, 2):
+    for world in (1,) if group else (1, 2):  # ranks would cut inside groups
         with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
             _, logits = driver.generate(prompt, 1)
         error = np.sqrt(np.mean((logits[0] - expected) ** 2)) / expected.std()
@@ -142,8 +142,8 @@ def test_weight_formats(name, form, group, tolerance):
 
 
 @pytest.mark.parametrize("name, form, group", [
-    ("phi3-longrope", "auto", 0), *(pytest.param(name, form, group, marks=slow) for name in DENSE
-                                    for form, group in (("auto", 0), *FORMATS[2:]))])
+    (name, form, group) if (name, form) == ("phi3-longrope", "auto") else pytest.param(name, form, group, marks=slow)
+    for name in DENSE for form, group in (("auto", 0), *FORMATS[2:])])
 def test_serialized_and_reloaded(name, form, group, tmp_path):
     """The same bits from a checkpoint as from its .asgraph and .asparam, on 1 and 2 ranks."""
     source = checkpoint(name)
@@ -152,7 +152,7 @@ def test_serialized_and_reloaded(name, form, group, tmp_path):
         "compute_method": "activate_quant" if form.startswith("w") else "weight_only"}}
     HuggingFaceModel(source, "m").serialize_to_path(None, tmp_path, **options)
     prompt, fields = prompt_of(300), {"weight_dtype": form, "weight_group_size": group}
-    for world in (1, 2):
+    for world in (1,) if group else (1, 2):
         with Driver(source, world, **fields) as a, Driver(tmp_path / "m.asgraph", world) as b:
             np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
     a, b = (open_model(str(path)) for path in (source, tmp_path / "m.asgraph"))

@@ -59,15 +59,16 @@ def test_logits(name, world, checkpoint, request):
 
 
 @slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("length", [1, 90])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_greedy_output(name, checkpoint):
+def test_greedy_output(name, length, checkpoint):
     """256 tokens, by chunks of 48 rows and then one by one."""
-    for length in (1, 90):
-        prompt = prompt_of(length, seed=1)
-        expected = Published(checkpoint(name)).greedy(prompt, 256)
-        for world in (1, 2, 3, 4):
-            with Driver(checkpoint(name), world) as driver:
-                check_greedy(driver.generate(prompt, 256, chunk=48)[0], expected)
+    prompt = prompt_of(length, seed=1)
+    expected = Published(checkpoint(name)).greedy(prompt, 256)
+    for world in (1, 2, 3, 4):
+        with Driver(checkpoint(name), world) as driver:
+            check_greedy(driver.generate(prompt, 256, chunk=48)[0], expected)
 
 
 @pytest.mark.parametrize("form, group", [("float32", 0), *(pytest.param(*each[:2], marks=slow) for each in FORMATS)])
@@ -88,7 +89,7 @@ def test_the_same_bits_alone_and_in_a_batch(name, form, group, checkpoint):
 def test_weight_formats(name, form, group, tolerance, checkpoint):
     prompt = prompt_of(64)
     expected = Published(checkpoint(name)).logits(prompt)[-1]
-    for world in (1, 2):
+    for world in (1,) if group else (1, 2):  # ranks would cut inside groups
         with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
             found = driver.generate(prompt, 1)[1][0]
         assert np.sqrt(np.mean((found - expected) ** 2)) / expected.std() < tolerance

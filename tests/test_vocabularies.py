@@ -234,11 +234,11 @@ def test_a_unigram_model_is_refused(tmp_path):
         Tokenizer.from_dir(tmp_path)
 
 
-def test_served_as_text_and_serialized(qwen, tmp_path):
+def test_served_as_text_and_serialized(qwen, tmp_path, engine_of):
     """An engine takes text and chats of such a checkpoint, and of what it is serialized to."""
     pytest.importorskip("torch")
     from allspark_client import AsModelConfig
-    from allspark_server import Engine, HuggingFaceModel
+    from allspark_server import HuggingFaceModel
     from published import PUBLISHED, write
 
     directory = write(tmp_path / "m", {**PUBLISHED["qwen"]})
@@ -247,12 +247,13 @@ def test_served_as_text_and_serialized(qwen, tmp_path):
     model = HuggingFaceModel(directory, "m").serialize_to_path(None, tmp_path)
     assert model.get_tokenizer().encode("one")
     found = []
-    with Engine() as engine:
-        for name, path in (("a", directory), ("b", tmp_path / "m.asgraph")):
-            engine.install_model(AsModelConfig(model_name=name, model_path=str(path)))
-            engine.start_model(name)
-            info = engine.get_model_info(name)
-            assert len(info.eos_token_ids) == 3
-            answer = engine.start_request(name, {"text": "one two"}, {"max_new_tokens": 5, "do_sample": False})[2]
-            found.append([i for elements in answer for i in elements.ids_from_generate])
+    engine = engine_of("engine")
+    for name, path in (("qwen-a", directory), ("qwen-b", tmp_path / "m.asgraph")):
+        engine.install_model(AsModelConfig(model_name=name, model_path=str(path), num_threads=1, engine_max_length=128,
+                                           engine_max_batch=2))
+        engine.start_model(name)
+        assert len(engine.get_model_info(name).eos_token_ids) == 3
+        answer = engine.start_request(name, {"text": "one two"}, {"max_new_tokens": 5, "do_sample": False})[2]
+        found.append([i for elements in answer for i in elements.ids_from_generate])
+        engine.release_model(name)
     assert found[0] == found[1] and found[0]
