@@ -228,6 +228,8 @@ def requirements() -> dict:
         "transformers>=5.20",
         "hypothesis>=6.90",
         "jsonschema>=4.20",
+        "sentencepiece>=0.2",
+        "tiktoken>=0.7",
         "matplotlib>=3.7",
         "httpx>=0.27",
         "openai>=1.66",
@@ -240,7 +242,8 @@ def requirements() -> dict:
                "playwright>=1.40",
                "fschat>=0.2.36"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
+            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"],
+                               "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
 def options() -> dict:

@@ -61,7 +61,7 @@ class ServedModel:
         self.keys: Optional[SpanKeys] = None
         self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
-            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
+            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
@@ -90,6 +90,7 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()

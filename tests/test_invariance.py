@@ -19,6 +19,7 @@ from allspark_client.request import RequestSpec
 from checkpoints import checkpoint, prompt_of
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
 NEW_TOKENS = 20
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
 PROBES: list[tuple[list[int], dict[str, Any]]] = [
@@ -102,7 +103,7 @@ def engine(request, engine_of):
     return engine_of(request.param)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)])
 def model(request):
     return request.param
 

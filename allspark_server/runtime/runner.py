@@ -146,6 +146,7 @@ class ModelRunner:
             host_cache_bytes=self._executor.host_cache_bytes(host_spans) if host_spans else 0,
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
+            long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
