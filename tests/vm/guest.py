@@ -33,16 +33,20 @@ def shell(*words: str, check: bool = True) -> str:
     return done.stdout + done.stderr
 
 
-def allspark(*words: str) -> str:
-    output = shell("/opt/allspark/bin/python", "-m", "allspark_launch", *words)
-    for line in output.splitlines():
-        say(f"  {line}")
-    return output
+def allspark(*words: str) -> None:
+    """Runs a command, and passes on what it says while it says it."""
+    command = ["/opt/allspark/bin/python", "-u", "-m", "allspark_launch", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            say(f"  {line.rstrip()}")
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with status {process.returncode}")
 
 
 def status() -> str:
     """Of the pool; it may be down."""
-    return shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "status", "--config", str(POOL), check=False)
+    return shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "status", "--config", str(POOL),
+                 check=False)
 
 
 def write_pool(user: str, members: list[dict]) -> None:
@@ -134,12 +138,10 @@ def prove_group(user: str) -> None:
 
 
 def prove_pool(user: str) -> None:
-    """Two members, one on each node: applied, rolled, misconfigured, removed."""
-    write_pool(user, [{"name": "a", "address": "0.0.0.0:50051", "numa_nodes": [0]}])
-    allspark("pool", "install", "--config", str(POOL), "--now")
+    """Two members, one on each node: rolled, misconfigured, removed."""
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051", "numa_nodes": [0]},
                       {"name": "b", "address": "0.0.0.0:50052", "numa_nodes": [1]}])
-    allspark("pool", "apply", "--config", str(POOL))
+    allspark("pool", "install", "--config", str(POOL), "--now")
     say("READY")
     wait(requests_run, 120)
     began = time.monotonic()

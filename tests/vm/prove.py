@@ -1,7 +1,7 @@
 """A pool of systemd services in a virtual machine with two NUMA nodes, watched and used from outside.
 
     prove.py build DIR             makes the machine's image, with what this environment has installed
-    prove.py run DIR USER PART     boots it with the last commit and proves that it works as USER; writes DIR/USER-PART.log
+    prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
 
 PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
 
