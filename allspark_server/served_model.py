@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
-from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
+from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from .chat import chat_format_of
@@ -26,6 +26,7 @@ from .runtime.plan import Flag
 from .runtime.steps import DEPTH
 from .scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
+from .timings import Timings
 
 if TYPE_CHECKING:
     from .text import Tokenizer
@@ -52,6 +53,7 @@ class ServedModel:
         self.failure: Optional[str] = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
+        self.timings = Timings()
         self.budget = StepBudget(
             info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
         self._output = output
@@ -109,6 +111,12 @@ class ServedModel:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
             )
+
+    def state(self) -> ModelState:
+        """What a client needs to choose among the members of a pool."""
+        load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
+        return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
+                          self.scheduler.pending_tokens)
 
     def stat(self) -> AsEngineStat:
         """Load and counters. Read without a lock: values may be a step apart."""
@@ -316,7 +324,7 @@ class ServedModel:
         outcome = self.scheduler.complete(step, result)
         if step.masked:
             self._masks.complete(step, outcome, result.tokens)
-        output = StepOutput(outcome, result, time.monotonic())
+        output = StepOutput(outcome, result, time.monotonic(), self.timings)
         for index, reason in outcome.ended:
             end = self._ended_sequence(outcome.sequences[index], reason)
             if end is not None:

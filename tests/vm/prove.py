@@ -1,7 +1,9 @@
 """A pool of systemd services in a virtual machine with two NUMA nodes, watched and used from outside.
 
     prove.py build DIR             makes the machine's image, with what this environment has installed
-    prove.py run DIR USER          boots it with this checkout and proves that the pool works as USER; writes DIR/USER.log
+    prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
+
+PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
 
 Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes: everything is
 emulated.
@@ -138,18 +140,18 @@ class Load:
                 self.finished += 1
 
 
-def run(folder: Path, user: str) -> int:
+def run(folder: Path, user: str, part: str) -> int:
     """Boots the machine; 0 if all was proven."""
     pack(folder / "code.tar")
     ports = [f"{host}:{guest}" for host, guest in zip(HOST_PORTS, (50051, 50052))]
     machine = subprocess.Popen([MACHINE, "run", folder, *ports], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, errors="replace",
                                env={**os.environ, "VM_TAR": str(folder / "code.tar"), "VM_DRIVE": "snapshot=on",
-                                    "VM_APPEND": f"proof.user={user} systemd.show_status=0"})
+                                    "VM_APPEND": f"proof.user={user} proof.part={part} systemd.show_status=0"})
     killer = threading.Timer(RUN_SECONDS, machine.kill)
     killer.start()
     load, proven, before, began = Load(folder / "cert.pem"), False, 0, time.monotonic()
-    with open(folder / f"{user}.log", "w", encoding="utf-8") as log:
+    with open(folder / f"{user}-{part}.log", "w", encoding="utf-8") as log:
         def note(text: str) -> None:
             line = f"{time.monotonic() - began:5.0f} s  {text}"
             print(line, flush=True)
@@ -157,7 +159,8 @@ def run(folder: Path, user: str) -> int:
 
         for line in machine.stdout:
             _, mark, text = line.rstrip().partition("PROOF ")
-            note(text if mark else "| " + line.rstrip())
+            if text or line.strip():
+                note(text if mark else "| " + line.strip())
             if text == "READY":
                 load.start()
             elif text == "ROLLING":
@@ -170,8 +173,6 @@ def run(folder: Path, user: str) -> int:
                      f"prompt; problems: {load.problems or 'none'}")
             proven = proven or text == "DONE"
         load.stop()
-        for problem in load.problems:
-            note(f"outside: {problem}")
     killer.cancel()
     machine.wait()
     return 0 if proven and load.finished and not load.problems else 1
@@ -182,12 +183,13 @@ def main() -> int:
     parser.add_argument("action", choices=["build", "run"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("user", nargs="?", default="nobody")
+    parser.add_argument("part", nargs="?", default="group", choices=["group", "pool"])
     options = parser.parse_args()
     if options.action == "build":
         options.folder.mkdir(parents=True, exist_ok=True)
         build(options.folder)
         return 0
-    return run(options.folder, options.user)
+    return run(options.folder, options.user, options.part)
 
 
 if __name__ == "__main__":
