@@ -21,7 +21,7 @@ from allspark_server.runtime.native import native_library
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
-from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
+from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import ITEM_BYTES
 
@@ -119,7 +119,7 @@ class HuggingFaceModel:
             path = self._directory() / "config.json"
             if "quantization_config" not in read_json(path):
                 raise ValueError(f"{path} has no quantization_config: give a customized_quant_config")
-            self.read_model_config()    # which says that quantized checkpoints are not available yet
+            self.load_model()   # which says what is wrong: it is serialized as it is
         self._customized = customized_quant_config if enable else None
         return self
 
@@ -251,6 +251,9 @@ class HuggingFaceModel:
         graph = self._opened().graph
         if how is None:
             return graph
+        if graph.quantization is not None:
+            raise ValueError(f"enable_quant: {self.path} is quantized already ({graph.quantization.format}); without "
+                             "enable_quant it is serialized as it is")
         unquantized = (
             self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
         )
@@ -260,14 +263,16 @@ class HuggingFaceModel:
 
     def _serialized_bytes(self, how: Quantization | None) -> int:
         graph, source = self._graph(how), self._opened().source
-        stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
+        stored = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
         total = 0
-        for name, form in stored.items():
-            tensor = source.get(name)
+        for name, (weight, part) in stored.items():
+            form, columns = weight.stored, weight.columns
             if form is not None:
-                rows, columns = tensor.shape
-                total += rows * (form.row_bytes(columns) + 2 * ITEM_BYTES[SCALE_TYPE] * form.groups(columns))
+                row = form.row_bytes(columns) + sum(ITEM_BYTES[kind] * width
+                                                    for kind, width in form.scale_tensors(columns).values())
+                total += part.stored_rows * row + 4 * columns
                 continue
+            tensor = source.get(name)
             kind = tensor.dtype if self.data_type == "auto" else STORED_TYPES[self.data_type]
             total += ITEM_BYTES[kind] * tensor.data.size
         return total

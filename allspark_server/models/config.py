@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.weights.files import read_json
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -214,6 +214,11 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     `rope_scaling`: instead of what stands there; as there, {} for none."""
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+    return config_of(fields, _eos_token_ids(fields, directory), rope_scaling)
+
+
+def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict | None = None) -> ModelConfig:
+    """What the fields of a config.json say."""
     name, architecture = _architecture(fields)
     if rope_scaling is not None:
         fields = _rescaled(fields, rope_scaling, architecture.rope_theta)
@@ -244,7 +249,7 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
         attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
                         architecture.has_bias_fields and fields.get("attention_bias", bool, False)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
-        eos_token_ids=_eos_token_ids(fields, directory), rope=_rope(fields, max_positions, architecture.rope_theta),
+        eos_token_ids=eos_token_ids, rope=_rope(fields, max_positions, architecture.rope_theta),
         experts=architecture.experts and architecture.experts(
             fields, fields.need_positive("num_hidden_layers", most=MAX_LAYERS)),
         **(_layer_kinds(fields, architecture) if architecture.windows else {}))
@@ -302,8 +307,6 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     activation = fields.get("hidden_act", str, "silu")
     if activation not in ("silu", "swish"):
         raise fields.error("hidden_act", f"is {activation!r}: only 'silu' is supported")
-    if fields.get("quantization_config", dict):
-        raise not_available(f"A quantized checkpoint ({fields.path} has a quantization_config)")
     if architecture.windows:
         return
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)
