@@ -35,8 +35,8 @@ ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
 
 class HuggingFaceModel:
-    """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object,
-    so that calls can be chained. Code in a checkpoint is never run."""
+    """Loader, converter and serializer of a checkpoint directory or a GGUF file. Methods that return nothing else
+    return the object, so that calls can be chained. Code in a checkpoint is never run."""
 
     def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str | None = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
@@ -79,14 +79,17 @@ class HuggingFaceModel:
             self.data_type = self._checked_type("override_data_type", override_data_type)
         if load_format not in ("auto", "safetensors", "pt"):
             raise ValueError(f"load_format={load_format!r} is not known; allowed: auto, safetensors, pt")
-        self._model = open_model(str(self._directory()), rope_scaling=self._rope_scaling)
+        self._model = open_model(str(self._checkpoint()), rope_scaling=self._rope_scaling)
         self._unquantized = unquantized_type(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
         return self
 
     def read_model_config(self) -> "HuggingFaceModel":
-        """Reads config.json into `model_config`."""
-        self.model_config = read_config(self._directory(), self._rope_scaling)
+        """Reads config.json (or a GGUF file's metadata) into `model_config`."""
+        if self._checkpoint().is_dir():
+            self.model_config = read_config(self.path, self._rope_scaling)
+        else:
+            self.model_config = self._opened().graph.config
         return self
 
     def get_model_context_length(self) -> int:
@@ -130,14 +133,16 @@ class HuggingFaceModel:
 
     def init_tokenizer(self, padding_side: str = "left") -> "HuggingFaceModel":
         """Loads the tokenizer: transformers' where that is installed, otherwise this package's, which never pads."""
-        self._directory()
+        directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
+        if directory is None:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is known")
         try:
             from transformers import AutoTokenizer
         except ImportError:
             from allspark_server.text import Tokenizer
-            self._tokenizer = Tokenizer.from_dir(self.path)
+            self._tokenizer = Tokenizer.from_dir(directory)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), padding_side=padding_side,
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side=padding_side,
                                                             trust_remote_code=False, local_files_only=True)
         return self
 
@@ -234,13 +239,14 @@ class HuggingFaceModel:
     def _is_written(self, graph_path: Path, how: Quantization | None) -> bool:
         """Whether a serialized model has the rotary scaling and the quantization that are wanted."""
         graph = read_graph(graph_path)
-        stored = graph.quantization
+        stored, wanted = graph.quantization, how or self._opened().graph.quantization
         return graph.config.rope == self._config().rope and \
-            (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))
+            (stored and (stored.format, stored.quantize_head)) == (wanted and (wanted.format, wanted.quantize_head))
 
     def _copy_tokenizer(self, folder: Path) -> None:
-        found = [self.path / name for name in TOKENIZER_FILES if (self.path / name).exists()]
-        if (self.path / "tokenizer.json") in found:
+        if self._opened().tokenizer_dir is not None:
+            directory = Path(self._opened().tokenizer_dir)
+            found = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
             folder.mkdir(exist_ok=True)
             for file in found:
                 with open_regular(file) as source, open(folder / file.name, "wb") as target:
@@ -291,7 +297,7 @@ class HuggingFaceModel:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 "set_rope_scale_method is for what is serialized: call serialize_to_path first")
         else:
-            builder.model_dir(str(self._directory()))
+            builder.model_dir(str(self._checkpoint()))
         config = self._config()
         if max_context_length != -1:
             builder.max_length(max_context_length)
@@ -326,6 +332,10 @@ class HuggingFaceModel:
         return self
 
     # ------------------------------------------------------------------------------------------------------------------
+    def _checkpoint(self) -> Path:
+        """The directory, or the GGUF file."""
+        return self.path if self.path.suffix == ".gguf" and self.path.is_file() else self._directory()
+
     def _directory(self) -> Path:
         if not self.path.is_dir():
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{self.path} is not a directory: expected a Hugging Face "

@@ -5,6 +5,7 @@ Every format is presented as a `Source` of named, whole tensors; which part of e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -130,8 +131,8 @@ class ParamSource(SafetensorsSource):
         if form.layout.permuted:
             order = self._checked(name + ORDER, "I32", shape[1:], f"{form} of {list(shape)}").data
             if not np.array_equal(np.sort(order), np.arange(shape[1])):
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name + ORDER!r} in {q.file} is no order of "
-                                                                   f"{shape[1]} columns")
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {name + ORDER!r} in {q.file} is no order of {shape[1]} columns")
         chosen = [arrays.get(suffix) for suffix in ("", SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET)]
 
         def some(begin: int, end: int) -> QuantizedRows:
@@ -231,8 +232,8 @@ class OpenedModel:
 
 
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | None = None) -> OpenedModel:
-    """Opens a Hugging Face directory, a GGUF file, or an .asgraph file with its .asparam (by default the file beside it).
-    `rope_scaling`: of a directory, see read_config.
+    """Opens a Hugging Face directory, a GGUF file, or an .asgraph file with its .asparam (by default the file beside
+    it). `rope_scaling`: of a directory, see read_config.
 
     Raises AllSparkError naming the file and what is wrong with it.
     """
@@ -289,8 +290,8 @@ def _quantized_source(source: Source, directory: Path) -> Source:
 
 
 def _quantized_graph(graph: Graph, source: Source) -> Graph:
-    """The graph with the formats that the source's matrices have, if any is quantized. ValueError where tensors that are
-    computed as one matrix have formats that are none together."""
+    """The graph with the formats that the source's matrices have, if any is quantized. ValueError where tensors that
+    are computed as one matrix have formats that are none together."""
     formats: dict[str, WeightFormat | None] = {}
     for weight in graph.weights.values():
         if weight.is_matrix:
@@ -307,8 +308,11 @@ def _quantized_graph(graph: Graph, source: Source) -> Graph:
             sizes[form] += graph.weights[name].elements_of(0, 1)
     if not sizes:
         return graph
-    plain = {source.get(part.tensor).dtype for name, form in formats.items() if form is None
-             for part in graph.weights[name].parts}
+    plain = set()
+    for name, form in formats.items():
+        for part in graph.weights[name].parts if form is None else ():
+            with contextlib.suppress(KeyError):  # the loader says which is missing
+                plain.add(source.get(part.tensor).dtype)
     unquantized = "bfloat16" if plain == {"BF16"} else "float32"
     head = {name for op in graph.ops if op.type in ("embedding", "linear") for name in op.weights
             if op.type == "embedding" or graph.tensors[op.outputs[0]].name == "logits"}

@@ -1,5 +1,5 @@
-"""One format for matrices that were quantized in several and are computed as one (queries, keys and values; an embedding
-that is the head as well): values stay what they are, to the bit."""
+"""One format for matrices that were quantized in several and are computed as one (queries, keys and values; an
+embedding that is the head as well): values stay what they are, to the bit."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from allspark_client.config import GROUP_SIZES, UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, nearest_name
 
 if TYPE_CHECKING:
-    from allspark_server.models.graph import Graph
+    from allspark_server.models.graph import Graph, Weight
 
 SMALLEST_GROUP = 8  # along K, that the kernels have
 SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET = ".scale", ".offset", ".super_scale", ".super_offset"
@@ -178,7 +178,7 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
     stored = graph.quantization.format
     wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
-    foreign = stored.layout != ScaleLayout()  # the checkpoint's own: its integers are computed with activations of 8 bits
+    foreign = stored.layout != ScaleLayout()  # then integers may be multiplied with activations of 8 bits as well
     by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
     if config.weight_dtype != "auto" and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
@@ -195,10 +195,13 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
             "head quantized; serialize it anew",
         )
     routing = routing_weights(graph)
-    return {
-        weight.name: (activated(weight.stored) if by_bytes and weight.stored else weight.stored) or WeightFormat("float32" if weight.name in routing else unquantized)
-        for weight in graph.weights.values() if weight.is_matrix
-    }
+
+    def format_of(weight: Weight) -> WeightFormat:
+        if weight.stored is None:
+            return WeightFormat("float32" if weight.name in routing else unquantized)
+        return activated(weight.stored) if by_bytes else weight.stored
+
+    return {weight.name: format_of(weight) for weight in graph.weights.values() if weight.is_matrix}
 
 
 @dataclass(frozen=True)

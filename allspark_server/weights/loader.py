@@ -152,6 +152,10 @@ class Loader:
         """Rows [begin, end) of a quantized tensor as a matrix' rows from `offset` on."""
         tensor = quantized_tensor(self.source, weight, part)
         form, gathered = weight.stored, columns.places is not None
+
+        def bits(half: np.ndarray | None) -> np.ndarray | None:
+            return None if half is None else half.view(np.uint16)
+
         for first, rows in tensor.pieces(begin, end, weight.columns):
             rows = columns.of(rows, weight.columns)
             self.executor.fill_quantized(
@@ -159,7 +163,7 @@ class Loader:
                 columns=columns.gathered if gathered else weight.columns,
                 group_size=columns.form.group_size, row_offset=offset + first - begin,
                 column=0 if columns.order is not None else columns.first, super_group=form.layout.super_group,
-                super_scales=rows.super_scales, super_offsets=rows.super_offsets)
+                super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
 
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
               group_size: int) -> None:

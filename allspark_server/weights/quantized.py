@@ -1,5 +1,5 @@
-"""Quantized matrices as they pass from a file to the native library: plain rows of codes, scales and what else there is,
-whatever packed them. A rank's slice of K whose columns have an order of their own."""
+"""Quantized matrices as they pass from a file to the native library: plain rows of codes, scales and what else there
+is, whatever packed them. A rank's slice of K whose columns have an order of their own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class QuantizedRows:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A quantized matrix [n, k] of a file. rows(begin, end) gives some of its rows. order: the column that each place of
-    a row's codes is for, where they are not in turn."""
+    """A quantized matrix [n, k] of a file. rows(begin, end) gives some of its rows. order: the column that each place
+    of a row's codes is for, where they are not in turn."""
 
     rows: Callable[[int, int], QuantizedRows]
     file: Path
@@ -100,8 +100,8 @@ class ColumnSlice:
 
 def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last: int,
                   columns: int) -> ColumnSlice:
-    """A rank's slice of a matrix' columns. Of permuted ones (act-order) a slice has some of every group: groups are then
-    as long as the one with most, rounded up, the others padded with places that no column has."""
+    """A rank's slice of a matrix' columns. Of permuted ones (act-order) a slice has some of every group: groups are
+    then as long as the one with most, rounded up, the others padded with places that no column has."""
     if order is None:
         return ColumnSlice(form, first, last)
     if first == 0 and last == columns:

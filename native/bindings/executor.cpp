@@ -194,7 +194,8 @@ void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
           },
           py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("zeros").noconvert(),
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
-          py::arg("super_group") = 0, py::arg("super_scales") = py::none(), py::arg("super_offsets") = py::none(),
+          py::arg("super_group") = 0, py::arg("super_scales").noconvert() = py::none(),
+          py::arg("super_offsets").noconvert() = py::none(),
           "Packs columns `column`... of rows of `columns` quantized values, those that quantize_rows made or, with the "
           "matrix'\nlayout of scales, others. zeros: offsets or zero points. Nested scales: int8, times super_scales "
           "(float16) of each\nsuper_group values.")

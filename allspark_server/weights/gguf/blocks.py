@@ -22,8 +22,8 @@ _HALF = np.dtype("<f2")
 
 @dataclass(frozen=True)
 class BlockType:
-    """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form, rows: of one
-    that is: the format of a matrix, and its rows from blocks uint8 [n, blocks, bytes]."""
+    """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form, rows: of
+    one that is: the format of a matrix, and its rows from blocks uint8 [n, blocks, bytes]."""
 
     name: str
     values: int
@@ -165,5 +165,5 @@ TYPES = {
 }
 # Others that ggml has or had, to be refused by name.
 TYPE_NAMES = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-              22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 31: "Q4_0_4_4",
-              32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+              22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+              31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}

@@ -148,7 +148,7 @@ class GgufFile:
             entries[name] = self._entry(name)
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self._broken(f"its general.alignment is {alignment!r}: expected a power of two of 8 to {MAX_ALIGNMENT}")
+            raise self._broken(f"its general.alignment is {alignment!r}: expected a power of two, 8 to {MAX_ALIGNMENT}")
         start = -(-self._at // alignment) * alignment
         tensors, end = {}, 0
         for name, (kind, shape, offset) in sorted(entries.items(), key=lambda entry: entry[1][2]):
@@ -159,8 +159,8 @@ class GgufFile:
                 raise self._broken(f"tensor {name!r} begins at {offset}, but the one before ends at {end}")
             end = offset + rows * row
             if start + end > self._size:
-                raise self._broken(f"truncated: tensor {name!r} takes bytes {start + offset} to {start + end}, the file "
-                                   f"has {self._size}")
+                raise self._broken(f"truncated: tensor {name!r} takes bytes {start + offset} to {start + end}, the "
+                                   f"file has {self._size}")
             data = np.ndarray((rows, row), np.uint8, self._map, start + offset)
             tensors[name] = GgufTensor(name, kind, shape, data, self.path)
         return tensors
@@ -180,7 +180,8 @@ class GgufFile:
                                     f"{', '.join(t.name for t in TYPES.values())})")
             raise self._broken(f"tensor {name!r} has the unknown type {number}")
         if sizes[0] % kind.values:
-            raise self._broken(f"tensor {name!r} has rows of {sizes[0]} values: {kind.name} has blocks of {kind.values}")
+            raise self._broken(f"tensor {name!r} has rows of {sizes[0]} values: {kind.name} has blocks of "
+                               f"{kind.values}")
         return kind, tuple(reversed(sizes)), offset
 
     # -- tensors -------------------------------------------------------------------------------------------------------

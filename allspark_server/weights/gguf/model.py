@@ -1,5 +1,5 @@
-"""What of a GGUF file a network is: its metadata as the fields of a config.json, its tensors by the names that checkpoints
-of transformers have."""
+"""What of a GGUF file a network is: its metadata as the fields of a config.json, its tensors by the names that
+checkpoints of transformers have."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _OF_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?P<expert>\d+)\.(?
 
 
 def gguf_name(name: str) -> tuple[str, int | None]:
-    """What a tensor of transformers' checkpoints is called here, and the number of the expert that it is of; KeyError for
-    others."""
+    """What a tensor of transformers' checkpoints is called here, and the number of the expert that it is of; KeyError
+    for others."""
     if name in _PLAIN:
         return _PLAIN[name], None
     found = _IN_LAYER.fullmatch(name)
@@ -116,8 +116,8 @@ class _Metadata(Fields):
                                                                           "head")
         window = self.own("attention.sliding_window", int)
         if window and self.architecture != "smollm3":
-            raise self.error(f"{self.architecture}.attention.sliding_window", f"is {window}: a sliding window of such a "
-                                                                              "file is not supported")
+            raise self.error(f"{self.architecture}.attention.sliding_window",
+                             f"is {window}: a sliding window of such a file is not supported")
         values: dict[str, Any] = {
             "architectures": [name],
             "hidden_size": hidden,
@@ -159,7 +159,8 @@ class _Metadata(Fields):
         if kind == "none":
             return values
         if kind not in ("linear", "yarn"):
-            raise self.error(f"{self.architecture}.rope.scaling.type", f"is {kind!r}: known are 'none', 'linear', 'yarn'")
+            raise self.error(f"{self.architecture}.rope.scaling.type",
+                             f"is {kind!r}: known are 'none', 'linear', 'yarn'")
         scaling = {"rope_type": kind, "factor": self.own_needed("rope.scaling.factor", float)}
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = self.own_needed("rope.scaling.original_context_length", int)
@@ -171,10 +172,10 @@ class _Metadata(Fields):
         factors = tensor.data.view(np.float32).reshape(-1) if tensor.type.name == "F32" else np.empty(0)
         if len(factors) != config.head_dim // 2 or not np.isfinite(factors).all() or (factors < 1).any():
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ROPE_FACTORS!r} in {tensor.file} has type "
-                                f"{tensor.type.name} and shape {list(tensor.shape)}: expected F32, a factor of at least 1 "
-                                f"for each of {config.head_dim // 2} frequencies")
-        scaling = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                   "original_max_position_embeddings": 8192}
+                                f"{tensor.type.name} and shape {list(tensor.shape)}: expected F32, a factor of at "
+                                f"least 1 for each of {config.head_dim // 2} frequencies")
+        scaling = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0,
+                   "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         values = {"rope_theta": config.rope.theta, "rope_scaling": scaling}
         if (factors == 1).all():
             return {"rope_theta": config.rope.theta}
@@ -183,8 +184,8 @@ class _Metadata(Fields):
         plain = rotary_of(_with_rope(config, RopeConfig(theta=config.rope.theta))).inv_freq
         if np.abs(np.asarray(plain) / np.asarray(wanted) / factors - 1).max() > _FACTORS_TOLERANCE:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                f"tensor {ROPE_FACTORS!r} in {tensor.file} holds factors that are not those of llama3's "
-                                f"scaling by {scaling['factor']:g} from 8192 positions")
+                                f"tensor {ROPE_FACTORS!r} in {tensor.file} holds factors that are not those of "
+                                f"llama3's scaling by {scaling['factor']:g} from 8192 positions")
         return values
 
 
@@ -230,8 +231,8 @@ class GgufSource:
         if self.head_dim and ".attn_q." in ours or self.head_dim and ".attn_k." in ours:
             length = tensor.shape[0]
             if length % self.head_dim:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ours!r} in {tensor.file} has {length} rows: "
-                                                                   f"expected heads of {self.head_dim}")
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {ours!r} in {tensor.file} has {length} "
+                                                                   f"rows: expected heads of {self.head_dim}")
             pairs = np.arange(length).reshape(-1, self.head_dim // 2, 2)
             return tensor, rows, np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)
         return tensor, rows, None
@@ -265,8 +266,9 @@ class GgufSource:
         if kind.form is None or expert is not None:
             raise KeyError(name)
         if (height, tensor.shape[-1]) != shape:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {gguf_name(name)[0]!r} in {tensor.file} has rows "
-                                f"and columns {[height, tensor.shape[-1]]}: expected {list(shape)}")
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"tensor {gguf_name(name)[0]!r} in {tensor.file} has rows and columns "
+                                f" {[height, tensor.shape[-1]]}: expected {list(shape)}")
 
         def rows(begin: int, end: int) -> QuantizedRows:
             taken = tensor.data[order[begin:end]] if order is not None else tensor.data[some][begin:end]
@@ -275,8 +277,9 @@ class GgufSource:
                 [found.super_scales, found.super_offsets]
             bad = sum(int((~np.isfinite(x)).sum()) for x in floats if x is not None)
             if bad:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {gguf_name(name)[0]!r} in {tensor.file} holds "
-                                                                   f"{bad} scales that are NaN or infinite")
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {gguf_name(name)[0]!r} in {tensor.file} holds {bad} scales that are NaN "
+                                    "or infinite")
             return found
 
         return converted(QuantizedTensor(rows, tensor.file), kind.form, form, shape[1])

@@ -101,7 +101,7 @@ def _strings(fields: Fields, name: str) -> list[str]:
 def _numbers(fields: Fields, name: str, count: int) -> list:
     values = fields.values.get(PREFIX + name)
     if not isinstance(values, np.ndarray) or len(values) != count:
-        found = "is missing" if values is None else f"has {len(values)} values" if hasattr(values, "__len__") else "is one"
+        found = f"has {len(values)} values" if isinstance(values, (np.ndarray, list)) else "is no array of numbers"
         raise fields.error(PREFIX + name, f"{found}: expected a number for each of {count} tokens")
     return values.tolist()
 
@@ -180,8 +180,8 @@ def _merges(ids: dict[str, int], scores: dict[str, float]) -> Iterable[tuple[str
     found = []
     for piece, score in scores.items():
         pairs = [(piece[:i], piece[i:]) for i in range(1, min(len(piece), 256))]
-        known = sorted((pair for pair in pairs if pair[0] in ids and pair[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
-        found.extend((score, *pair) for pair in known)
+        known = [(ids[a], ids[b], a, b) for a, b in pairs if a in ids and b in ids]
+        found.extend((score, a, b) for _, _, a, b in sorted(known))
     found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [(first, second) for _, first, second in found]
 

@@ -1,5 +1,5 @@
-"""Quantized Hugging Face checkpoints: what each scheme's tensors are called and how they are packed, one file a family of
-schemes. What comes out are the checkpoint's own integers (or codes), scales and zero points (weights/quantized.py):
+"""Quantized Hugging Face checkpoints: what each scheme's tensors are called and how they are packed, one file a family
+of schemes. What comes out are the checkpoint's own integers (or codes), scales and zero points (weights/quantized.py):
 nothing is quantized anew."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """bitsandbytes: NF4 in blocks of adjacent values, whose largest magnitudes may themselves be quantized, and LLM.int8().
 
-Of LLM.int8() weights alone are quantized here: activations of its outliers' columns, which it multiplies as float16, are
-not told apart, as all activations have 16 bits."""
+Of LLM.int8() weights alone are quantized here: activations of its outliers' columns, which it multiplies as float16,
+are not told apart, as all activations have 16 bits."""
 
 from __future__ import annotations
 

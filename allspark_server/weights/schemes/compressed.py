@@ -1,8 +1,9 @@
-"""compressed-tensors (llm-compressor, of SmoothQuant, GPTQ, AWQ and simple rounding): integers of 8 bits, integers of 4 or 8
-bits packed into words, FP8, and FP4 with scales of 8 bits (MXFP4, NVFP4).
+"""compressed-tensors (llm-compressor, of SmoothQuant, GPTQ, AWQ and simple rounding): integers of 8 bits, integers of 4
+or 8 bits packed into words, FP8, and FP4 with scales of 8 bits (MXFP4, NVFP4).
 
-Which of a checkpoint's groups of settings is a module's is seen from its tensors: the first group that they fit. Scales of
-activations are not read: with 8-bit integer activations each token gets its own (w8a8, w4a8), all others stay float32."""
+Which of a checkpoint's groups of settings is a module's is seen from its tensors: the first group that they fit. Scales
+of activations are not read: with 8-bit integer activations each token gets its own (w8a8, w4a8), all others stay
+float32."""
 
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import (
     QuantizedRows,
     QuantizedTensor,
-    checked_order,
     pack_codes,
     unpack_codes,
 )
@@ -29,6 +29,7 @@ from allspark_server.weights.schemes.scheme import (
     SCALE_NAMES,
     check_finite,
     choice,
+    column_order,
     group_size,
     groups_of,
     need,
@@ -162,16 +163,11 @@ class CompressedTensors:
             self._stored(module)[0].bits == 4 else np.int32(np.uint32(0x80808080))
         return bool((points.data != middle).any())
 
-    def _order(self, module: str, group: _Group) -> np.ndarray | None:
+    def _order(self, module: str, group: _Group, columns: int | None = None) -> np.ndarray | None:
         name = f"{module}.weight_g_idx"
-        if name not in self._names:
+        if name not in self._names or (need(self.source, name, ("I32",)).data == -1).all():
             return None
-        groups = need(self.source, name, ("I32",))
-        if len(groups.shape) != 1 or not groups.shape[0]:
-            wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column")
-        if (groups.data == -1).all():
-            return None
-        return checked_order(name, groups.file, groups.data, group.group)
+        return column_order(self.source, name, group.group, columns)
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
         group, weight = self._stored(module)
@@ -194,9 +190,7 @@ class CompressedTensors:
         check_finite(scales)
         if group.format == FLOATS:
             return float8_tensor(weight, scales, group.block or ((1, group.group) if group.group else None))
-        order = self._order(module, group)
-        if order is not None and len(order) != k:
-            wrong(self.source.get(f"{module}.weight_g_idx"), f"has {len(order)} columns: expected {k}")
+        order = self._order(module, group, k)
         each = scales.data.reshape(len(scales.data) if scales.shape else 1, -1)
         each = np.broadcast_to(each, (n, each.shape[1]))
         points = self._points(module, group, n, each.shape[1]) if form.layout.zeros == "points" else None
@@ -226,11 +220,12 @@ class CompressedTensors:
     def _float4(self, module: str, group: _Group, weight: StoredTensor, shape: tuple[int, int]) -> QuantizedTensor:
         n, k = shape
         need(self.source, weight.name, ("U8",), (n, -(-k // 2)))
-        scales = need(self.source, f"{module}.weight_scale", ("U8", "F8_E8M0", "F8_E4M3"), (n, groups_of(k, group.group)))
+        scales = need(self.source, f"{module}.weight_scale", ("U8", "F8_E8M0", "F8_E4M3"),
+                      (n, groups_of(k, group.group)))
         if group.format == MXFP4:
             if (scales.data == 255).any():
                 wrong(scales, "holds scales that are NaN")
-            table = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
+            table = np.ldexp(np.float32(1), np.minimum(np.arange(256), 254) - 127)
         else:
             overall = need(self.source, f"{module}.weight_global_scale", ("F32",), (1,), ())
             check_finite(overall)

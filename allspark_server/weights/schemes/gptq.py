@@ -1,5 +1,5 @@
-"""GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers of 4 or 8 bits packed into words of 32, with a scale and a zero
-point for each group of rows of the transposed matrix.
+"""GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers of 4 or 8 bits packed into words of 32, with a scale and a
+zero point for each group of rows of the transposed matrix.
 
 GPTQ: words hold adjacent k, lowest bits first: transposed, they are the rows of QuantizedRows as they lie. Zero points
 are stored less one in its first format; the words as a whole were subtracted from, so they are added to as a whole.
@@ -18,12 +18,19 @@ from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import (
     QuantizedRows,
     QuantizedTensor,
-    checked_order,
     pack_codes,
     unpack_codes,
 )
 from allspark_server.weights.safetensors import StoredTensor
-from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, choice, group_size, groups_of, need, wrong
+from allspark_server.weights.schemes.scheme import (
+    SCALE_NAMES,
+    check_finite,
+    choice,
+    column_order,
+    group_size,
+    groups_of,
+    need,
+)
 
 _DTYPES = {4: "int4", 8: "int8"}
 _ONES = {4: 0x11111111, 8: 0x01010101}
@@ -35,7 +42,8 @@ def _modules(source: Source) -> list[str]:
 
 
 class Gptq:
-    """A checkpoint with qweight [k * bits / 32, n], qzeros [groups, n * bits / 32], scales [groups, n] and g_idx [k]."""
+    """A checkpoint with qweight [k * bits / 32, n], qzeros [groups, n * bits / 32], scales [groups, n] and g_idx
+    [k]."""
 
     def __init__(self, source: Source, config: Fields):
         self.source = source
@@ -63,14 +71,11 @@ class Gptq:
                              permuted=self._order(module) is not None)
         return WeightFormat(_DTYPES[self.bits], self.group_size, layout)
 
-    def _order(self, module: str) -> np.ndarray | None:
+    def _order(self, module: str, columns: int | None = None) -> np.ndarray | None:
         name = f"{module}.g_idx"
         if name not in self.source.names():
             return None
-        groups = need(self.source, name, ("I32",))
-        if len(groups.shape) != 1 or not groups.shape[0]:
-            wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column")
-        return checked_order(name, groups.file, groups.data, self.group_size)
+        return column_order(self.source, name, self.group_size, columns)
 
     def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
         n, k = shape
@@ -79,9 +84,7 @@ class Gptq:
         zeros = need(self.source, f"{module}.qzeros", ("I32",), (groups, -(-n // per_word)))
         scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES), (groups, n))
         check_finite(scales)
-        order = self._order(module)
-        if order is not None and len(order) != k:
-            wrong(self.source.get(f"{module}.g_idx"), f"has {len(order)} columns: expected {k}")
+        order = self._order(module, k)
 
         def rows(begin: int, end: int) -> QuantizedRows:
             codes = np.ascontiguousarray(weight.data[:, begin:end].T).view(np.uint8)[:, :form.row_bytes(k)]

@@ -12,7 +12,7 @@ from allspark_server.models.config import Fields
 from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.common_form import converted
 from allspark_server.weights.formats import SCALE_TYPES, SMALLEST_GROUP, WeightFormat
-from allspark_server.weights.quantized import QuantizedTensor
+from allspark_server.weights.quantized import QuantizedTensor, checked_order
 from allspark_server.weights.safetensors import StoredTensor
 
 SCALE_NAMES = {kind: name for name, kind in SCALE_TYPES.items()}
@@ -97,6 +97,16 @@ def check_finite(tensor: StoredTensor) -> None:
     bad = ((data & 0x7F80) == 0x7F80) if tensor.dtype == "BF16" else ~np.isfinite(data)
     if bad.any():
         wrong(tensor, f"holds {int(bad.sum())} scales that are NaN or infinite")
+
+
+def column_order(source: Source, name: str, size: int, columns: int | None) -> np.ndarray | None:
+    """The order of columns that a tensor with the group of each asks for (checked_order); columns: how many there are,
+    where that is known."""
+    groups = need(source, name, ("I32",))
+    if len(groups.shape) != 1 or not groups.shape[0] or columns not in (None, groups.shape[0]):
+        wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column"
+                      + (f", [{columns}]" if columns is not None else ""))
+    return checked_order(name, groups.file, groups.data, size)
 
 
 def group_size(config: Fields, name: str, *, none: int | None = -1) -> int:
