@@ -1,0 +1,140 @@
+// The kernels, as the host starts them. All are queued on a stream; pointers are of the device's memory. Values of a
+// row depend on that row alone, whatever else is in a launch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/tiles.h"
+
+namespace as {
+namespace cuda {
+
+// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them.
+struct Rows {
+  float* values = nullptr;
+  uint16_t* tiles = nullptr;
+  int width = 0;
+};
+
+// A matrix [n, k]: bfloat16 in tiles, or float32 row by row.
+struct Matrix {
+  int n = 0, k = 0;
+  const float* values = nullptr;
+  const uint16_t* tiles = nullptr;
+};
+
+enum class Source { f32, f16, bf16 };
+
+// Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
+// how many values are NaN or infinite to *bad.
+void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+               unsigned long long* bad, cudaStream_t stream);
+// out [k] float32: a row as the matrix has it.
+void read_row(const Matrix& matrix, int row, float* out, cudaStream_t stream);
+
+// -- rows
+// --------------------------------------------------------------------------------------------------------------
+void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
+           cudaStream_t stream);
+// weight: of a norm; 1 is added to it with unit_offset.
+struct Norm {
+  const float* weight = nullptr;
+  float eps = 0;
+  bool unit_offset = false;
+};
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, cudaStream_t stream);
+void add(float* x, const float* y, size_t count, cudaStream_t stream);
+void scale(float* x, float factor, size_t count, cudaStream_t stream);
+// in [rows, 2 width]
+void silu_mul(const float* in, int rows, const Rows& out, cudaStream_t stream);
+void select_rows(const float* in, const int* chosen, int rows, const Rows& out, cudaStream_t stream);
+// Float rows into tiles.
+void to_tiles(const float* in, int rows, const Rows& out, cudaStream_t stream);
+
+// -- products
+// ---------------------------------------------------------------------------------------------------------- y = x w^T
+// + bias, or that added to what y has.
+struct Product {
+  Matrix w;
+  const float* bias = nullptr;
+  bool adds = false;
+  Rows x, y;
+};
+void linear_f32(const Product& p, int rows, cudaStream_t stream);
+void linear_bf16(const Product& p, int rows, int capability, cudaStream_t stream);
+// By wgmma, on chips of capability 9.0 alone: the same bits.
+void linear_wgmma(const Product& p, int rows, cudaStream_t stream);
+
+// -- attention
+// ---------------------------------------------------------------------------------------------------------
+struct RotaryTable {
+  const float *inverse = nullptr, *longer = nullptr;  // [half]; longer: null, or beyond original_max
+  int dim = 0;
+  bool dynamic = false, powers = false;
+  float attention_factor = 1;
+  double base = 0, factor = 1, original_max = 0;
+  float *cosine = nullptr, *sine = nullptr;  // [rows, dim / 2]
+};
+// lengths: of each row's sequence, as far as the table goes by it.
+void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, cudaStream_t stream);
+
+// What is done to heads that stand side by side in columns [offset, offset + heads * head_dim).
+struct Heads {
+  int offset = 0, count = 0, head_dim = 0;
+};
+void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, cudaStream_t stream);
+void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
+          cudaStream_t stream);
+
+// The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim].
+struct LayerCache {
+  char* data = nullptr;
+  bool bf16 = false;
+  int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
+
+  AS_BOTH size_t head_bytes() const { return 2 * (size_t)span_size * padded_dim * (bf16 ? 2 : 4); }
+  AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
+};
+
+// Rows of one sequence, which attend together: of `count` adjacent rows of the step from `row` on, at positions from
+// `start` on, with the spans tables[table...]. Taken as pairs (row, query head of a KV head's group), the ones from
+// `first` on.
+struct AttentionTile {
+  int row, count, start, table, first;
+};
+
+struct Attention {
+  LayerCache cache;
+  int group = 1;  // query heads of a KV head
+  float scale = 1, soft_cap = 0;
+  int window = 0;
+  const float* qkv = nullptr;  // [rows, width]: queries, keys, values
+  int width = 0;
+  Rows out;
+  const int* tables = nullptr;  // of spans
+  float* partials = nullptr;    // of runs of tiles that are split
+  int most_runs = 0;            // of any sequence
+};
+constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
+constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
+constexpr int kManyPairs = 64;   // pairs of other tiles
+constexpr int kLargestHead = 256;
+size_t partial_floats(int head_dim);  // of one run of one tile and KV head
+
+// Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none.
+void store_cache(const Attention& a, const int* where, int rows, cudaStream_t stream);
+// tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one are shared.
+void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, cudaStream_t stream);
+
+// -- sampling
+// ---------------------------------------------------------------------------------------------------------- The
+// greatest logit of each row, of equal ones the first; how many are NaN or +infinite.
+struct Best {
+  int token, not_finite;
+};
+void best_tokens(const float* logits, int width, int rows, Best* best, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace as

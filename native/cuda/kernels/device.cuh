@@ -1,0 +1,95 @@
+// What kernels share.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+// After a launch.
+inline void launched(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
+}
+
+// Raises a kernel's limit of shared memory, once.
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
+
+__device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ inline float from_bf16(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
+__device__ inline uint32_t two_bf16(float low, float high) {
+  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
+}
+
+// Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
+__device__ inline float warp_sum(float x) {
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+__device__ inline float warp_max(float x) {
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global memory, or zeros.
+__device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
+  const int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Four core matrices; lane i has the address of row i % 8 of number i / 8.
+__device__ inline void load_cores(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_cores_transposed(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// d [16, 8] += a [16, 16] b [8, 16]^T
+__device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Where a value of a row of an op's output goes.
+__device__ inline void put(const Rows& out, int row, int column, float value) {
+  if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
+  else out.values[(size_t)row * out.width + column] = value;
+}
+
+// What a product leaves: the sum and the bias, added to what is there if it is to be.
+__device__ inline void finish(const Product& p, int row, int column, float sum) {
+  if (p.bias) sum = __fadd_rn(sum, p.bias[column]);
+  if (p.adds) sum = __fadd_rn(p.y.values[(size_t)row * p.y.width + column], sum);
+  put(p.y, row, column, sum);
+}
+
+}  // namespace cuda
+}  // namespace as
