@@ -28,7 +28,7 @@ size_t span_bytes(int span_size, int head_dim, bool bf16) {
   return one.span_bytes();
 }
 
-CudaRunner::CudaRunner(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
+CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
                        LogitSampler& sampler, Masks* masks)
     : device_(device), program_(program), weights_(weights), limits_(limits), sampler_(sampler) {
   check_program();
@@ -44,8 +44,10 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, const Weigh
   const size_t outputs = limits.max_outputs;
   best_ = Memory(outputs * sizeof(Best), "draws"), host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
-  launches_.push_back([=, logits = in(sample).values(), best = best_.as<Best>(), stream = device_.stream()](
-                          const Size& size) { best_tokens(logits, width, size.outputs, best, stream); });
+  launches_.push_back(
+      [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
+        if (size.outputs) best_tokens(logits, width, size.outputs, best, queue);
+      });
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
@@ -147,7 +149,7 @@ void CudaRunner::allocate_cache() {
 
 int CudaRunner::bind(size_t i) {
   const OpNode& op = program_.ops()[i];
-  const cudaStream_t stream = device_.stream();
+  const Queue queue = device_.queue();
   const auto add_launch = [&](Launch launch, int row_set) {
     launches_.push_back([launch = std::move(launch), row_set](const Size& size) {
       if (row_set == kOutputRows ? size.outputs : size.rows) launch(size);
@@ -171,37 +173,37 @@ int CudaRunner::bind(size_t i) {
     const Tensor y = out(op);
     add_launch([=, table = weights_.matrix(op.weights[0]), begin = op.integer("vocab_begin"),
                 factor = (float)op.number("scale"), data = &*data_](
-                   const Size& size) { embed(table, data->tokens(), size.rows, begin, factor, y.rows, stream); },
+                   const Size& size) { embed(table, data->tokens(), size.rows, begin, factor, y.rows, queue); },
                kAllRows);
     return 0;
   }
   const Tensor x = in(op), y = out(op);
   if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, stream); },
+                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
                x.row_set);
   } else if (op.is("silu_mul")) {
-    add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, stream); }, x.row_set);
+    add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("add") || op.is("scale")) {
     if (y.values() != x.values()) refuse(std::string("op ") + op.spec->name + " into another tensor");
     if (op.is("add"))
       add_launch(
           [=, other = in(op, 1)](const Size& size) {
-            add(x.values(), other.values(), (size_t)count(x, size) * x.rows.width, stream);
+            add(x.values(), other.values(), (size_t)count(x, size) * x.rows.width, queue);
           },
           x.row_set);
     else
       add_launch([=, factor = (float)op.number("factor")](
-                     const Size& size) { scale(x.values(), factor, (size_t)count(x, size) * x.rows.width, stream); },
+                     const Size& size) { scale(x.values(), factor, (size_t)count(x, size) * x.rows.width, queue); },
                  x.row_set);
   } else if (op.is("select_rows")) {
-    add_launch([=, data = &*data_](
-                   const Size& size) { select_rows(x.values(), data->chosen(), size.outputs, y.rows, stream); },
-               kOutputRows);
+    add_launch(
+        [=, data = &*data_](const Size& size) { select_rows(x.values(), data->chosen(), size.outputs, y.rows, queue); },
+        kOutputRows);
   } else if (op.is("head_norm")) {
     if (y.values() != x.values()) refuse("op head_norm into another tensor");
     add_launch([=, heads = heads_of(op), norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { head_norm(x.values(), x.rows.width, heads, norm, count(x, size), stream); },
+                   const Size& size) { head_norm(x.values(), x.rows.width, heads, norm, count(x, size), queue); },
                x.row_set);
   } else if (op.is("rope")) {
     if (y.values() != x.values()) refuse("op rope into another tensor");
@@ -209,7 +211,7 @@ int CudaRunner::bind(size_t i) {
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
     add_launch(
         [=, t = table->second, heads = heads_of(op), interleaved = std::string(op.choice("pairs")) == "interleaved"](
-            const Size& size) { rope(x.values(), x.rows.width, heads, t, interleaved, size.rows, stream); },
+            const Size& size) { rope(x.values(), x.rows.width, heads, t, interleaved, size.rows, queue); },
         kAllRows);
   } else {
     refuse(std::string("op ") + op.spec->name);
@@ -231,24 +233,42 @@ std::optional<size_t> CudaRunner::sum_after(size_t linear) const {
   return i;
 }
 
+// Whether ops[linear] makes gates and what they gate for the next op alone.
+bool CudaRunner::is_gated(size_t linear) const {
+  const auto& ops = program_.ops();
+  const OpNode &op = ops[linear], &next = ops[linear + 1];
+  const int made = op.outputs[0];
+  if (!next.is("silu_mul") || next.inputs[0] != made || !weights_.matrix(op.weights[0]).tiles) return false;
+  for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
+    if (i != linear && has(ops[i].weights, op.weights[0])) return false;
+  for (size_t later = linear + 2; later < ops.size(); later++) {
+    if (has(ops[later].inputs, made)) return false;
+    if (has(ops[later].outputs, made)) break;
+  }
+  return true;
+}
+
 int CudaRunner::bind_linear(size_t i) {
   const OpNode& op = program_.ops()[i];
   const Tensor x = in(op);
-  const cudaStream_t stream = device_.stream();
-  Product p{weights_.matrix(op.weights[0]), vector(op, 1), false, x.rows, out(op).rows};
+  const Queue queue = device_.queue();
   const std::optional<size_t> sum = sum_after(i);
-  if (sum) p.adds = true, p.y = in(program_.ops()[*sum]).rows;
-  const int capability = device_.capability();
+  const bool gated = is_gated(i);
+  if (gated) weights_.pair(op.weights[0]);
+  Product p;
+  p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
+  p.x = x.rows;
+  p.y = sum ? in(program_.ops()[*sum]).rows : out(program_.ops()[gated ? i + 1 : i]).rows;
   const bool converts = p.w.tiles && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
-    if (converts) to_tiles(x.values(), rows, p.x, stream);
-    if (p.w.tiles) linear_bf16(p, rows, capability, stream);
-    else linear_f32(p, rows, stream);
+    if (converts) to_tiles(x.values(), rows, p.x, queue);
+    if (p.w.tiles) linear_bf16(p, rows, queue);
+    else linear_f32(p, rows, queue);
   });
-  return sum ? (int)(*sum - i) : 0;
+  return sum ? (int)(*sum - i) : gated;
 }
 
 void CudaRunner::bind_attention(const OpNode& op) {
@@ -259,14 +279,17 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  const std::optional<Turn> turn = turn_;
+  turn_.reset();
   constexpr int kTilesAProcessor = 8;  // of warps that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
-  launches_.push_back([=, data = &*data_, stream = device_.stream()](const Size& size) {
+  launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
-    store_cache(a, data->where(), size.rows, stream);
+    store_cache(a, data->where(), turn ? &*turn : nullptr, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
-    attend(a, data->few(), size.few, true, std::clamp(wanted / tiles, 1, most), stream);
-    attend(a, data->many(), size.many, false, 1, stream);
+    const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    attend(a, data->few(), size.few, true, splits, queue);
+    attend(a, data->many(), size.many, false, 1, queue);
   });
 }
 
@@ -283,8 +306,8 @@ void CudaRunner::bind_rotary_table(const OpNode& op) {
   for (const auto& [number, other] : rotary_) taken += (size_t)limits_.max_rows * other.dim;
   t.cosine = rotary_memory_.as<float>() + taken, t.sine = t.cosine + (size_t)limits_.max_rows * (t.dim / 2);
   rotary_[op.integer("table")] = t;
-  launches_.push_back([=, data = &*data_, stream = device_.stream()](const Size& size) {
-    if (size.rows && t.dim) rotary_table(t, data->positions(), data->lengths(), size.rows, stream);
+  launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
+    if (size.rows && t.dim) rotary_table(t, data->positions(), data->lengths(), size.rows, queue);
   });
 }
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "cuda/kernels.h"
+
 namespace as {
 namespace cuda {
 
@@ -28,6 +30,7 @@ class Device {
   int processors() const { return processors_; }
   const std::string& name() const { return name_; }
   cudaStream_t stream() const { return stream_; }
+  Queue queue() const { return {stream_, capability_}; }
   size_t free_bytes() const;
 
  private:

@@ -56,10 +56,10 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       m, bias ? added.as<float>() : nullptr, false, {in.as<float>(), nullptr, m.k}, {out.as<float>(), nullptr, m.n}};
   if (m.tiles) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
-    to_tiles(in.as<float>(), rows, p.x, device_.stream());
-    linear_bf16(p, rows, device_.capability(), device_.stream());
+    to_tiles(in.as<float>(), rows, p.x, device_.queue());
+    linear_bf16(p, rows, device_.queue());
   } else {
-    linear_f32(p, rows, device_.stream());
+    linear_f32(p, rows, device_.queue());
   }
   device_.wait();
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");

@@ -25,50 +25,58 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
 };
 
+// Where launches go: a stream of a chip of this capability (90 is 9.0).
+struct Queue {
+  cudaStream_t stream = nullptr;
+  int capability = 0;
+};
+
 enum class Source { f32, f16, bf16 };
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
 // how many values are NaN or infinite to *bad.
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
-               unsigned long long* bad, cudaStream_t stream);
+               unsigned long long* bad, const Queue& queue);
 // out [k] float32: a row as the matrix has it.
-void read_row(const Matrix& matrix, int row, float* out, cudaStream_t stream);
+void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
-// -- rows
-// --------------------------------------------------------------------------------------------------------------
+// ---- rows
 void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           cudaStream_t stream);
+           const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.
 struct Norm {
   const float* weight = nullptr;
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, cudaStream_t stream);
-void add(float* x, const float* y, size_t count, cudaStream_t stream);
-void scale(float* x, float factor, size_t count, cudaStream_t stream);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
+void add(float* x, const float* y, size_t count, const Queue& queue);
+void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
-void silu_mul(const float* in, int rows, const Rows& out, cudaStream_t stream);
-void select_rows(const float* in, const int* chosen, int rows, const Rows& out, cudaStream_t stream);
+void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue);
 // Float rows into tiles.
-void to_tiles(const float* in, int rows, const Rows& out, cudaStream_t stream);
+void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
 
-// -- products
-// ---------------------------------------------------------------------------------------------------------- y = x w^T
-// + bias, or that added to what y has.
+// ---- products
+// y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
+// what pair_rows() made.
 struct Product {
   Matrix w;
   const float* bias = nullptr;
-  bool adds = false;
+  bool adds = false, gated = false;
   Rows x, y;
 };
-void linear_f32(const Product& p, int rows, cudaStream_t stream);
-void linear_bf16(const Product& p, int rows, int capability, cudaStream_t stream);
+// Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
+// 8 of the second that belong to them. Both in tiles; `to` has paired_rows(from.n).
+constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
+void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
+void linear_f32(const Product& p, int rows, const Queue& queue);
+void linear_bf16(const Product& p, int rows, const Queue& queue);
 // By wgmma, on chips of capability 9.0 alone: the same bits.
-void linear_wgmma(const Product& p, int rows, cudaStream_t stream);
+void linear_wgmma(const Product& p, int rows, const Queue& queue);
 
-// -- attention
-// ---------------------------------------------------------------------------------------------------------
+// ---- attention
 struct RotaryTable {
   const float *inverse = nullptr, *longer = nullptr;  // [half]; longer: null, or beyond original_max
   int dim = 0;
@@ -78,15 +86,15 @@ struct RotaryTable {
   float *cosine = nullptr, *sine = nullptr;  // [rows, dim / 2]
 };
 // lengths: of each row's sequence, as far as the table goes by it.
-void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, cudaStream_t stream);
+void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, const Queue& queue);
 
 // What is done to heads that stand side by side in columns [offset, offset + heads * head_dim).
 struct Heads {
   int offset = 0, count = 0, head_dim = 0;
 };
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, cudaStream_t stream);
+void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue);
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
-          cudaStream_t stream);
+          const Queue& queue);
 
 // The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim].
 struct LayerCache {
@@ -123,18 +131,24 @@ constexpr int kManyPairs = 64;   // pairs of other tiles
 constexpr int kLargestHead = 256;
 size_t partial_floats(int head_dim);  // of one run of one tile and KV head
 
-// Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none.
-void store_cache(const Attention& a, const int* where, int rows, cudaStream_t stream);
-// tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one are shared.
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, cudaStream_t stream);
+// How queries and keys are rotated: all heads of them.
+struct Turn {
+  RotaryTable table;
+  bool interleaved = false;
+};
+// Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. turn: null,
+// or what happens to keys on their way there, and to queries where they are.
+void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue);
+// tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one of few are shared: 1 if
+// no tile has several.
+void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
 
-// -- sampling
-// ---------------------------------------------------------------------------------------------------------- The
-// greatest logit of each row, of equal ones the first; how many are NaN or +infinite.
+// ---- sampling
+// The greatest logit of each row, of equal ones the first; how many are NaN or +infinite.
 struct Best {
   int token, not_finite;
 };
-void best_tokens(const float* logits, int width, int rows, Best* best, cudaStream_t stream);
+void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -27,7 +27,8 @@ size_t span_bytes(int span_size, int head_dim, bool bf16);
 class CudaRunner : public Runner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
-  CudaRunner(const Device& device, const Program& program, const Weights& weights, const Limits& limits,
+  // Matrices of gates are paired (Weights::pair).
+  CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
              LogitSampler& sampler, Masks* masks);
   ~CudaRunner() override;
 
@@ -65,6 +66,7 @@ class CudaRunner : public Runner {
   void bind_rotary_table(const OpNode& op);
   // The add, if any, that alone reads what ops[linear] makes, and comes next.
   std::optional<size_t> sum_after(size_t linear) const;
+  bool is_gated(size_t linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads);
   void replay(const Size& size);
@@ -74,13 +76,14 @@ class CudaRunner : public Runner {
 
   const Device& device_;
   const Program& program_;
-  const Weights& weights_;
+  Weights& weights_;
   const Limits limits_;
   LogitSampler& sampler_;
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, tiles_, best_, host_best_, host_logits_, host_hidden_;
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
+  std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
   std::vector<Launch> launches_;

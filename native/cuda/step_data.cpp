@@ -12,7 +12,8 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 }  // namespace
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, few, many) < std::tie(other.rows, other.outputs, other.few, other.many);
+  return std::tie(rows, outputs, few, many, runs) <
+         std::tie(other.rows, other.outputs, other.few, other.many, other.runs);
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group)
@@ -28,7 +29,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
 }
 
 StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
-  Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0};
+  Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int* table = host(tables_);
   AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
                 *many = reinterpret_cast<AttentionTile*>(host(many_));
@@ -38,9 +39,12 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     const int used = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
     std::copy_n(spans.begin(), used, table);
     AttentionTile tile{item.row, item.count, item.start, (int)(table - host(tables_)), 0};
-    if (pairs <= kFewPairs) few[size.few++] = tile;
-    else
+    if (pairs <= kFewPairs) {
+      few[size.few++] = tile;
+      if (item.start + item.count > kRunTokens) size.runs = 2;
+    } else {
       for (; tile.first < pairs; tile.first += kManyPairs) many[size.many++] = tile;
+    }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
       host(tokens_)[r] = row.token, host(positions_)[r] = row.position;
@@ -55,7 +59,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     host(chosen_)[r] = 0;
     few[r] = {0, 0, 0, 0, 0};
   }
-  if (padded) size = {padded, padded, padded, 0};
+  if (padded) size = {padded, padded, padded, 0, size.runs};
   const auto send = [&](size_t begin, size_t end) {
     check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), (end - begin) * sizeof(int),
                           cudaMemcpyHostToDevice, device.stream()),

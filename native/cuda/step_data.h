@@ -18,6 +18,7 @@ class StepData {
   // that the batch does not have.
   struct Size {
     int rows = 0, outputs = 0, few = 0, many = 0;
+    int runs = 1;  // of the context of few tiles: 1, or 2 for more
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: of a batch of single rows that each draw, up to how many rows.

@@ -79,7 +79,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
       pack_rows(own.device.as(), r.source, m.k, (int)some, m, (int)(row_offset + done),
-                counts.as<unsigned long long>() + i, device_.stream());
+                counts.as<unsigned long long>() + i, device_.queue());
       check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
     }
     row_offset += r.count;
@@ -106,11 +106,21 @@ std::vector<float> Weights::read_row(int id, int64_t row) const {
     throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
   device_.use();
   Memory out(m.k * sizeof(float), "a row");
-  cuda::read_row(m, (int)row, out.as<float>(), device_.stream());
+  cuda::read_row(m, (int)row, out.as<float>(), device_.queue());
   std::vector<float> values(m.k);
   device_.wait();
   check(cudaMemcpy(values.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "reading a row");
   return values;
+}
+
+void Weights::pair(int id) {
+  Weight& w = weights_.at(id);
+  const int n = paired_rows(w.matrix.n);
+  Memory memory(matrix_bytes(n, w.matrix.k, true), "weights");
+  const Matrix paired{n, w.matrix.k, nullptr, memory.as<uint16_t>()};
+  pair_rows(w.matrix, paired, device_.queue());
+  device_.wait();
+  w.matrix = paired, w.memory = std::move(memory);
 }
 
 const Matrix& Weights::matrix(int id) const {

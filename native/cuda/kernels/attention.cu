@@ -15,18 +15,39 @@ __device__ float read(const T* p) {
   else return from_bf16(*p);
 }
 
+// rotates: queries, in place, and keys as they enter the cache, as rope() does.
 template <typename T>
-__global__ void store_kernel(Attention a, const int* where) {
-  const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim;
+__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
+  after_previous();
+  const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
+  const int queries = a.width / dim - 2 * a.cache.kv_heads;
+  float* in = const_cast<float*>(a.qkv) + (size_t)row * a.width;
+  const auto turn = [&](const float* head, int pair, float& first, float& second) {
+    const float x = head[interleaved ? 2 * pair : pair], y = head[interleaved ? 2 * pair + 1 : pair + half];
+    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
+    first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
+  };
+  if (rotates)
+    for (int i = threadIdx.x; i < queries * half; i += blockDim.x) {
+      float* head = in + i / half * dim;
+      const int pair = i % half;
+      float first, second;
+      turn(head, pair, first, second);
+      head[interleaved ? 2 * pair : pair] = first, head[interleaved ? 2 * pair + 1 : pair + half] = second;
+    }
   if (at < 0) return;
-  const int queries = a.width - 2 * a.cache.kv_heads * dim;
-  const float* in = a.qkv + (size_t)row * a.width + queries;
   const int span = at / a.cache.span_size, place = at % a.cache.span_size;
   for (int i = threadIdx.x; i < 2 * a.cache.kv_heads * padded; i += blockDim.x) {
     const int feature = i % padded, head = i / padded % a.cache.kv_heads, value = i / padded / a.cache.kv_heads;
+    const float* from = in + (queries + value * a.cache.kv_heads + head) * dim;
+    float x = feature < dim ? from[feature] : 0.0f;
+    if (rotates && !value && feature < t.dim) {
+      float first, second;
+      turn(from, interleaved ? feature / 2 : feature % half, first, second);
+      x = (interleaved ? feature % 2 : feature >= half) ? second : first;
+    }
     T* to = reinterpret_cast<T*>(const_cast<char*>(head_of(a.cache, span, head))) +
             ((size_t)value * a.cache.span_size + place) * padded + feature;
-    const float x = feature < dim ? in[(value * a.cache.kv_heads + head) * dim + feature] : 0.0f;
     if constexpr (sizeof(T) == 4) *to = x;
     else *to = to_bf16(x);
   }
@@ -81,9 +102,10 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
   return seen;
 }
 
-// few: runs are shared by gridDim.z blocks, and left as partial results.
+// few: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool few) {
+  after_previous();
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
   const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
   const int* table = a.tables + rows.tile.table;
@@ -93,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
-    if (few) {
+    if (few && rows.first_run < rows.last_run) {
       for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
         const Seen seen = see_run<T>(a, table, kv_head, position, run, query);
         float* to = partial_of(a, blockIdx.x, kv_head, run);
@@ -104,6 +126,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
       }
       continue;
     }
+    if (blockIdx.z) continue;
     Seen total;
     for (int run = rows.first_run; run <= rows.last_run; run++)
       total.merge(see_run<T>(a, table, kv_head, position, run, query));
@@ -115,7 +138,9 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
 
 // Of partial results the rows: a thread for each feature of a pair.
 __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
+  if (rows.first_run == rows.last_run) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim;
   for (int i = threadIdx.x; i < rows.count * dim; i += blockDim.x) {
     const int pair = i / dim;
@@ -134,24 +159,26 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
-void store_cache(const Attention& a, const int* where, int rows, cudaStream_t stream) {
-  if (a.cache.bf16) store_kernel<uint16_t><<<rows, 256, 0, stream>>>(a, where);
-  else store_kernel<float><<<rows, 256, 0, stream>>>(a, where);
+void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue) {
+  const RotaryTable table = turn ? turn->table : RotaryTable();
+  const bool interleaved = turn && turn->interleaved;
+  const auto kernel = a.cache.bf16 ? store_kernel<uint16_t> : store_kernel<float>;
+  start(queue, kernel, rows, 256, 0, a, where, turn != nullptr, table, interleaved);
   launched("store_cache");
 }
 
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, cudaStream_t stream) {
+void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
   if (count == 0) return;
   if (has_attend_mma(a)) {
-    attend_mma(a, tiles, count, few, splits, stream);
+    attend_mma(a, tiles, count, few, splits, queue);
   } else {
     const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-    if (a.cache.bf16) attend_kernel<uint16_t><<<grid, 32 * kWarps, 0, stream>>>(a, tiles, few);
-    else attend_kernel<float><<<grid, 32 * kWarps, 0, stream>>>(a, tiles, few);
+    if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
+    else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
   }
   launched("attention");
-  if (!few) return;
-  merge_kernel<<<dim3(count, a.cache.kv_heads), 256, 0, stream>>>(a, tiles);
+  if (!few || splits == 1) return;  // of a single run there is nothing to merge
+  start(queue, merge_kernel, dim3(count, a.cache.kv_heads), 256, 0, a, tiles);
   launched("attention's merge");
 }
 

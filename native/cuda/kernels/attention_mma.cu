@@ -16,6 +16,7 @@ constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stag
 
 template <int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
   constexpr bool kFew = kWarps == 1;
   constexpr int kStride = kDim + kPad, kTensor = kTokens * kStride * 2;  // bytes of keys, or of values
   constexpr int kSteps = kDim / 16, kValues = kDim / 8;
@@ -68,9 +69,9 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
     return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
   };
 
-  float total[kFew ? 1 : kValues][4], total_most[2] = {-INFINITY, -INFINITY}, total_sum[2] = {};
+  float total[kValues][4], total_most[2] = {-INFINITY, -INFINITY}, total_sum[2] = {};
 #pragma unroll
-  for (int v = 0; v < (kFew ? 1 : kValues); v++)
+  for (int v = 0; v < kValues; v++)
 #pragma unroll
     for (int i = 0; i < 4; i++) total[v][i] = 0;
 
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
     }
-    if constexpr (kFew) {
+    if (kFew && rows.first_run < rows.last_run) {
       float* to = partial_of(a, blockIdx.x, kv_head, run);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       }
     }
   }
-  if constexpr (!kFew) {
+  if (!kFew || rows.first_run == rows.last_run) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = warp * kPairs + lane / 4 + 8 * h;
@@ -187,14 +188,14 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 }
 
 template <int kDim>
-void start(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, cudaStream_t stream) {
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
   if (few) {
     allow_shared(attend_mma_kernel<kDim, 1>, kShared<kDim>);
-    attend_mma_kernel<kDim, 1><<<dim3(count, a.cache.kv_heads, splits), 32, kShared<kDim>, stream>>>(a, tiles);
+    start(queue, attend_mma_kernel<kDim, 1>, dim3(count, a.cache.kv_heads, splits), 32, kShared<kDim>, a, tiles);
   } else {
     constexpr int kWarps = kManyPairs / kPairs;
     allow_shared(attend_mma_kernel<kDim, kWarps>, kShared<kDim>);
-    attend_mma_kernel<kDim, kWarps><<<dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, stream>>>(a, tiles);
+    start(queue, attend_mma_kernel<kDim, kWarps>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
   }
 }
 
@@ -205,10 +206,10 @@ bool has_attend_mma(const Attention& a) {
   return a.cache.bf16 && (dim == 64 || dim == 96 || dim == 128);
 }
 
-void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, cudaStream_t stream) {
-  if (a.cache.head_dim == 64) start<64>(a, tiles, count, few, splits, stream);
-  else if (a.cache.head_dim == 96) start<96>(a, tiles, count, few, splits, stream);
-  else start<128>(a, tiles, count, few, splits, stream);
+void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
+  else start_dim<128>(a, tiles, count, few, splits, queue);
 }
 
 }  // namespace cuda

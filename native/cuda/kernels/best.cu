@@ -15,6 +15,7 @@ __device__ void take_better(float& value, int& id, float other, int other_id) {
 }
 
 __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int width, Best* best) {
+  after_previous();
   const float* x = logits + (size_t)blockIdx.x * width;
   float value = -INFINITY;
   int id = INT_MAX, bad = 0;
@@ -39,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int
 
 }  // namespace
 
-void best_tokens(const float* logits, int width, int rows, Best* best, cudaStream_t stream) {
-  best_kernel<<<rows, kThreads, 0, stream>>>(logits, width, best);
+void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue) {
+  start(queue, best_kernel, rows, kThreads, 0, logits, width, best);
   launched("best_tokens");
 }
 

@@ -18,6 +18,33 @@ inline void launched(const char* kernel) {
     throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
 }
 
+// Starts a kernel. From capability 9.0 on it may begin while the one before it on the stream still runs: it calls
+// after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
+template <typename... Parameters, typename... Arguments>
+void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           const Arguments&... arguments) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.stream = queue.stream, config.attrs = &overlap, config.numAttrs = queue.capability >= 90 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+
+// Lets the next kernel on the stream be loaded; waits until the one before it has ended.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void after_previous() { let_next_begin(), await_previous(); }
+
 // Raises a kernel's limit of shared memory, once.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
@@ -89,6 +116,14 @@ __device__ inline void finish(const Product& p, int row, int column, float sum) 
   if (p.bias) sum = __fadd_rn(sum, p.bias[column]);
   if (p.adds) sum = __fadd_rn(p.y.values[(size_t)row * p.y.width + column], sum);
   put(p.y, row, column, sum);
+}
+
+__device__ inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+
+// The same of a gate and what it gates; column: of the result.
+__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+  if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
+  put(p.y, row, column, silu_times(gate, up));
 }
 
 }  // namespace cuda

@@ -16,15 +16,18 @@ constexpr int kColumns = 16;  // of the result, of a block of threads
 constexpr int kMostWarps = 8;
 constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of K
 constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
+constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
 // kTiles: of 8 rows each.
 template <int kTiles>
 struct Shape {
-  static constexpr int kStages = kTiles <= 1 ? 8 : kTiles <= 2 ? 6 : kTiles <= 4 ? 4 : 3;
+  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 4 ? 4 : 3;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
+  static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
 
-  static size_t shared(int warps) { return (size_t)warps * (kSums * 4 + kStages * kStageBytes) + kSums * 4; }
+  static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
+  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
 };
 
 // The blocks of K that a warp computes, for all columns that its block of threads has.
@@ -112,17 +115,24 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
         totals[i] = total;
         const int row = first_row + i / kColumns, column = tile * kColumns + i % kColumns;
-        if (last && row < rows && column < p.w.n) finish(p, row, column, total);
+        if (last && !p.gated && row < rows && column < p.w.n) finish(p, row, column, total);
       }
       __syncthreads();
+      if (!last || !p.gated) continue;
+      for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
+        const int row = i / 8, column = tile * 8 + i % 8;
+        if (first_row + row < rows && column < p.y.width)
+          finish_gated(p, first_row + row, column, totals[row * kColumns + i % 8], totals[row * kColumns + 8 + i % 8]);
+      }
     }
   }
 }
 
 template <int kTiles>
-void start(const Product& p, int rows, cudaStream_t stream) {
+void start_tiles(const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k);
-  const int rounds = (k.count + kMostWarps - 1) / kMostWarps, warps = (k.count + rounds - 1) / rounds;
+  const int most_warps = Shape<kTiles>::most_warps();
+  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
   const size_t shared = Shape<kTiles>::shared(warps);
   allow_shared(linear_kernel<kTiles>, shared);
@@ -133,18 +143,18 @@ void start(const Product& p, int rows, cudaStream_t stream) {
   const int most = std::max(1, processors * std::max(blocks, 1) / groups);
   // As many turns for every block of threads, if there are several.
   const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  linear_kernel<kTiles><<<dim3(grid, groups), 32 * warps, shared, stream>>>(p, rows, tiles, k);
+  start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
   launched("linear in bfloat16");
 }
 
 }  // namespace
 
-void linear_bf16(const Product& p, int rows, int capability, cudaStream_t stream) {
-  if (rows <= 8) start<1>(p, rows, stream);
-  else if (rows <= 16) start<2>(p, rows, stream);
-  else if (rows <= 32) start<4>(p, rows, stream);
-  else if (rows <= 64 || capability != 90) start<8>(p, rows, stream);
-  else linear_wgmma(p, rows, stream);
+void linear_bf16(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 8) start_tiles<1>(p, rows, queue);
+  else if (rows <= 16) start_tiles<2>(p, rows, queue);
+  else if (rows <= 32) start_tiles<4>(p, rows, queue);
+  else if (rows <= 64 || queue.capability != 90) start_tiles<8>(p, rows, queue);
+  else linear_wgmma(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -100,11 +100,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers barriers;
   const int column_block = blockIdx.y * (kColumns / kBlock), row_block = blockIdx.x * (kRows / kBlock);
+  let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], kConsumers);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  await_previous();
   const int group = threadIdx.x / 128;
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -140,21 +142,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < 64; i++) total[i] = piece ? __fadd_rn(total[i], d[i]) : d[i];
   }
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int first = (column_block + group - 1) * kBlock + warp * 16;  // column of this warp
 #pragma unroll
   for (int i = 0; i < 64; i++) {
-    const int column = (column_block + group - 1) * kBlock + warp * 16 + lane / 4 + i % 4 / 2 * 8,
-              row = row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
-    if (row < rows && column < p.w.n) finish(p, row, column, total[i]);
+    const int row = row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + lane / 4 + i % 4 / 2 * 8;
+    if (p.gated) {
+      const int gates = first / 2 + lane / 4;
+      if (i % 4 < 2 && row < rows && gates < p.y.width) finish_gated(p, row, gates, total[i], total[i + 2]);
+    } else if (row < rows && column < p.w.n) {
+      finish(p, row, column, total[i]);
+    }
   }
 #endif
 }
 
 }  // namespace
 
-void linear_wgmma(const Product& p, int rows, cudaStream_t stream) {
+void linear_wgmma(const Product& p, int rows, const Queue& queue) {
   allow_shared(linear_wgmma_kernel, kSharedBytes);
-  linear_wgmma_kernel<<<dim3(ceil_div(rows, kRows), ceil_div(p.w.n, kColumns)), kThreads, kSharedBytes, stream>>>(
-      p, rows, Pieces(p.w.k));
+  start(queue, linear_wgmma_kernel, dim3(ceil_div(rows, kRows), ceil_div(p.w.n, kColumns)), kThreads, kSharedBytes, p,
+        rows, Pieces(p.w.k));
   launched("linear in bfloat16 by wgmma");
 }
 

@@ -13,12 +13,14 @@ __device__ float value_of(const Matrix& m, int row, int column) {
 }
 
 __global__ void embed_kernel(Matrix table, const int* tokens, int vocab_begin, float scale, Rows out) {
+  after_previous();
   const int row = blockIdx.x, id = tokens[row] - vocab_begin;
   for (int i = threadIdx.x; i < table.k; i += kThreads)
     put(out, row, i, id >= 0 && id < table.n ? value_of(table, id, i) * scale : 0.0f);
 }
 
 __global__ void read_row_kernel(Matrix m, int row, float* out) {
+  after_previous();
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
@@ -38,6 +40,7 @@ __device__ float block_sum(float x) {
 constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
 
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
+  after_previous();
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
   float kept[kNormKept];
@@ -61,30 +64,35 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
 }
 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
+  after_previous();
   const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
   if (i < count) x[i] += y[i];
 }
 
 __global__ void scale_kernel(float* x, float factor, size_t count) {
+  after_previous();
   const size_t i = (size_t)blockIdx.x * kThreads + threadIdx.x;
   if (i < count) x[i] *= factor;
 }
 
 __global__ void silu_mul_kernel(const float* in, Rows out) {
+  after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= out.width) return;
   const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
-  put(out, row, i, gate / (1.0f + expf(-gate)) * up);
+  put(out, row, i, silu_times(gate, up));
 }
 
 // chosen: which row; null for the same.
 __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
+  after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
 }
 
 // A warp for each head.
 __global__ void head_norm_kernel(float* x, int width, Heads heads, Norm norm) {
+  after_previous();
   const int lane = threadIdx.x, head = blockIdx.x;
   float* values = x + (size_t)blockIdx.y * width + heads.offset + (size_t)head * heads.head_dim;
   float sum = 0;
@@ -94,6 +102,7 @@ __global__ void head_norm_kernel(float* x, int width, Heads heads, Norm norm) {
 }
 
 __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* lengths) {
+  after_previous();
   const int row = blockIdx.x, half = t.dim / 2, length = lengths[row];
   for (int i = threadIdx.x; i < half; i += blockDim.x) {
     float inverse = t.inverse[i];
@@ -119,6 +128,7 @@ __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const i
 }
 
 __global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, bool interleaved) {
+  after_previous();
   const int row = blockIdx.x, half = t.dim / 2;
   for (int i = threadIdx.x; i < heads.count * half; i += blockDim.x) {
     const int pair = i % half;
@@ -132,59 +142,59 @@ __global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, boo
 }  // namespace
 
 void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           cudaStream_t stream) {
-  embed_kernel<<<rows, kThreads, 0, stream>>>(table, tokens, vocab_begin, scale, out);
+           const Queue& queue) {
+  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, vocab_begin, scale, out);
   launched("embedding");
 }
 
-void read_row(const Matrix& matrix, int row, float* out, cudaStream_t stream) {
-  read_row_kernel<<<1, kThreads, 0, stream>>>(matrix, row, out);
+void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
+  start(queue, read_row_kernel, 1, kThreads, 0, matrix, row, out);
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, cudaStream_t stream) {
-  rms_norm_kernel<<<rows, kNormThreads, 0, stream>>>(x, norm, out);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
+  start(queue, rms_norm_kernel, rows, kNormThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 
-void add(float* x, const float* y, size_t count, cudaStream_t stream) {
-  add_kernel<<<ceil_div(count, kThreads), kThreads, 0, stream>>>(x, y, count);
+void add(float* x, const float* y, size_t count, const Queue& queue) {
+  start(queue, add_kernel, ceil_div(count, kThreads), kThreads, 0, x, y, count);
   launched("add");
 }
 
-void scale(float* x, float factor, size_t count, cudaStream_t stream) {
-  scale_kernel<<<ceil_div(count, kThreads), kThreads, 0, stream>>>(x, factor, count);
+void scale(float* x, float factor, size_t count, const Queue& queue) {
+  start(queue, scale_kernel, ceil_div(count, kThreads), kThreads, 0, x, factor, count);
   launched("scale");
 }
 
-void silu_mul(const float* in, int rows, const Rows& out, cudaStream_t stream) {
-  silu_mul_kernel<<<dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, stream>>>(in, out);
+void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
+  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
   launched("silu_mul");
 }
 
-void select_rows(const float* in, const int* chosen, int rows, const Rows& out, cudaStream_t stream) {
-  copy_kernel<<<dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, stream>>>(in, chosen, out);
+void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue) {
+  start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, chosen, out);
   launched("select_rows");
 }
 
-void to_tiles(const float* in, int rows, const Rows& out, cudaStream_t stream) {
-  copy_kernel<<<dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, stream>>>(in, nullptr, out);
+void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
+  start(queue, copy_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, nullptr, out);
   launched("to_tiles");
 }
 
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, cudaStream_t stream) {
-  head_norm_kernel<<<dim3(heads.count, rows), 32, 0, stream>>>(x, width, heads, norm);
+void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue) {
+  start(queue, head_norm_kernel, dim3(heads.count, rows), 32, 0, x, width, heads, norm);
   launched("head_norm");
 }
 
-void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, cudaStream_t stream) {
-  rotary_table_kernel<<<rows, 64, 0, stream>>>(table, positions, lengths);
+void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, const Queue& queue) {
+  start(queue, rotary_table_kernel, rows, 64, 0, table, positions, lengths);
   launched("rotary_table");
 }
 
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
-          cudaStream_t stream) {
-  rope_kernel<<<rows, kThreads, 0, stream>>>(x, width, heads, table, interleaved);
+          const Queue& queue) {
+  start(queue, rope_kernel, rows, kThreads, 0, x, width, heads, table, interleaved);
   launched("rope");
 }
 
