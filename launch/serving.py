@@ -56,6 +56,7 @@ class GroupOptions:
     address: list[str] = field(default_factory=list)
     ranks: int = 0
     numa_nodes: list[int] | None = None
+    gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
     cpus_per_rank: int = 0
     use_siblings: bool = False
     token_file: str = ""
@@ -195,6 +196,12 @@ def plan_group(options: GroupOptions, more_addresses: Sequence[str] = ()) -> Gro
     from allspark_server.runtime.binding import memory_policy_allowed
     check_environment()
     ranks = options.ranks
+    if options.gpus:
+        if len(options.gpus) > 1:
+            raise ValueError(f"gpus={options.gpus}: a group of several GPUs is not available yet; start one for each")
+        if ranks not in (0, len(options.gpus)):
+            raise ValueError(f"ranks={ranks} and gpus={options.gpus}: there is one rank for each GPU")
+        ranks = len(options.gpus)
     if not ranks and options.numa_nodes is None and os.environ.get("AS_NUMA_NUM"):
         text = os.environ["AS_NUMA_NUM"]
         if not text.isdigit() or int(text) < 1:
@@ -213,6 +220,9 @@ def plan_group(options: GroupOptions, more_addresses: Sequence[str] = ()) -> Gro
     for address in [*options.addresses(), *more_addresses]:
         words += ["--address", address]
     for model in options.models:
+        if options.gpus:
+            table = {"model_name": Path(model).stem, "model_path": model} if isinstance(model, str) else model
+            model = {"compute_unit": f"CUDA:{','.join(map(str, options.gpus))}", **table}
         words += ["--model", model if isinstance(model, str) else json.dumps(model)]
     for root in options.model_root:
         words += ["--model-root", root]

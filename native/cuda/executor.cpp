@@ -52,8 +52,9 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       added(bias ? m.n * sizeof(float) : 0, "a bias"), tiles(m.tiles ? tiles_bytes(rows, m.k) : 0, "activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
-  Product p{
-      m, bias ? added.as<float>() : nullptr, false, {in.as<float>(), nullptr, m.k}, {out.as<float>(), nullptr, m.n}};
+  Product p;
+  p.w = m, p.bias = bias ? added.as<float>() : nullptr;
+  p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   if (m.tiles) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
