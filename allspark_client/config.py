@@ -465,6 +465,8 @@ _ONLY = {
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
+        if config.on_gpus and len(config.device_ids) > 1:
+            raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():

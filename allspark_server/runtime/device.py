@@ -142,8 +142,6 @@ class Gpu:
         return None  # the driver knows what is taken
 
     def executor(self, rank, world, window):
-        if world > 1:
-            raise not_available("A group of several GPUs")
         found, self._first = self._first, None
         return found or self._executor()
 
@@ -187,7 +185,6 @@ def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], thr
     """What compute_unit says. AllSparkError that says what to do if there is no such GPU."""
     if not config.on_gpus:
         return Cpus(cpus, threads)
-    if world > 1 or len(config.device_ids) > 1:
-        raise not_available(f"compute_unit={config.compute_unit!r} with {max(world, len(config.device_ids))} GPUs: "
-                            "more than one")
+    if world > 1:
+        raise not_available(f"compute_unit={config.compute_unit!r} in a group of {world} ranks")
     return Gpu(config.device_ids[0], threads)

@@ -55,7 +55,7 @@ def test_a_machine_without_a_gpu_is_told_of():
 
 def test_several_gpus_are_refused():
     engine = Engine()
-    with pytest.raises(AllSparkError, match="'CUDA:0,1' with 2 GPUs: more than one is not available yet"):
+    with pytest.raises(AllSparkError, match="'CUDA:0,1', more than one GPU, is not available yet"):
         engine.install_model(config(compute_unit="CUDA:0,1"))
     engine.close()
 
