@@ -181,6 +181,11 @@ def rows_of(graph, row_set: str, rows: int, outputs: int) -> int:
     return outputs if row_set == OUTPUT_ROWS else rows
 
 
+def step_tokens(config: AsModelConfig) -> int:
+    """Rows of a step unless the configuration says."""
+    return (Gpu if config.on_gpus else Cpus).step_tokens
+
+
 def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int) -> Device:
     """What compute_unit says. AllSparkError that says what to do if there is no such GPU."""
     if not config.on_gpus:

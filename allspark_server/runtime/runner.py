@@ -12,7 +12,7 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime.binding import pages_by_node
-from allspark_server.runtime.device import Device, device_of
+from allspark_server.runtime.device import Device, device_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
@@ -231,7 +231,7 @@ class ModelRunner:
             return config.max_step_tokens
         if config.engine_max_prefill_length:
             return config.engine_max_prefill_length + config.engine_max_batch
-        return max(self._device.step_tokens, 2 * config.engine_max_batch)
+        return max(step_tokens(config), 2 * config.engine_max_batch)
 
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""

@@ -42,7 +42,8 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
-  best_ = Memory(outputs * sizeof(Best), "draws"), host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
+  best_ = Memory(outputs * kBestParts * sizeof(Best), "draws"),
+  host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   launches_.push_back(
       [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
@@ -209,6 +210,14 @@ int CudaRunner::bind(size_t i) {
     if (y.values() != x.values()) refuse("op rope into another tensor");
     const auto table = rotary_.find(op.integer("table"));
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
+    const Turn turn{table->second, std::string(op.choice("pairs")) == "interleaved"};
+    const OpNode& next = program_.ops()[i + 1];
+    if (next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
+        op.integer("head_dim") == next.integer("head_dim") &&
+        op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads")) {
+      turn_ = turn;  // heads are rotated as they enter the cache
+      return 0;
+    }
     add_launch(
         [=, t = table->second, heads = heads_of(op), interleaved = std::string(op.choice("pairs")) == "interleaved"](
             const Size& size) { rope(x.values(), x.rows.width, heads, t, interleaved, size.rows, queue); },

@@ -43,7 +43,7 @@ StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   return decoder_->step(plan, want_logits);
 }
 
-std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows) {
+std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by) {
   const Matrix& m = weights_.matrix(id);
   std::vector<float> y((size_t)rows * m.n);
   if (!rows) return y;
@@ -58,7 +58,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (m.tiles) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    linear_bf16(p, rows, device_.queue());
+    linear_bf16(p, rows, device_.queue(), by);
   } else {
     linear_f32(p, rows, device_.queue());
   }

@@ -31,7 +31,7 @@ class CudaExecutor : public StepModel {
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
-  std::vector<float> multiply(int id, const float* x, const float* bias, int rows);
+  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by);
 
  private:
   Device device_;

@@ -72,9 +72,10 @@ struct Product {
 constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 void linear_f32(const Product& p, int rows, const Queue& queue);
-void linear_bf16(const Product& p, int rows, const Queue& queue);
-// By wgmma, on chips of capability 9.0 alone: the same bits.
-void linear_wgmma(const Product& p, int rows, const Queue& queue);
+// The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
+// for some rows, or one after the other for many.
+enum class By { any, mma, split, wide };
+void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
 
 // ---- attention
 struct RotaryTable {
@@ -144,8 +145,11 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
 
 // ---- sampling
-// The greatest logit of each row, of equal ones the first; how many are NaN or +infinite.
+// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
+// all are -infinite), and how many logits are NaN or +infinite.
+constexpr int kBestParts = 16;
 struct Best {
+  float logit;
   int token, not_finite;
 };
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue);

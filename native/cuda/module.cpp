@@ -48,6 +48,14 @@ std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::ar
   return e.weights().fill_rows(id, rows, row_offset);
 }
 
+By by_name(const std::string& name) {
+  if (name == "any") return By::any;
+  if (name == "mma") return By::mma;
+  if (name == "split") return By::split;
+  if (name == "wide") return By::wide;
+  throw std::invalid_argument("kernels are any, mma, split and wide, got " + name);
+}
+
 bool cache_is_bf16(const std::string& name) {
   if (name != "float32" && name != "bfloat16")
     throw std::invalid_argument("caches of type " + name + " are not available on CUDA yet: float32 and bfloat16 are");
@@ -89,17 +97,20 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           py::arg("id"), py::arg("row"))
       .def(
           "multiply",
-          [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias) {
+          [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias,
+             const std::string& by) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || out_features != m.n ||
                 (bias && (bias->ndim() != 1 || bias->shape(0) != m.n)))
               throw std::invalid_argument("multiply: a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k) +
                                           " takes x [rows, " + std::to_string(m.k) + "], out_features " +
                                           std::to_string(m.n) + " and no bias or one of " + std::to_string(m.n));
-            const std::vector<float> y = e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0));
+            const std::vector<float> y =
+                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), by_name(by));
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
-          py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none());
+          py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
+          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split and wide.");
 }
 
 }  // namespace

@@ -46,9 +46,9 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
   const std::vector<bool> by_device = drawn_by_device(batch);
   const size_t outputs = batch.outputs.size();
   if (heads && outputs) {
-    check(
-        cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * sizeof(Best), cudaMemcpyDeviceToHost, device_.stream()),
-        "copying draws");
+    check(cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * kBestParts * sizeof(Best), cudaMemcpyDeviceToHost,
+                          device_.stream()),
+          "copying draws");
     copy_logits(batch, by_device, want_logits);
   }
   device_.wait();
@@ -72,7 +72,13 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
       continue;
     }
     rest.outputs[i].wanted = Wanted::nothing;
-    const Best& best = host_best_.as<Best>()[i];
+    const Best* parts = host_best_.as<Best>() + i * kBestParts;
+    Best best = parts[0];
+    for (const Best* part = parts + 1; part < parts + kBestParts; part++) {
+      best.not_finite += part->not_finite;
+      if (part->token >= 0 && (best.token < 0 || part->logit > best.logit))
+        best.logit = part->logit, best.token = part->token;
+    }
     if (best.not_finite || best.token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
     else drawn.samples[i].token = best.token;
   }

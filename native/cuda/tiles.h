@@ -19,7 +19,7 @@ constexpr int kBlock = 64;                     // rows and columns of a block
 constexpr int kBlockValues = kBlock * kBlock;  // of one
 constexpr int kBlockBytes = 2 * kBlockValues;  // of one
 constexpr int kCoreBytes = 128;                // of a core matrix
-constexpr int kPieceBlocks = 16;               // at most: how long a chain of products along K is
+constexpr int kMostPieces = 4;                 // of a sum along K
 
 AS_BOTH constexpr int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
 constexpr size_t tiles_bytes(int rows, int columns) {
@@ -38,8 +38,7 @@ struct Pieces {
   int blocks, count, length;  // blocks of K; pieces; blocks of a piece
 
   explicit Pieces(int k) : blocks(blocks_of(k)) {
-    count = (blocks + kPieceBlocks - 1) / kPieceBlocks;
-    length = (blocks + count - 1) / count;
+    length = (blocks + kMostPieces - 1) / kMostPieces;
     count = (blocks + length - 1) / length;
   }
 };

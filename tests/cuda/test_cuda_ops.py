@@ -128,8 +128,9 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     assert error < 2e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
                         (100, 128), (11, 190)):
-        part = found.multiply(handle, x[first:first + rows], n, bias)
-        assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
+        for by in ("mma", "split", "wide") if form == "bfloat16" else ("any",):
+            part = found.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
 def as_bf16(x: np.ndarray) -> np.ndarray:
@@ -156,6 +157,28 @@ def test_sources_of_weights_and_what_is_not_finite():
     other = found.add_matrix(100, 120, "float32")
     found.fill_rows(other, stored, "F16", 20, 77)
     assert found.source_hash(other) == cpu.source_hash(same)
+
+
+@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("hidden, inner", [(24, 37), (130, 8), (64, 200)])
+def test_what_is_computed_together(hidden, inner, form, tolerance):
+    """Norms, gates, attention and sums whose results products read, or add to."""
+    own = toy()
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    x = embedded(own, hidden)
+    normed = own.op("rms_norm", (x,), hidden, (own.vector(hidden),), eps=1e-6)
+    both = own.op("linear", (normed,), 2 * inner, (matrix(2 * inner, hidden), own.vector(2 * inner)))
+    own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), inner),), hidden, (matrix(hidden, inner),))))
+    qkv = own.op("linear", (x,), 5 * 16, (matrix(5 * 16, hidden),))
+    attended = own.attention(qkv, 3, 1, 16)
+    own.op("add", (x, own.op("linear", (attended,), hidden, (matrix(hidden, 48), own.vector(hidden)))))
+    own.finish(x)
+    compare(own, tolerance)
 
 
 @pytest.mark.parametrize("dim, rotary_dim", [(2, 2), (10, 10), (64, 64), (16, 6)])

@@ -1,4 +1,4 @@
-// The likeliest token of each row.
+// The likeliest token of each row, in parts: blocks of threads share a row.
 #include <cfloat>
 
 #include "cuda/kernels/device.cuh"
@@ -7,7 +7,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = 256;
 
 // Of equal logits the lower id is better.
 __device__ void take_better(float& value, int& id, float other, int other_id) {
@@ -16,10 +16,13 @@ __device__ void take_better(float& value, int& id, float other, int other_id) {
 
 __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int width, Best* best) {
   after_previous();
-  const float* x = logits + (size_t)blockIdx.x * width;
+  const float* x = logits + (size_t)blockIdx.y * width;
+  const int begin = (int)((int64_t)width * blockIdx.x / kBestParts),
+            end = (int)((int64_t)width * (blockIdx.x + 1) / kBestParts);
   float value = -INFINITY;
   int id = INT_MAX, bad = 0;
-  for (int i = threadIdx.x; i < width; i += kThreads) {
+#pragma unroll 8
+  for (int i = begin + threadIdx.x; i < end; i += kThreads) {
     const float v = x[i];
     if (!(v <= FLT_MAX)) bad++;
     else if (v > value) value = v, id = i;
@@ -35,13 +38,13 @@ __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int
   __syncthreads();
   if (threadIdx.x) return;
   for (int w = 1; w < kThreads / 32; w++) take_better(value, id, values[w], ids[w]), bad += wrong[w];
-  best[blockIdx.x] = {value > -INFINITY ? id : -1, bad};
+  best[blockIdx.y * kBestParts + blockIdx.x] = {value, value > -INFINITY ? id : -1, bad};
 }
 
 }  // namespace
 
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue) {
-  start(queue, best_kernel, rows, kThreads, 0, logits, width, best);
+  start(queue, best_kernel, dim3(kBestParts, rows), kThreads, 0, logits, width, best);
   launched("best_tokens");
 }
 

@@ -21,15 +21,25 @@ inline void launched(const char* kernel) {
 // Starts a kernel. From capability 9.0 on it may begin while the one before it on the stream still runs: it calls
 // after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
 template <typename... Parameters, typename... Arguments>
-void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
-           const Arguments&... arguments) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
+                    size_t shared, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
+  const bool alone = cluster.x * cluster.y * cluster.z == 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-  config.stream = queue.stream, config.attrs = &overlap, config.numAttrs = queue.capability >= 90 ? 1 : 0;
+  config.stream = queue.stream, config.attrs = attributes;
+  config.numAttrs = queue.capability < 90 ? 0 : alone ? 1 : 2;
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+template <typename... Parameters, typename... Arguments>
+void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           const Arguments&... arguments) {
+  start_clusters(queue, kernel, grid, dim3(1), threads, shared, arguments...);
 }
 
 // Lets the next kernel on the stream be loaded; waits until the one before it has ended.
@@ -49,6 +59,14 @@ __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
   if (bytes > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+// Of the device in use.
+inline int processors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
 }
 
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }

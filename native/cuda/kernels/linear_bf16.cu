@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/kernels/device.cuh"
+#include "cuda/kernels/linear_wgmma.h"
 
 namespace as {
 namespace cuda {
@@ -21,7 +22,7 @@ constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fi
 // kTiles: of 8 rows each.
 template <int kTiles>
 struct Shape {
-  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 4 ? 4 : 3;
+  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
@@ -57,23 +58,37 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 
   Walk ahead{(int)blockIdx.x, warp, 0, 0};
   ahead.begin_piece(k);
-  const auto fetch = [&](int stage) {
-    if (ahead.tile < tiles) {
-      const uint32_t to = ring + stage * kBytes;
-      const char* w =
-          weights + ((size_t)(ahead.tile / 4) * k.blocks + ahead.block) * kBlockBytes + ahead.tile % 4 * kStageWeights;
+  const auto fetch_weights = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes;
+    const char* from =
+        weights + ((size_t)(at.tile / 4) * k.blocks + at.block) * kBlockBytes + at.tile % 4 * kStageWeights;
 #pragma unroll
-      for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, w + i * 512 + lane * 16);
-      const char* rows_at = x + (size_t)ahead.block * kBlockBytes;
-#pragma unroll
-      for (int i = 0; i < kTiles * kStageRows / 512; i++)
-        copy_16(to + kStageWeights + i * 512 + lane * 16, rows_at + i * 512 + lane * 16);
-      ahead.next(k, warp, warps);
-    }
-    commit_copies();
+    for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
+  const auto fetch_rows = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes + kStageWeights;
+    const char* from = x + (size_t)at.block * kBlockBytes;
 #pragma unroll
-  for (int i = 0; i < kStages - 1; i++) fetch(i);
+    for (int i = 0; i < kTiles * kStageRows / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+  };
+  const auto fetch = [&](int stage) {
+    fetch_weights(ahead, stage), fetch_rows(ahead, stage);
+    commit_copies();
+    ahead.next(k, warp, warps);
+  };
+  // Weights are on their way before the kernel before this one has made the rows.
+  let_next_begin();
+  Walk first = ahead;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
+  await_previous();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
+    fetch_rows(ahead, i);
+    commit_copies();
+  }
 
   int stage = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -136,11 +151,9 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
   const size_t shared = Shape<kTiles>::shared(warps);
   allow_shared(linear_kernel<kTiles>, shared);
-  int device = 0, processors = 0, blocks = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  int blocks = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<kTiles>, 32 * warps, shared);
-  const int most = std::max(1, processors * std::max(blocks, 1) / groups);
+  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
   // As many turns for every block of threads, if there are several.
   const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
   start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
@@ -149,12 +162,18 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-void linear_bf16(const Product& p, int rows, const Queue& queue) {
+void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
+  if (queue.capability != 90) by = By::mma;
+  if (by == By::any) {
+    const int wide_tiles = ceil_div(rows, kWideRows) * ceil_div(p.w.n, kWideColumns);
+    by = rows <= 8 ? By::mma : rows <= 256 || wide_tiles < 3 * processors() / 2 ? By::split : By::wide;
+  }
+  if (by == By::split) return linear_split(p, rows, queue);
+  if (by == By::wide) return linear_wide(p, rows, queue);
   if (rows <= 8) start_tiles<1>(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);
   else if (rows <= 32) start_tiles<4>(p, rows, queue);
-  else if (rows <= 64 || queue.capability != 90) start_tiles<8>(p, rows, queue);
-  else linear_wgmma(p, rows, queue);
+  else start_tiles<8>(p, rows, queue);
 }
 
 }  // namespace cuda
