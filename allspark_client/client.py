@@ -434,7 +434,8 @@ class ClientEngine(AbstractEngine):
                 continue
             # The member's own count includes this client's requests, but may be older than the latest of them.
             load = max(live, state.load) if state is not None else live
-            ranked.append((0 if state is not None and state.running else 1, load, order, member))
+            takes = state is not None and state.running and not member.draining
+            ranked.append((0 if takes else 1, load, order, member))
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
     def _check_open(self) -> None:

@@ -89,9 +89,9 @@ class AsModelConfig(Checked):
     host_cache_dir: str = path_field("")
     #: for AsCacheDefault
     cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
-    #: token budget of a step; 0: chosen
+    #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
     max_step_tokens: int = int_field(0, 0, 1 << 20)
-    #: inter-token latency in ms that the token budget is chosen to hold; 0: none
+    #: inter-token latency in ms that the token budget is chosen to hold; 0: none given
     target_token_latency: float = float_field(0.0, 0.0)
     #: requests that may wait before new ones are refused
     max_queue: int = int_field(10_000, 0, INT32_MAX)

@@ -15,7 +15,7 @@ import grpc
 from . import convert
 from ._proto import allspark_pb2 as pb
 from .connection_options import check_address
-from .errors import AllSparkError, AsStatus
+from .errors import AllSparkError, AsStatus, Draining
 from .queue import ResultQueue
 from .request import RequestSpec
 from .types import GenerateRequestStatus, MemberState, ModelState, TlsConfig
@@ -126,6 +126,7 @@ class Session:
         """Send a request, of which `wait_answer` tells more; raises Unavailable."""
         message = convert.request_to_pb(request.spec)
         message.generated.extend(request.received)
+        message.resumed = message.resumed or request.resumed
         request.answered.clear()
         request.refusal = self._too_large(message)
         if request.refusal is not None:
@@ -227,7 +228,8 @@ class Session:
         outcome = event.WhichOneof("outcome")
         if outcome == "refused":
             del self._live[event.id]
-            request.refusal = convert.error_from_pb(event.refused)
+            error = convert.error_from_pb(event.refused)
+            request.refusal = Unavailable(self.address, error.message) if isinstance(error, Draining) else error
             request.answered.set()
             return
         for message in event.elements:
@@ -291,6 +293,8 @@ class Member:
         self._background = threading.Lock()     # of _connecting
         self._session: Session | None = None
         self._models: tuple[float, list[ModelState]] = (0.0, [])
+        #: it takes no new requests, as far as `models` has told
+        self.draining = False
         self._closed = False
         self._connecting = False
 
@@ -362,7 +366,7 @@ class Member:
         if not self.knows_models(max_age):
             info = self.call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo, ATTEMPT_SECONDS)
             models = convert.models_from_pb(info.models)
-            self._models = (time.monotonic(), models)
+            self._models, self.draining = (time.monotonic(), models), info.draining
         return models
 
     def state(self) -> MemberState:

@@ -29,6 +29,8 @@ class RequestSpec:
     want_text: bool = False
     #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
     tenant: str = ""
+    #: it was taken before, by a server that was lost
+    resumed: bool = False
     #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
     opened: str = ""
 

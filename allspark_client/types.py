@@ -241,7 +241,7 @@ class ModelInfo:
     weight_dtype: str = ""
     cache_dtype: str = ""
     model_hash: str = ""
-    tokenizer_dir: str | None = None
+    tokenizer_dir: str | None = None    #: in the process that has the model; clients of a server are not told
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     host_spans: int = 0                 #: of the prefix cache's second tier

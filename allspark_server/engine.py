@@ -165,7 +165,7 @@ class Engine(AbstractEngine):
                 check_available(check_config(config))
                 if name not in self._configured:
                     check(config)
-                logger.info("loading %s from %s", name, config.model_path)
+                logger.info("loading %s", name)
                 self._install(config, bool(entry.get("started")))
             except (AllSparkError, ValueError, TypeError) as error:
                 if name in self._configured and not again:

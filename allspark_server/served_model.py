@@ -49,7 +49,8 @@ class ServedModel:
         self.failure: Optional[str] = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
-        self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
+        self.budget = StepBudget(
+            info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None
@@ -261,8 +262,7 @@ class ServedModel:
         """The next step, if one can be planned before results of those that run."""
         if self._deadlines:
             self.expire()
-        budget = self.budget
-        step = self.scheduler.plan(budget.rows, budget.price) if budget.adaptive else self.scheduler.plan()
+        step = self.scheduler.plan(self.budget)
         for sequence in self.scheduler.take_unfit():
             error = AllSparkError(
                 AsStatus.ALLSPARK_CACHE_MEMORY_OUT,

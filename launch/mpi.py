@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,14 @@ def find_mpi() -> Installation:
     return usable[0]
 
 
-def clean_environment() -> dict[str, str]:
-    """This environment without what an enclosing MPI or batch job has set, and with a home directory: services and
-    containers may have none, and Open MPI 5 does not start then; it need not exist."""
-    home = os.path.expanduser("~")
-    return {"HOME": home if os.path.isabs(home) else "/",
-            **{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}}
+def clean_environment(home: str = "") -> dict[str, str]:
+    """This environment without what an enclosing MPI or batch job has set, and with a home directory that can be used:
+    users of services and containers may have none, and Open MPI 5 does not start then. `home`: instead; "": the folder
+    for temporary files."""
+    own = os.path.expanduser("~")
+    usable = os.path.isabs(own) and os.access(own, os.R_OK | os.W_OK | os.X_OK)
+    return {**{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)},
+            "HOME": own if usable else home or tempfile.gettempdir()}
 
 
 def _loopback() -> str:
