@@ -85,7 +85,7 @@ STORED = {
     "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
     "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
     # Heads that the CUDA backend attends with on tensor cores.
-    "qwen3-bf16-heads-of-64": Spec("qwen3", _sizes(136, 14, 2, 203, head_dim=64, tie_word_embeddings=True), "bfloat16"),
+    "llama-bf16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "bfloat16"),
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
 }
 

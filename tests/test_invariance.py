@@ -20,7 +20,7 @@ from checkpoints import UNIT, checkpoint, prompt_of
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 if UNIT["compute_unit"].startswith("CUDA"):
-    MODELS += ("qwen3-bf16-heads-of-64",)
+    MODELS += ("llama-bf16-heads-of-64",)
 NEW_TOKENS = 20
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
 PROBES: list[tuple[list[int], dict[str, Any]]] = [

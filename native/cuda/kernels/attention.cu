@@ -15,7 +15,8 @@ __device__ float read(const T* p) {
   else return from_bf16(*p);
 }
 
-// rotates: queries, in place, and keys as they enter the cache, as rope() does.
+// A thread for each pair of features of the queries, and each value of the cache. rotates: queries, in place, and keys
+// as they enter the cache, as rope() does.
 template <typename T>
 __global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
   after_previous();
@@ -27,30 +28,29 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
     const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
     first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
   };
-  if (rotates)
-    for (int i = threadIdx.x; i < queries * half; i += blockDim.x) {
-      float* head = in + i / half * dim;
-      const int pair = i % half;
-      float first, second;
-      turn(head, pair, first, second);
-      head[interleaved ? 2 * pair : pair] = first, head[interleaved ? 2 * pair + 1 : pair + half] = second;
-    }
-  if (at < 0) return;
-  const int span = at / a.cache.span_size, place = at % a.cache.span_size;
-  for (int i = threadIdx.x; i < 2 * a.cache.kv_heads * padded; i += blockDim.x) {
-    const int feature = i % padded, head = i / padded % a.cache.kv_heads, value = i / padded / a.cache.kv_heads;
-    const float* from = in + (queries + value * a.cache.kv_heads + head) * dim;
-    float x = feature < dim ? from[feature] : 0.0f;
-    if (rotates && !value && feature < t.dim) {
-      float first, second;
-      turn(from, interleaved ? feature / 2 : feature % half, first, second);
-      x = (interleaved ? feature % 2 : feature >= half) ? second : first;
-    }
-    T* to = reinterpret_cast<T*>(const_cast<char*>(head_of(a.cache, span, head))) +
-            ((size_t)value * a.cache.span_size + place) * padded + feature;
-    if constexpr (sizeof(T) == 4) *to = x;
-    else *to = to_bf16(x);
+  const int turned = rotates ? queries * half : 0, i = blockIdx.y * blockDim.x + threadIdx.x - turned;
+  if (i < 0) {
+    const int pair = (i + turned) % half;
+    float* head = in + (i + turned) / half * dim;
+    float first, second;
+    turn(head, pair, first, second);
+    head[interleaved ? 2 * pair : pair] = first, head[interleaved ? 2 * pair + 1 : pair + half] = second;
+    return;
   }
+  if (at < 0 || i >= 2 * a.cache.kv_heads * padded) return;
+  const int span = at / a.cache.span_size, place = at % a.cache.span_size;
+  const int feature = i % padded, head = i / padded % a.cache.kv_heads, value = i / padded / a.cache.kv_heads;
+  const float* from = in + (queries + value * a.cache.kv_heads + head) * dim;
+  float x = feature < dim ? from[feature] : 0.0f;
+  if (rotates && !value && feature < t.dim) {
+    float first, second;
+    turn(from, interleaved ? feature / 2 : feature % half, first, second);
+    x = (interleaved ? feature % 2 : feature >= half) ? second : first;
+  }
+  T* to = reinterpret_cast<T*>(const_cast<char*>(head_of(a.cache, span, head))) +
+          ((size_t)value * a.cache.span_size + place) * padded + feature;
+  if constexpr (sizeof(T) == 4) *to = x;
+  else *to = to_bf16(x);
 }
 
 // What a pair has of some positions: the greatest score, the sum of weights, and a lane's features of the values.
@@ -141,18 +141,17 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
   if (rows.first_run == rows.last_run) return;  // it is there already
-  const int kv_head = blockIdx.y, dim = a.cache.head_dim;
-  for (int i = threadIdx.x; i < rows.count * dim; i += blockDim.x) {
-    const int pair = i / dim;
-    float most = -INFINITY, sum = 0, value = 0;
-    for (int run = rows.first_run; run <= rows.last_run; run++) {
-      const float* from = partial_of(a, blockIdx.x, kv_head, run);
-      const float now = fmaxf(most, from[pair]), by = shrunk(most, now), run_by = shrunk(from[pair], now);
-      most = now, sum = merged(sum, by, from[kFewPairs + pair], run_by);
-      value = merged(value, by, from[2 * kFewPairs + i], run_by);
-    }
-    put(a.out, rows.row(pair), rows.head(pair, kv_head) * dim + i % dim, share(value, sum));
+  const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
+  if (pair >= rows.count) return;
+  float most = -INFINITY, sum = 0, value = 0;
+#pragma unroll 4
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
+    const float* from = partial_of(a, blockIdx.x, kv_head, run);
+    const float now = fmaxf(most, from[pair]), by = shrunk(most, now), run_by = shrunk(from[pair], now);
+    most = now, sum = merged(sum, by, from[kFewPairs + pair], run_by);
+    value = merged(value, by, from[2 * kFewPairs + i], run_by);
   }
+  put(a.out, rows.row(pair), rows.head(pair, kv_head) * dim + i % dim, share(value, sum));
 }
 
 }  // namespace
@@ -163,7 +162,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
   const auto kernel = a.cache.bf16 ? store_kernel<uint16_t> : store_kernel<float>;
-  start(queue, kernel, rows, 256, 0, a, where, turn != nullptr, table, interleaved);
+  const int queries = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
+  const int items = (turn ? queries * (table.dim / 2) : 0) + 2 * a.cache.kv_heads * a.cache.padded_dim;
+  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved);
   launched("store_cache");
 }
 
@@ -178,7 +179,8 @@ void attend(const Attention& a, const AttentionTile* tiles, int count, bool few,
   }
   launched("attention");
   if (!few || splits == 1) return;  // of a single run there is nothing to merge
-  start(queue, merge_kernel, dim3(count, a.cache.kv_heads), 256, 0, a, tiles);
+  start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kFewPairs * a.cache.head_dim, 256)), 256, 0, a,
+        tiles);
   launched("attention's merge");
 }
 

@@ -129,11 +129,31 @@ __device__ inline void put(const Rows& out, int row, int column, float value) {
   else out.values[(size_t)row * out.width + column] = value;
 }
 
-// What a product leaves: the sum and the bias, added to what is there if it is to be.
-__device__ inline void finish(const Product& p, int row, int column, float sum) {
-  if (p.bias) sum = __fadd_rn(sum, p.bias[column]);
-  if (p.adds) sum = __fadd_rn(p.y.values[(size_t)row * p.y.width + column], sum);
-  put(p.y, row, column, sum);
+// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
+// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
+// column of number i; rows, width: those that there are.
+struct Place {
+  int row, column;
+};
+template <int kCount, typename Where>
+__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
+  float before[kCount], bias[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    const bool there = at.row < rows && at.column < width;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
+    bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    if (at.row >= rows || at.column >= width) continue;
+    float sum = sums[i];
+    if (p.bias) sum = __fadd_rn(sum, bias[i]);
+    if (p.adds) sum = __fadd_rn(before[i], sum);
+    put(p.y, at.row, at.column, sum);
+  }
 }
 
 __device__ inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }

@@ -129,8 +129,9 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         float total = round ? totals[i] : sums[i];
         for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
         totals[i] = total;
-        const int row = first_row + i / kColumns, column = tile * kColumns + i % kColumns;
-        if (last && !p.gated && row < rows && column < p.w.n) finish(p, row, column, total);
+        if (last && !p.gated)
+          finish<1>(p, rows, p.w.n, &total,
+                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
       }
       __syncthreads();
       if (!last || !p.gated) continue;

@@ -28,11 +28,9 @@ __global__ void __launch_bounds__(kThreads) linear_f32_kernel(Product p, int row
         for (int j = 0; j < kEach; j++) sums[i][j] = fmaf(xs[c][ty + 16 * i], ws[c][tx + 16 * j], sums[i][j]);
     __syncthreads();
   }
+#pragma unroll
   for (int i = 0; i < kEach; i++)
-    for (int j = 0; j < kEach; j++) {
-      const int row = row0 + ty + 16 * i, column = column0 + tx + 16 * j;
-      if (row < rows && column < p.w.n) finish(p, row, column, sums[i][j]);
-    }
+    finish<kEach>(p, rows, p.w.n, sums[i], [&](int j) { return Place{row0 + ty + 16 * i, column0 + tx + 16 * j}; });
 }
 
 }  // namespace

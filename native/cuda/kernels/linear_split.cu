@@ -14,7 +14,8 @@ namespace {
 // kRows: of activations; kGroups: warpgroups, of 64 columns each.
 template <int kRows, int kGroups>
 struct Shape {
-  static constexpr int kColumns = kBlock * kGroups, kStride = kColumns + 4;  // of sums: rows lie in different banks
+  static constexpr int kColumns = kBlock * kGroups;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
   static constexpr int kStages = kRows <= 32 ? 8 : kRows <= 64 ? 6 : 3;
   static constexpr int kRowBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kRowBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
@@ -100,20 +101,34 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
   await_previous();
   __syncwarp();
   cluster_barrier();
-  const auto total = [&](int row, int column) {
+  // Sums of four columns: all pieces are asked for before they are added.
+  const auto total = [&](int row, int column, float(&sums)[4]) {
     const uint32_t at = stages + (row * S::kStride + column) * 4;
-    float sum = read_at(at, 0);
-    for (int i = 1; i < k.count; i++) sum = __fadd_rn(sum, read_at(at, i));
-    return sum;
+    float4 pieces[kMostPieces];
+#pragma unroll
+    for (int i = 0; i < kMostPieces; i++)
+      if (i < k.count) pieces[i] = read_at(at, i);
+    sums[0] = pieces[0].x, sums[1] = pieces[0].y, sums[2] = pieces[0].z, sums[3] = pieces[0].w;
+#pragma unroll
+    for (int i = 1; i < kMostPieces; i++)
+      if (i < k.count) {
+        sums[0] = __fadd_rn(sums[0], pieces[i].x), sums[1] = __fadd_rn(sums[1], pieces[i].y);
+        sums[2] = __fadd_rn(sums[2], pieces[i].z), sums[3] = __fadd_rn(sums[3], pieces[i].w);
+      }
   };
-  const int width = p.gated ? S::kColumns / 2 : S::kColumns, there = min(kRows, rows - first_row);
+  const int width = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, there = min(kRows, rows - first_row);
   for (int i = piece * blockDim.x + threadIdx.x; i < there * width; i += k.count * blockDim.x) {
-    const int row = i / width, c = i % width;
+    const int row = i / width, c = i % width * 4;
+    float sums[4], ups[4];
     if (p.gated) {
       const int column = column_block * (kBlock / 2) + c, gate = c / 8 * 16 + c % 8;
-      if (column < p.y.width) finish_gated(p, first_row + row, column, total(row, gate), total(row, gate + 8));
-    } else if (column_block * kBlock + c < p.w.n) {
-      finish(p, first_row + row, column_block * kBlock + c, total(row, c));
+      total(row, gate, sums), total(row, gate + 8, ups);
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (column + j < p.y.width) finish_gated(p, first_row + row, column + j, sums[j], ups[j]);
+    } else {
+      total(row, c, sums);
+      finish<4>(p, rows, p.w.n, sums, [&](int j) { return Place{first_row + row, column_block * kBlock + c + j}; });
     }
   }
   cluster_barrier();  // others may still read

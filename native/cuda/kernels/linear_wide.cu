@@ -12,7 +12,10 @@ namespace cuda {
 namespace {
 
 constexpr int kColumns = kWideColumns, kRows = kWideRows, kGroups = kColumns / kBlock, kStages = 5, kPair = 2;
-constexpr int kThreads = 128 * (1 + kGroups), kValues = kRows / 2;
+constexpr int kThreads = 128 * (1 + kGroups);
+[[maybe_unused]] constexpr int kValues = kRows / 2;
+constexpr int kTogether =
+    12;  // tiles of rows that blocks at work at the same time share: what they read stays in the cache
 constexpr int kStageBytes = (kColumns + kRows) / kBlock * kBlockBytes, kSharedBytes = kStages * kStageBytes;
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -48,7 +51,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers barriers;
-  const int column_block = blockIdx.x * kGroups, row_block = blockIdx.y * (kRows / kBlock), rank = blockIdx.x % kPair;
+  // Neighbours in time share rows and columns: some tiles of rows with one pair of tiles of columns after the other.
+  const int pairs = (blocks_of(p.w.n) + kPair * kGroups - 1) / (kPair * kGroups), tiles = (rows + kRows - 1) / kRows;
+  const int together = blockIdx.y / (kTogether * pairs) * kTogether, within = blockIdx.y % (kTogether * pairs);
+  const int there = min(kTogether, tiles - together), rank = blockIdx.x;
+  const int column_block = (within / there * kPair + rank) * kGroups,
+            row_block = (together + within % there) * (kRows / kBlock);
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -95,15 +103,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int first = (column_block + group) * kBlock + warp * 16;  // column of this warp
+    if (p.gated) {
+      const int gate = first / 2 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < kValues; i++) {
-      const int row = row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2, column = first + lane / 4 + i % 4 / 2 * 8;
-      if (p.gated) {
-        const int gate = first / 2 + lane / 4;
+      for (int i = 0; i < kValues; i++) {
+        const int row = row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
         if (i % 4 < 2 && row < rows && gate < p.y.width) finish_gated(p, row, gate, total[i], total[i + 2]);
-      } else if (row < rows && column < p.w.n) {
-        finish(p, row, column, total[i]);
       }
+    } else {
+      constexpr int kAtOnce = 16;
+#pragma unroll
+      for (int begin = 0; begin < kValues; begin += kAtOnce)
+        finish<kAtOnce>(p, rows, p.w.n, total + begin, [&](int j) {
+          const int i = begin + j;
+          return Place{row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2, first + lane / 4 + i % 4 / 2 * 8};
+        });
     }
   }
   __syncwarp();
@@ -115,9 +129,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   allow_shared(linear_wide_kernel, kSharedBytes);
-  const int columns = (ceil_div(p.w.n, kColumns) + kPair - 1) / kPair * kPair;
-  start_clusters(queue, linear_wide_kernel, dim3(columns, ceil_div(rows, kRows)), dim3(kPair), kThreads, kSharedBytes,
-                 p, rows, Pieces(p.w.k));
+  const int pairs = ceil_div(p.w.n, kPair * kColumns);
+  start_clusters(queue, linear_wide_kernel, dim3(kPair, pairs * ceil_div(rows, kRows)), dim3(kPair), kThreads,
+                 kSharedBytes, p, rows, Pieces(p.w.k));
   launched("linear in bfloat16, many rows");
 }
 

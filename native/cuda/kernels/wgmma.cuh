@@ -41,16 +41,16 @@ __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-__device__ inline float read_at(uint32_t address, int block) {
-  float value;
+__device__ inline float4 read_at(uint32_t address, int block) {
+  float4 v;
   asm volatile(
       "{ .reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [there]; }"
-      : "=f"(value)
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
       : "r"(address), "r"(block)
       : "memory");
-  return value;
+  return v;
 }
 
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {
