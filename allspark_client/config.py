@@ -138,6 +138,11 @@ class AsModelConfig(Checked):
         return self
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether compute_unit names GPUs."""
+        return self.compute_unit.startswith("CUDA:")
+
+    @property
     def device_ids(self) -> list[int]:
         """The ids of compute_unit."""
         return [int(i) for i in self.compute_unit.split(":")[1].split(",")]
@@ -460,8 +465,8 @@ _ONLY = {
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
-        if config.compute_unit.startswith("CUDA"):
-            raise not_available(f"compute_unit={config.compute_unit!r}")
+        if config.on_gpus and len(config.device_ids) > 1:
+            raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():

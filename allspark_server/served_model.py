@@ -96,7 +96,8 @@ class ServedModel:
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
-        return cls(config, info, tokenizer, fingerprint(info), output, held, guide, masks, post)
+        gpu = config.device_ids[0] if config.on_gpus else None
+        return cls(config, info, tokenizer, fingerprint(info, gpu), output, held, guide, masks, post)
 
     # Any thread.
 

@@ -37,6 +37,7 @@ class GroupOptions:
     address: list[str] = field(default_factory=list)
     ranks: int = 0
     numa_nodes: list[int] | None = None
+    gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
     cpus_per_rank: int = 0
     use_siblings: bool = False
     token_file: str = ""
