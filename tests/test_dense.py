@@ -19,6 +19,7 @@ from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models import read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
+from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
 from checkpoints import (DENSE, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits, reference_model)
 from driver import Driver, together  # noqa: E402
@@ -157,6 +158,57 @@ def test_serialized_and_reloaded(name, form, group, tmp_path):
             np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
     a, b = (open_model(str(path)) for path in (source, tmp_path / "m.asgraph"))
     assert repr(a.graph.config) == repr(b.graph.config) and a.graph.ops == b.graph.ops
+
+
+# -- with a vision tower -----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A Gemma 3 that also sees, as transformers 5 writes it."""
+    import transformers
+
+    text = dict(DENSE["gemma3"].fields)
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.2 if "norm" in name else 0.5 if "embed_tokens" in name else 1.3 * parameter.shape[-1] ** -0.5
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    directory = tmp_path_factory.mktemp("seeing") / "m"
+    model.save_pretrained(directory)
+    return directory, model.eval()
+
+
+def older_names(directory, target):
+    """As transformers 4 wrote it, and as it is published: text_config holds what differs from the defaults."""
+    source = open_model(str(directory)).source.source
+    tensors = {}
+    for name in source.names():
+        new = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
+        tensors[new] = np.asarray(source.get(name).data)
+    target.mkdir()
+    write_safetensors(target / "model.safetensors", [(n, "F32", a.shape) for n, a in tensors.items()], {},
+                      [[a] for a in tensors.values()])
+    values = json.loads((directory / "config.json").read_text())
+    text = values["text_config"]
+    defaults = {"rms_norm_eps": 1e-6}
+    values["text_config"] = {name: value for name, value in text.items() if defaults.get(name) != value}
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_text_of_a_model_that_sees(older, seeing, tmp_path, caplog):
+    directory, model = seeing
+    with Driver(older_names(directory, tmp_path / "m") if older else directory, 1) as driver:
+        for length in (7, 129):
+            prompt = prompt_of(length)
+            with torch.inference_mode():
+                expected = model(torch.tensor([prompt])).logits[0, -1].double().numpy()
+            check_logits(driver.generate(prompt, 1)[1][0], expected)
+    assert "does not use" not in caplog.text
 
 
 # -- config.json -------------------------------------------------------------------------------------------------------

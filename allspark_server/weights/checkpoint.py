@@ -153,20 +153,17 @@ class _UnitRows:
         return self[:].reshape(*shape)
 
 
-class UnitHead:
-    """A source whose head's rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+class Changed:
+    """A source that is seen differently: the base of those that change one thing."""
 
-    def __init__(self, source: Source, head: str):
-        self.source, self.head = source, head
-
-    def get(self, name: str) -> StoredTensor:
-        tensor = self.source.get(name)
-        if name != self.head or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
-            return tensor
-        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+    def __init__(self, source: Source):
+        self.source = source
 
     def names(self) -> Iterable[str]:
         return self.source.names()
+
+    def get(self, name: str) -> StoredTensor:
+        return self.source.get(name)
 
     def verify(self, rank: int, world: int) -> None:
         self.source.verify(rank, world)
@@ -176,6 +173,34 @@ class UnitHead:
 
     def checksum(self) -> str:
         return self.source.checksum()
+
+
+class UnitHead(Changed):
+    """With a head whose rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+
+    def get(self, name: str) -> StoredTensor:
+        tensor = self.source.get(name)
+        if name != "lm_head.weight" or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
+            return tensor
+        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+
+
+class TextPart(Changed):
+    """The text part of a checkpoint that also sees, under the names that it has alone."""
+
+    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # of transformers 4, and 5
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."))
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        self.inner = {own + name[len(prefix):]: name for prefix, own in self.PREFIXES for name in source.names()
+                      if name.startswith(prefix)}
+
+    def names(self) -> Iterable[str]:
+        return self.inner.keys()
+
+    def get(self, name: str) -> StoredTensor:
+        return self.source.get(self.inner[name])
 
 
 class TorchSource:
@@ -249,9 +274,12 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
     if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
         try:
-            config = _tied_as_stored(read_config(path, rope_scaling), source)
+            config = read_config(path, rope_scaling)
+            if config.architecture == "Gemma3ForConditionalGeneration":
+                source = TextPart(source)
+            config = _tied_as_stored(config, source)
             if config.unit_head:
-                source = UnitHead(source, "lm_head.weight")
+                source = UnitHead(source)
             graph = build_graph(_experts_as_stored(config, source))
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
