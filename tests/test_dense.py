@@ -16,13 +16,14 @@ pytest.importorskip("transformers")
 
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import read_config  # noqa: E402
+from allspark_server.models import build_graph, read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
 from checkpoints import (DENSE, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits, reference_model)
 from driver import Driver, together  # noqa: E402
+from published import PUBLISHED  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
@@ -174,7 +175,7 @@ def seeing(tmp_path_factory):
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            std = 0.2 if "norm" in name else 0.5 if "embed_tokens" in name else 1.3 * parameter.shape[-1] ** -0.5
+            std = 0.2 if "norm" in name else (0.5 if "embed_tokens" in name else 1.3) * parameter.shape[-1] ** -0.5
             parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
     directory = tmp_path_factory.mktemp("seeing") / "m"
     model.save_pretrained(directory)
@@ -258,6 +259,8 @@ def test_spelling_of_transformers_4(name, tmp_path):
      r"short_factor\[11\]'.* is 0.0: it must be positive"),
     ("phi3-longrope", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "it rotates 7 features, which must be even"),
     ("phi3-longrope", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotates 36 features"),
+    ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": None},
+     "'rope_parameters.original_max_position_embeddings'.* is missing"),
     ("phi3-window", {"sliding_window": -2}, "'sliding_window'.* is -2: it must be positive"),
     ("phi3-window", {"sliding_window": 1.5}, "'sliding_window'.* is 1.5: expected int"),
     ("glm", {"head_dim": 7}, "'head_dim'.* is 7: the rotary embedding needs an even"),
@@ -280,6 +283,33 @@ def test_spelling_of_transformers_4(name, tmp_path):
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):
         read_config(changed(tmp_path, name, lambda values: values.update(change)))
+
+
+@slow
+@pytest.mark.parametrize("name", [*DENSE, *PUBLISHED])
+def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
+    """Whatever one field holds: it is read, or refused in words."""
+    config = PUBLISHED.get(name) or json.loads((checkpoint(name) / "config.json").read_text())
+    odd = [None, -1, 0, "x", [], {}, True, 2.5, 1 << 40, 1e300, [1, "a", None], {"a": [1]}, float("nan"), "1e400"]
+
+    def paths(values, before=()):
+        for key, value in values.items():
+            yield (*before, key)
+            if isinstance(value, dict):
+                yield from paths(value, (*before, key))
+
+    for path in paths(config):
+        for value in odd:
+            changed = json.loads(json.dumps(config))
+            at = changed
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = value
+            (tmp_path / "config.json").write_text(json.dumps(changed).replace('"1e400"', "1e400"))
+            try:
+                build_graph(read_config(tmp_path))
+            except (AllSparkError, ValueError) as error:
+                assert str(error)
 
 
 def test_rescaled_keeps_what_it_does_not_change(tmp_path):
