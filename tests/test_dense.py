@@ -14,14 +14,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from allspark_client import AsModelConfig, GenerateConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_client.request import RequestSpec  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
 from allspark_server.models import build_graph, read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from checkpoints import (DENSE, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
-                         reference_greedy, reference_logits, reference_model)
+from checkpoints import (DENSE, PROMPT_LENGTHS, Greedy, check_greedy, check_logits, checkpoint,  # noqa: E402
+                         prompt_of, reference_greedy, reference_logits, reference_model)
 from driver import Driver, together  # noqa: E402
 from published import PUBLISHED  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
@@ -105,6 +107,51 @@ def greedy(name, length):
     if (name, length) not in _greedy:
         _greedy[name, length] = reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
     return _greedy[name, length]
+
+
+# -- beyond the original length ----------------------------------------------------------------------------------------
+@torch.inference_mode()
+def grown(directory, prompt, n):
+    """As reference_greedy, all positions anew for each token: what transformers' generate does at the original length."""
+    model, ids, gaps = reference_model(directory, torch.float64), list(prompt), []
+    for _ in range(n):
+        logits = model(torch.tensor([ids])).logits[0, -1].double()
+        best = torch.topk(logits, 2).values
+        ids.append(int(logits.argmax()))
+        gaps.append(float((best[0] - best[1]) / logits.std()))
+    return Greedy(ids[len(prompt):], gaps)
+
+
+def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine_of):
+    """LongRoPE: by transformers, and with the same bits however it came there."""
+    engine, bits = engine_of("engine"), []
+    prompt, other = prompt_of(240), prompt_of(250, seed=4)
+    fields = {"model_path": str(checkpoint("phi3-longrope")), "num_threads": 1, "engine_max_length": 768}
+    config = {"max_new_tokens": 40, "eos_token_id": -1, "logprobs": True, "top_logprobs": 2}
+    kinds = [{}, {"speculation": "prompt_lookup"}, {"engine_max_prefill_length": 37, "enable_prefix_cache": True},
+             {"max_step_tokens": 19, "engine_max_batch": 3}]
+    for number, more in enumerate(kinds):
+        name = f"longrope-{number}"
+        engine.install_model(AsModelConfig(model_name=name, **fields, **more))
+        engine.start_model(name)
+        for again in range(2):
+            first = engine.start_request(name, {"input_ids": prompt}, {**config, "do_sample": False})[2]
+            second = engine.start_request(name, {"input_ids": other}, {**config, "seed": 5, "stop_words_ids": [[1, 1]]})[2]
+            found = []
+            for answer in (first, second):
+                parts = list(answer)
+                found.append(([i for part in parts for i in part.ids_from_generate],
+                              [p for part in parts for p in part.token_logprobs_list]))
+            bits.append(found)
+        ids, logprobs = bits[0][1]
+        for done in (3, 6, 20):  # before, at and beyond
+            spec = RequestSpec(name, input_ids=other, config=GenerateConfig(**config, seed=5), generated=ids[:done])
+            parts = list(engine._start(spec)[2])
+            assert [i for part in parts for i in part.ids_from_generate] == ids[done:]
+            assert [p for part in parts for p in part.token_logprobs_list] == logprobs[done:]
+        engine.release_model(name)
+    assert all(each == bits[0] for each in bits)
+    assert check_greedy(bits[0][0][0], grown(checkpoint("phi3-longrope"), prompt, 40)) > 25
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
