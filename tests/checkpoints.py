@@ -120,11 +120,12 @@ DENSE = {
     "glm4-yarn": Spec("glm4", _sizes(88, 6, 3, 131, head_dim=24, pad_token_id=0) | _rope(
         "yarn", 1e4, factor=4.0, original_max_position_embeddings=512, partial_rotary_factor=0.5)),
     "gemma2": Spec("gemma2", _sizes(84, 6, 2, 151, 4, head_dim=18, sliding_window=61, query_pre_attn_scalar=23,
-                                    attn_logit_softcapping=3.0, final_logit_softcapping=1.5, pad_token_id=0)),
+                                    attn_logit_softcapping=3.0, final_logit_softcapping=3.0, tie_word_embeddings=False,
+                                    pad_token_id=0)),
     "gemma2-uncapped": Spec("gemma2", _sizes(72, 4, 4, 131, head_dim=24, sliding_window=33, query_pre_attn_scalar=24,
                                              attn_logit_softcapping=None, final_logit_softcapping=4.0, layer_types=[
                                                  "full_attention", "full_attention", "sliding_attention"],
-                                             attention_bias=True, tie_word_embeddings=False, pad_token_id=0)),
+                                             attention_bias=True, pad_token_id=0)),
     "gemma3": Spec("gemma3_text", _sizes(84, 14, 2, 151, 7, head_dim=20, sliding_window=61, query_pre_attn_scalar=31,
                                          pad_token_id=0) | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
