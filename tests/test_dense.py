@@ -122,6 +122,7 @@ def grown(directory, prompt, n):
     return Greedy(ids[len(prompt):], gaps)
 
 
+@slow
 def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine_of):
     """LongRoPE: by transformers, and with the same bits however it came there."""
     engine, bits = engine_of("engine"), []
