@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import shutil
 import tempfile
 import zlib
@@ -23,6 +24,8 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+#: what suites of the whole engine compute on: ALLSPARK_TEST_UNIT=CUDA:0 runs them on a GPU
+UNIT = {"compute_unit": os.environ.get("ALLSPARK_TEST_UNIT", "CPU:0")}
 VOCAB = 1031  # prime: divides among no number of ranks
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
@@ -81,6 +84,8 @@ STORED = {
     "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
     "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
     "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
+    # Heads that the CUDA backend attends with on tensor cores.
+    "llama-bf16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "bfloat16"),
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
 }
 

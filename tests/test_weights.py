@@ -502,7 +502,6 @@ def test_missing_field_is_named_with_its_file(copy, field):
     ({"num_key_value_heads": 3}, r"is 3: it must divide num_attention_heads \(14\)"),
     ({"hidden_size": 113}, "must be a multiple of num_attention_heads"),
     ({"hidden_act": "gelu"}, "'gelu': only 'silu'"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config.* is not available yet"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types.* sliding_attention"),
     ({"layer_types": ..., "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
      "use_sliding_window.* sliding_window=64 from layer 1: a sliding window is not available yet"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.architectures import ARCHITECTURES, Architecture, known_architectures
 from allspark_server.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from allspark_server.models.network import ModelConfig, RopeConfig
@@ -22,6 +22,11 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
     `rope_scaling`: instead of what stands there; as there, {} for none."""
     directory = Path(directory)
     fields = Fields(read_json(directory / "config.json"), directory / "config.json")
+    return config_of(fields, _eos_token_ids(fields, directory), rope_scaling)
+
+
+def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict | None = None) -> ModelConfig:
+    """What the fields of a config.json say."""
     name, architecture = _architecture(fields)
     if architecture.translate is not None:
         fields = architecture.translate(fields)
@@ -56,7 +61,7 @@ def read_config(directory: str | Path, rope_scaling: dict | None = None) -> Mode
         attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
                         architecture.has_bias_fields and fields.get("attention_bias", bool, architecture.attention_bias)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
-        eos_token_ids=_eos_token_ids(fields, directory),
+        eos_token_ids=eos_token_ids,
         experts=architecture.experts and architecture.experts(fields, layers), **more)
     try:
         return config.checked()
@@ -130,8 +135,6 @@ def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
     activation = fields.get(name, str, architecture.activation[0])
     if activation not in architecture.activation:
         raise fields.error(name, f"is {activation!r}: only {architecture.activation[0]!r} is supported")
-    if fields.get("quantization_config", dict):
-        raise not_available(f"A quantized checkpoint ({fields.path} has a quantization_config)")
     if architecture.windows:
         return
     layers = fields.need_positive("num_hidden_layers", most=MAX_LAYERS)

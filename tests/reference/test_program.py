@@ -87,7 +87,7 @@ def test_attention_that_cannot_be(program):
 def test_weights_tensors_and_groups_that_cannot_be(program):
     for problem, call in (
         ("matrix of 0 x 4: both must be positive", lambda: program.add_matrix(0, 4, "float32")),
-        ("group_size must be 0, 8, 16 or a multiple of 32, got 24", lambda: program.add_matrix(4, 4, "int8", 24)),
+        ("group_size must be a multiple of 8, or 0, got 20", lambda: program.add_matrix(4, 4, "int8", 20)),
         ("no weight format int7: known are float32", lambda: program.add_matrix(4, 4, "int7")),
         ("tensor width must be positive, got 0", lambda: program.add_tensor(0)),
         ("no row set 2", lambda: program.add_tensor(4, 2)),
