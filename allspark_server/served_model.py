@@ -74,7 +74,7 @@ class ServedModel:
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
-            masks=len(masks.bits) // DEPTH if masks is not None else 0,
+            masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
         )
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)

@@ -19,7 +19,7 @@ from typing import Any, Callable, Mapping
 from .weights.files import MAX_TOKENIZER_BYTES, read_file, read_json
 
 TIKTOKEN, MODEL, JSON = "qwen.tiktoken", "tokenizer.model", "tokenizer.json"
-MAX_TOKENS = 1 << 24
+MAX_TOKENS, MAX_TOKEN = 1 << 24, 1 << 10  # and the longest, of which each pair of parts is looked up
 BLANK = "\u2581"  # how sentencepiece writes a space
 
 _WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
@@ -108,10 +108,13 @@ def _converted(file: Path) -> dict[str, Any]:
     found = _tiktoken(file, data, family) if _RANKS.match(data) else _sentencepiece(file, data)
     vocab = found["model"]["vocab"]
     first = 1 + max(vocab.values())
-    listed = {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()
-              if i.isdigit() and isinstance(token, dict) and isinstance(token.get("content"), str)}
     special = {text: first + i for i, text in enumerate(family.special)}
-    special |= {token["content"]: i for i, token in listed.items()}
+    listed = config.get("added_tokens_decoder")
+    for i, token in listed.items() if isinstance(listed, dict) else ():
+        if not re.fullmatch(r"[0-9]{1,7}", i) or _text(token) is None:
+            raise ValueError(f"added_tokens_decoder of {directory / 'tokenizer_config.json'} holds {i!r}: {token!r}: expected "
+                             "an id and its token")
+        special[_text(token)] = int(i)
     vocab.update(special)
     known = {token["id"] for token in found["added_tokens"]}
     found["added_tokens"] += [_added(i, text, True) for text, i in special.items() if i not in known]
@@ -162,8 +165,12 @@ def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> d
 
 
 def _merges(order: dict[Any, Any], tokens: list[Any]) -> list[tuple[Any, Any]]:
-    """Every pair that makes one of `tokens`, which come in the order in which they are made; order: of all parts."""
+    """Every pair that makes one of `tokens`, which come in the order in which they are made; order: of all parts.
+    ValueError for a token that is too long."""
     found = []
+    longest = max(map(len, tokens), default=0)
+    if longest > MAX_TOKEN:
+        raise ValueError(f"the vocabulary has a token of {longest} bytes or characters: at most {MAX_TOKEN} are read")
     for token in tokens:
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
         found += sorted((pair for pair in pairs if pair[0] in order and pair[1] in order),

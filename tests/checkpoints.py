@@ -125,11 +125,12 @@ DENSE = {
     "glm4-yarn": Spec("glm4", _sizes(88, 6, 3, 131, head_dim=24, pad_token_id=0) | _rope(
         "yarn", 1e4, factor=4.0, original_max_position_embeddings=512, partial_rotary_factor=0.5)),
     "gemma2": Spec("gemma2", _sizes(84, 6, 2, 151, 4, head_dim=18, sliding_window=61, query_pre_attn_scalar=23,
+                                    attn_logit_softcapping=3.0, final_logit_softcapping=3.0, tie_word_embeddings=False,
                                     pad_token_id=0)),
     "gemma2-uncapped": Spec("gemma2", _sizes(72, 4, 4, 131, head_dim=24, sliding_window=33, query_pre_attn_scalar=24,
                                              attn_logit_softcapping=None, final_logit_softcapping=4.0, layer_types=[
                                                  "full_attention", "full_attention", "sliding_attention"],
-                                             attention_bias=True, tie_word_embeddings=False, pad_token_id=0)),
+                                             attention_bias=True, pad_token_id=0)),
     "gemma3": Spec("gemma3_text", _sizes(84, 14, 2, 151, 7, head_dim=20, sliding_window=61, query_pre_attn_scalar=31,
                                          pad_token_id=0) | {"rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -190,6 +191,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     config_class, model_class = _CLASSES[spec.family]
     fields = {**spec.fields, "eos_token_id": 2, "bos_token_id": 1}
     model = model_class(config_class(**fields))
+    gemma = spec.family.startswith("gemma")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
@@ -198,11 +200,11 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                normal(parameter, 0.2, 0.0 if spec.family.startswith("gemma") else 1.0)  # Gemma's are 1 + w
+                normal(parameter, 0.2, 0.0 if gemma else 1.0)  # Gemma's are 1 + w
             elif name.endswith("bias"):
                 normal(parameter, 0.3)
             elif "embed_tokens" in name:
-                normal(parameter, 0.5)
+                normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
     model = model.to(getattr(torch, spec.dtype))

@@ -14,14 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from allspark_client import AsModelConfig, GenerateConfig  # noqa: E402
 from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_client.request import RequestSpec  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models import read_config  # noqa: E402
+from allspark_server.models import build_graph, read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
-from checkpoints import (DENSE, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
-                         reference_greedy, reference_logits, reference_model)
+from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
+from checkpoints import (DENSE, PROMPT_LENGTHS, Greedy, check_greedy, check_logits, checkpoint,  # noqa: E402
+                         prompt_of, reference_greedy, reference_logits, reference_model)
 from driver import Driver, together  # noqa: E402
+from published import PUBLISHED  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
 
 FIRST = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")  # one of each kind of network
@@ -105,6 +109,51 @@ def greedy(name, length):
     return _greedy[name, length]
 
 
+# -- beyond the original length ----------------------------------------------------------------------------------------
+@torch.inference_mode()
+def grown(directory, prompt, n):
+    """As reference_greedy, all positions anew for each token: what transformers' generate does at the original length."""
+    model, ids, gaps = reference_model(directory, torch.float64), list(prompt), []
+    for _ in range(n):
+        logits = model(torch.tensor([ids])).logits[0, -1].double()
+        best = torch.topk(logits, 2).values
+        ids.append(int(logits.argmax()))
+        gaps.append(float((best[0] - best[1]) / logits.std()))
+    return Greedy(ids[len(prompt):], gaps)
+
+
+@slow
+def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine_of):
+    """LongRoPE: by transformers, and with the same bits however it came there."""
+    engine, bits = engine_of("engine"), []
+    prompt, other = prompt_of(240), prompt_of(250, seed=4)
+    fields = {"model_path": str(checkpoint("phi3-longrope")), "num_threads": 1, "engine_max_length": 768}
+    config = {"max_new_tokens": 40, "eos_token_id": -1, "logprobs": True, "top_logprobs": 2}
+    kinds = [{}, {"speculation": "prompt_lookup", "max_step_tokens": 37}, {"enable_prefix_cache": True}]
+    for number, more in enumerate(kinds):
+        name = f"longrope-{number}"
+        engine.install_model(AsModelConfig(model_name=name, **fields, **more))
+        engine.start_model(name)
+        for again in range(1 + ("enable_prefix_cache" in more)):
+            first = engine.start_request(name, {"input_ids": prompt}, {**config, "do_sample": False})[2]
+            second = engine.start_request(name, {"input_ids": other}, {**config, "seed": 5, "stop_words_ids": [[1, 1]]})[2]
+            found = []
+            for answer in (first, second):
+                parts = list(answer)
+                found.append(([i for part in parts for i in part.ids_from_generate],
+                              [p for part in parts for p in part.token_logprobs_list]))
+            bits.append(found)
+        ids, logprobs = bits[0][1]
+        for done in (3, 6, 20) if number == 2 else ():  # before, at and beyond
+            spec = RequestSpec(name, input_ids=other, config=GenerateConfig(**config, seed=5), generated=ids[:done])
+            parts = list(engine._start(spec)[2])
+            assert [i for part in parts for i in part.ids_from_generate] == ids[done:]
+            assert [p for part in parts for p in part.token_logprobs_list] == logprobs[done:]
+        engine.release_model(name)
+    assert all(each == bits[0] for each in bits)
+    assert check_greedy(bits[0][0][0], grown(checkpoint("phi3-longrope"), prompt, 40)) > 25
+
+
 # -- bits --------------------------------------------------------------------------------------------------------------
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
 BITS = [(name, form, group) for name in FIRST for form, group in FORMATS]
@@ -159,6 +208,57 @@ def test_serialized_and_reloaded(name, form, group, tmp_path):
     assert repr(a.graph.config) == repr(b.graph.config) and a.graph.ops == b.graph.ops
 
 
+# -- with a vision tower -----------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A Gemma 3 that also sees, as transformers 5 writes it."""
+    import transformers
+
+    text = dict(DENSE["gemma3"].fields)
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}
+    model = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=5))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.2 if "norm" in name else (0.5 if "embed_tokens" in name else 1.3) * parameter.shape[-1] ** -0.5
+            parameter.copy_(std * torch.randn(parameter.shape, generator=generator))
+    directory = tmp_path_factory.mktemp("seeing") / "m"
+    model.save_pretrained(directory)
+    return directory, model.eval()
+
+
+def older_names(directory, target):
+    """As transformers 4 wrote it, and as it is published: text_config holds what differs from the defaults."""
+    source = open_model(str(directory)).source.source
+    tensors = {}
+    for name in source.names():
+        new = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
+        tensors[new] = np.asarray(source.get(name).data)
+    target.mkdir()
+    write_safetensors(target / "model.safetensors", [(n, "F32", a.shape) for n, a in tensors.items()], {},
+                      [[a] for a in tensors.values()])
+    values = json.loads((directory / "config.json").read_text())
+    text = values["text_config"]
+    defaults = {"rms_norm_eps": 1e-6}
+    values["text_config"] = {name: value for name, value in text.items() if defaults.get(name) != value}
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_text_of_a_model_that_sees(older, seeing, tmp_path, caplog):
+    directory, model = seeing
+    with Driver(older_names(directory, tmp_path / "m") if older else directory, 1) as driver:
+        for length in (7, 129):
+            prompt = prompt_of(length)
+            with torch.inference_mode():
+                expected = model(torch.tensor([prompt])).logits[0, -1].double().numpy()
+            check_logits(driver.generate(prompt, 1)[1][0], expected)
+    assert "does not use" not in caplog.text
+
+
 # -- config.json -------------------------------------------------------------------------------------------------------
 def changed(tmp_path, name, change):
     values = json.loads((checkpoint(name) / "config.json").read_text())
@@ -206,6 +306,8 @@ def test_spelling_of_transformers_4(name, tmp_path):
      r"short_factor\[11\]'.* is 0.0: it must be positive"),
     ("phi3-longrope", {"rope_parameters": {"partial_rotary_factor": 0.3}}, "it rotates 7 features, which must be even"),
     ("phi3-longrope", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotates 36 features"),
+    ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope"}, "original_max_position_embeddings": None},
+     "'rope_parameters.original_max_position_embeddings'.* is missing"),
     ("phi3-window", {"sliding_window": -2}, "'sliding_window'.* is -2: it must be positive"),
     ("phi3-window", {"sliding_window": 1.5}, "'sliding_window'.* is 1.5: expected int"),
     ("glm", {"head_dim": 7}, "'head_dim'.* is 7: the rotary embedding needs an even"),
@@ -228,6 +330,33 @@ def test_spelling_of_transformers_4(name, tmp_path):
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     with pytest.raises(AllSparkError, match=problem):
         read_config(changed(tmp_path, name, lambda values: values.update(change)))
+
+
+@slow
+@pytest.mark.parametrize("name", [*DENSE, *PUBLISHED])
+def test_no_value_of_a_field_is_a_surprise(name, tmp_path):
+    """Whatever one field holds: it is read, or refused in words."""
+    config = PUBLISHED.get(name) or json.loads((checkpoint(name) / "config.json").read_text())
+    odd = [None, -1, 0, "x", [], {}, True, 2.5, 1 << 40, 1e300, [1, "a", None], {"a": [1]}, float("nan"), "1e400"]
+
+    def paths(values, before=()):
+        for key, value in values.items():
+            yield (*before, key)
+            if isinstance(value, dict):
+                yield from paths(value, (*before, key))
+
+    for path in paths(config):
+        for value in odd:
+            changed = json.loads(json.dumps(config))
+            at = changed
+            for key in path[:-1]:
+                at = at[key]
+            at[path[-1]] = value
+            (tmp_path / "config.json").write_text(json.dumps(changed).replace('"1e400"', "1e400"))
+            try:
+                build_graph(read_config(tmp_path))
+            except (AllSparkError, ValueError) as error:
+                assert str(error)
 
 
 def test_rescaled_keeps_what_it_does_not_change(tmp_path):

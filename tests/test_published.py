@@ -46,6 +46,17 @@ def test_the_reference_is_as_transformers(name, checkpoint):
         check_logits(reference.logits(prompt), expected)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 5, 8, 14, 40])
+def test_slopes_are_those_of_bloom(heads):
+    """Of transformers, which has ALiBi in Bloom."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    from allspark_server.models.baichuan import alibi_slopes
+
+    wanted = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1].numpy()
+    np.testing.assert_allclose(alibi_slopes(heads), wanted, rtol=1e-6)
+
+
 # -- the engine --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -216,11 +216,21 @@ def test_only_known_classes_are_tokenizers(qwen, tmp_path):
     (b"IQ== 0\nIg== 0\n", "ranks that are not different numbers"),
     (b"\xff\xff\xff\xff", "is neither a sentencepiece model nor tiktoken's ranks"),
     (b"", "no sentencepiece model of 1 to"),
+    (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)) + base64.b64encode(b"a" * 2000) + b" 256\n",
+     "a token of 2000 bytes"),
 ])
 def test_damaged_files(data, problem, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(data)
     write_json(tmp_path / "tokenizer_config.json", tokenizer_class="ChatGLM4Tokenizer")
     with pytest.raises((ValueError, AllSparkError), match=problem):
+        Tokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("added", [{"x": {"content": "<a>"}}, {"5": {"content": 3}}, {"99999999": {"content": "<a>"}}])
+def test_damaged_lists_of_added_tokens(added, qwen, tmp_path):
+    (tmp_path / "qwen.tiktoken").write_bytes((qwen / "qwen.tiktoken").read_bytes())
+    write_json(tmp_path / "tokenizer_config.json", tokenizer_class="QWenTokenizer", added_tokens_decoder=added)
+    with pytest.raises(ValueError, match="added_tokens_decoder of .*tokenizer_config.json holds .*: expected an id"):
         Tokenizer.from_dir(tmp_path)
 
 

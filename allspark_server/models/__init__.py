@@ -38,6 +38,7 @@ MODELS = {
     "Glm4ForCausalLM": glm,
     "Gemma2ForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma,
+    "Gemma3ForConditionalGeneration": gemma,
     "Olmo2ForCausalLM": olmo2,
     "Olmo3ForCausalLM": olmo2,
     "QWenLMHeadModel": qwen,

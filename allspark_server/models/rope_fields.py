@@ -37,7 +37,10 @@ def read_rope(fields: Fields, head_dim: int, default_theta: float, partial: floa
     original = max_positions = fields.need_positive("max_position_embeddings", most=MAX_POSITIONS)
     if kind in ("llama3", "yarn", "longrope"):
         original = fields.get("original_max_position_embeddings", int,
-                              rope.get("original_max_position_embeddings", int, max_positions))
+                              rope.get("original_max_position_embeddings", int,
+                                       None if kind == "longrope" else max_positions))
+        if original is None:
+            raise rope.error("original_max_position_embeddings", "is missing: expected int")
         if not 0 < original <= MAX_POSITIONS:
             raise rope.error("original_max_position_embeddings", f"is {original}: it must be positive")
     if kind in ("yarn", "longrope") and rope.get("factor", float) is None:

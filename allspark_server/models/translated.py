@@ -25,6 +25,16 @@ def _translated(fields: Fields, **values: Any) -> Fields:
     return Fields({**fields.values, **values}, fields.path)
 
 
+def gemma3(fields: Fields) -> Fields:
+    """The text part of a Gemma 3 with a vision tower: its text_config holds what differs from transformers' defaults."""
+    values = fields.need("text_config", dict)
+    defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 131_072}
+    outer = {name: fields.values[name] for name in ("dtype", "torch_dtype", "eos_token_id", "quantization_config",
+                                                    "tie_word_embeddings") if name in fields.values}
+    return Fields({**defaults, **outer, **values}, fields.path, "text_config.")
+
+
 def qwen(fields: Fields) -> Fields:
     """The first Qwen: gate and up have half of intermediate_size each."""
     _refuse(fields, {"no_bias": True, "scale_attn_weights": True, "rotary_pct": 1.0, "tie_word_embeddings": False,

@@ -78,7 +78,8 @@ class Scheduler:
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
         self._decoding_slots = NOBODY
-        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None)
+        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None,
+                                limits.anew_beyond)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the ranks are told with the next plan
@@ -121,7 +122,7 @@ class Scheduler:
         sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
         self._arrivals += 1
         if self.prefix_cache is not None and not sequence.root:
-            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len)
+            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, len(sequence.tokens))
         self._queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
@@ -284,7 +285,9 @@ class Scheduler:
             if full[k]:
                 table.settle(sequence)
                 self._enter_prefix(sequence)
-            if ended[k]:
+            if ended[k] and not eos[k] and length[k] < sequence.stop.max_length:
+                self._leave(sequence, State.WAITING)  # to be computed anew
+            elif ended[k]:
                 outcome.ended.append((index, FinishReason.STOP if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
         return ended
@@ -319,6 +322,8 @@ class Scheduler:
             outcome.ended.append((index, reason))
         if reason is not None or kept < len(tokens):
             self.cancel(sequence)
+        elif alive and len(sequence.tokens) >= self._slots.limit[sequence.slot]:
+            self._leave(sequence, State.WAITING)  # to be computed anew
 
     def _enter_prefix(self, sequence: Sequence) -> None:
         ready = self._spans.enter(sequence)

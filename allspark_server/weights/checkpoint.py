@@ -181,31 +181,28 @@ class _UnitRows:
         return self[:].reshape(*shape)
 
 
-class UnitHead:
-    """A source whose head's rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+class Changed:
+    """A source that is seen differently: the base of those that change one thing."""
 
-    def __init__(self, source: Source, head: str):
-        self.source, self.head = source, head
+    def __init__(self, source: Source):
+        self.source = source
 
-    def get(self, name: str) -> StoredTensor:
-        tensor = self.source.get(name)
-        if name != self.head or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
-            return tensor
-        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+    def stored_name(self, name: str) -> str:
+        """What a tensor is called in the source; KeyError if it has none of that name."""
+        return name
 
     def names(self) -> Iterable[str]:
         return self.source.names()
 
+    def get(self, name: str) -> StoredTensor:
+        return self.source.get(self.stored_name(name))
+
     def form(self, name: str) -> WeightFormat | None:
-        form = self.source.form(name)
-        if form is not None and name == self.head:
-            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a head in "
-                             "floats is served here")
-        return form
+        return self.source.form(self.stored_name(name))
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
-        return self.source.quantized(name, form, shape, expert)
+        return self.source.quantized(self.stored_name(name), form, shape, expert)
 
     def verify(self, rank: int, world: int) -> None:
         self.source.verify(rank, world)
@@ -215,6 +212,46 @@ class UnitHead:
 
     def checksum(self) -> str:
         return self.source.checksum()
+
+
+class UnitHead(Changed):
+    """With a head whose rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+
+    HEAD = "lm_head.weight"
+
+    def get(self, name: str) -> StoredTensor:
+        tensor = self.source.get(name)
+        if name != self.HEAD or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
+            return tensor
+        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+
+    def form(self, name: str) -> WeightFormat | None:
+        form = self.source.form(name)
+        if form is not None and name == self.HEAD:
+            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a head in "
+                             "floats is served here")
+        return form
+
+
+class TextPart(Changed):
+    """The text part of a checkpoint that also sees, under the names that it has alone."""
+
+    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # of transformers 4, and 5
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."))
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        self.inner = {own + name[len(prefix):]: name for prefix, own in self.PREFIXES for name in source.names()
+                      if name.startswith(prefix)}
+
+    def names(self) -> Iterable[str]:
+        return self.inner.keys()
+
+    def stored_name(self, name: str) -> str:
+        return self.inner[name]
+
+    def form(self, name: str) -> WeightFormat | None:
+        return self.source.form(self.inner[name]) if name in self.inner else None
 
 
 class TorchSource:
@@ -294,9 +331,12 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
         source = open_weights(Path(weights_path) if weights_path else path)
         source = _quantized_source(source, path)
         try:
-            config = _tied_as_stored(read_config(path, rope_scaling), source)
+            config = read_config(path, rope_scaling)
+            if config.architecture == "Gemma3ForConditionalGeneration":
+                source = TextPart(source)
+            config = _tied_as_stored(config, source)
             if config.unit_head:
-                source = UnitHead(source, "lm_head.weight")
+                source = UnitHead(source)
             graph = _quantized_graph(build_graph(_experts_as_stored(config, source)), source)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,

@@ -304,8 +304,8 @@ std::vector<OpSpec> table() {
   return {
       // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
       // Beyond original_max a dynamic base grows with it (as transformers has it, or as Qwen v1: in powers of two, with
-      // the prompt's length alone); or the second weight, a long_table, is taken. temporal, height, width: how many
-      // pairs go by each part of a position of three.
+      // the prompt's length alone); or the second weight, a long_table, is taken, also by all rows of a slot that began
+      // with a longer history. temporal, height, width: how many pairs go by each part of a position of three.
       {"rotary_table", kNone, kNone, {1, 2}, false, RowRule::none,
        {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
         number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),

@@ -63,6 +63,8 @@ def rotary_table(rank, op, x, w):
     for row in rank.batch.rows:
         slot = rank.slots[row.slot]
         own = 0 if attrs["growth"] == "powers" else row.position + 1
+        if attrs["long_table"]:
+            own = max(own, slot.begun)
         length, frequencies = max(slot.sampling.prompt_len, own), w[0].astype(np.float32)
         if length > attrs["original_max"]:
             frequencies = _grown(attrs, length) if attrs["dynamic"] else w[-1].astype(np.float32)
