@@ -14,7 +14,7 @@ from typing import Iterator
 
 from allspark_server import access, logs
 
-from . import batch, bench, doctor, fastchat_worker, http, pool
+from . import batch, bench, doctor, drawing, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .options import GroupOptions, set_fields
@@ -174,6 +174,7 @@ changes.""")
 
     p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
     p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--plot", metavar="FILE", help="draw it: an SVG file")
     _placement_options(p)
 
     doctor.add_command(command)
@@ -390,6 +391,8 @@ def topology(options: argparse.Namespace) -> int:
     machine = read_topology()
     placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
                       options.cpus_per_rank, options.use_siblings)
+    if options.plot:
+        drawing.save(options.plot, machine, placement)
     if options.json:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
                   "memory_node": r.memory_node} for r in placement.ranks]
