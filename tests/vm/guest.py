@@ -89,7 +89,7 @@ def check_pages() -> None:
 
 
 def requests_run() -> bool:
-    return re.search(r"^a .*serving +\d+ +[1-9]", status(), re.M) is not None
+    return re.search(r"^a .*serving +\d+ +\S+ +[1-9]", status(), re.M) is not None
 
 
 def prove_group(user: str) -> None:
@@ -194,6 +194,6 @@ if __name__ == "__main__":
         say("DONE")
     except BaseException:
         traceback.print_exc()
-        print(shell("journalctl", "--no-pager", "-n", "80", "-u", "allspark-p@*", check=False), flush=True)
+        print(shell("journalctl", "--no-pager", "-b", "-n", "60", "-u", "allspark-p@*", check=False), flush=True)
         say("FAILED")
     subprocess.run(["systemctl", "poweroff"], check=False)
