@@ -502,7 +502,7 @@ def test_what_the_thread_is_at_is_known_to_the_heartbeat(make_engine, tmp_path):
     beats.bind(str(tmp_path / "socket"))
     beats.settimeout(5)
     heartbeat = Heartbeat(str(tmp_path / "socket"), 0)
-    heartbeat.watch(SimpleNamespace(served=False), lambda: engine.busy_since)
+    heartbeat.watch(SimpleNamespace(served=False, numbers={}), lambda: engine.busy_since)
     heartbeat.send()
     assert "step_seconds" not in json.loads(beats.recv(4096))
     with engine._lock:

@@ -31,7 +31,7 @@ LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplo
             "contourpy*", "pygments*", "mpmath*", "fschat*", "__editable__*", "__pycache__", "hf_xet*")
 HOST_PORTS = (50351, 50352)
 TOKEN = "a-token-of-the-proof"
-PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 48
+PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 24
 RUN_SECONDS = 590
 UNIT = """[Unit]
 After=multi-user.target
