@@ -27,7 +27,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from setuptools import Command, Extension, find_packages, setup
+from setuptools import Command, Distribution, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -260,6 +260,14 @@ class BuildExt(build_ext):
             return list(pool.map(compile_one, jobs))
 
 
+class ClientDistribution(Distribution):
+    """The client alone, under a name of its own."""
+
+    def parse_config_files(self, *args, **keywords):
+        super().parse_config_files(*args, **keywords)
+        self.metadata.name += "-client"
+
+
 def requirements() -> dict:
     """Run-time requirements, with the oldest versions that will do."""
     client = ["grpcio>=1.60", "protobuf>=4.25", "numpy>=1.24"]
@@ -315,7 +323,7 @@ def options() -> dict:
         "package_data": {
             "allspark_client": ["py.typed"],
             "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
-            "allspark_launch": ["*", "systemd/*", "examples/*"],
+            "allspark_launch": ["*", "systemd/*", "monitoring/*", "examples/*"],
         },
         "ext_modules": [*extensions, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
         "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
@@ -324,13 +332,8 @@ def options() -> dict:
 
 if __name__ == "__main__":  # tests read the lists above
     setup(
-        name="allspark",
         version=VERSION,
-        description="Multi-process, NUMA-aware LLM inference: tensor-parallel ranks behind a thin gRPC client",
-        long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
-        long_description_content_type="text/markdown",
-        license="Apache-2.0",
-        python_requires=">=3.10",
+        distclass=ClientDistribution if CLIENT_ONLY else Distribution,
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy, "build_proto": BuildProto},
         **requirements(),
         **options(),

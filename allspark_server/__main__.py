@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import logs
 from .access import Access, ModelRoots, Role, default_address, mode_of
 from .client_limits import ClientLimits
 from .runtime import memory
@@ -51,7 +52,10 @@ def parser() -> argparse.ArgumentParser:
                    help="how many ranks share the memory of this one's node (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--strict", action="store_true", help="fail to load a model if memory is on wrong nodes")
+    p.add_argument("--log-format", default="text", choices=logs.FORMATS)
     rank0 = p.add_argument_group("rank 0")
+    rank0.add_argument("--log-requests", action="store_true", help="log a line for each request that has ended")
     rank0.add_argument("--address", action="append", default=[],
                        help="host:port or unix:/path to serve on; repeatable (default: a Unix socket of this user, or "
                             "127.0.0.1:50051 where clients need a token or a certificate, or with --insecure)")
@@ -134,7 +138,7 @@ class Rank:
         a = self.arguments
         if a.bind_cpus or a.bind_memory is not None:
             bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), a.bind_memory)
-        memory.ranks_on_node = a.ranks_on_node
+        memory.ranks_on_node, memory.strict = a.ranks_on_node, a.strict
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
@@ -276,8 +280,7 @@ class Rank:
 def main() -> None:
     arguments = parser().parse_args()
     rank = Rank(arguments)
-    logging.basicConfig(level=arguments.log_level.upper(), stream=sys.stderr,
-                        format=f"%(asctime)s rank {rank.number} %(levelname)s %(name)s: %(message)s")
+    logs.set_up(f"rank {rank.number}", arguments.log_level, arguments.log_format, arguments.log_requests)
     try:
         rank.run()
     except Exception as error:      # whatever it was, the other ranks and the supervisor must hear of it

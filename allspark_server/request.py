@@ -13,6 +13,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError
 from allspark_client.types import GenerateRequestStatus
 
+from .logs import log_request
 from .prepare import Obstacle, PreparedRequest
 from .scheduler import FinishReason, Probed, Sequence
 from .sinks import SampleEnd, Sink
@@ -77,7 +78,7 @@ class Request:
     sink (`status`, `done` and the rest); `done` and `status` may be read by any thread."""
 
     def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
-        self.handle = handle
+        self.handle, self.name, self.model = handle, prepared.name, prepared.model
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
@@ -159,8 +160,10 @@ class Request:
             reason = (self.reason or complete).value    # a stop string may have come first
         else:
             reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
+        stat = self.stat()
+        log_request(self.name or str(self.handle), self.model, self.tenant, stat, reason)
         try:
-            self.sink.on_finish(self.handle, status, error, self.stat(), reason)
+            self.sink.on_finish(self.handle, status, error, stat, reason)
         except Exception:  # a sink's trouble must not keep other requests from ending
             logger.exception("the end of request %d cannot be delivered", self.handle)
         self.sink = self.obstacle = None  # callers may keep handles for long

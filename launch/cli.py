@@ -8,13 +8,13 @@ import logging
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Iterator
 
-from allspark_server import access
+from allspark_server import access, logs
 
-from . import batch, bench, doctor, fastchat_worker, http, pool
+from . import batch, bench, doctor, drawing, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .options import GroupOptions, set_fields
@@ -35,8 +35,7 @@ DEFAULT_PROMPT = "Tell me a story about a fox."
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     options = build_parser().parse_args(arguments)
-    logging.basicConfig(level=os.environ.get("ALLSPARK_LOG", "INFO").upper(), stream=sys.stderr,
-                        format="%(asctime)s allspark %(levelname)s: %(message)s")
+    logs.set_up("allspark", os.environ.get("ALLSPARK_LOG", "INFO"), _log_format(options))
     from allspark_client.errors import AllSparkError
     try:
         return options.handler(options) or 0
@@ -47,6 +46,15 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_CONFIG if options.command == "serve" and repeats else EXIT_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def _log_format(options: argparse.Namespace) -> str:
+    """Of `allspark serve`; what is wrong with its config file is told later."""
+    if getattr(options, "log_format", None) or options.command != "serve" or not options.config:
+        return getattr(options, "log_format", None) or "text"
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return GroupOptions.from_file(options.config).log_format
+    return "text"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -104,9 +112,9 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
-socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level, http, http_workers. SIGHUP has it read
-again: drain_limit and log_level count at once, the rest from the next start; tokens are read again whenever their file
+ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure,
+socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit,
+log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once, the rest from the next start; tokens are read again whenever their file
 changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
@@ -146,6 +154,9 @@ changes.""")
     p.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
                    help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
+    p.add_argument("--log-format", choices=logs.FORMATS, default=None, help="default text")
+    p.add_argument("--log-requests", action="store_true", help="log a line for each request that has ended")
+    p.add_argument("--strict", action="store_true", help="refuse to serve with memory on other nodes than it should be")
     _placement_options(p)
     _model_options(p)
 
@@ -163,6 +174,7 @@ changes.""")
 
     p = command("topology", topology, "what this machine has, and how ranks will be placed on it")
     p.add_argument("--json", action="store_true", help="for programs")
+    p.add_argument("--plot", metavar="FILE", help="draw it: an SVG file")
     _placement_options(p)
 
     doctor.add_command(command)
@@ -233,10 +245,7 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
     models = [_model_config(options, m) for m in options.model] or group.models
     if options.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
-    names = ("address", "ranks", "numa_nodes", "gpus", "cpus_per_rank", "use_siblings", "token_file", "tls_cert",
-             "tls_key",
-             "tls_ca", "tls_role", "insecure", "socket_mode", "socket_group", "model_root", "max_message_mib",
-             "max_requests", "max_tenant_requests", "state_file", "drain_limit", "log_level", "http", "http_workers")
+    names = [field.name for field in fields(GroupOptions) if field.name != "models"]
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 
@@ -386,6 +395,8 @@ def topology(options: argparse.Namespace) -> int:
     machine = read_topology()
     placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
                       options.cpus_per_rank, options.use_siblings)
+    if options.plot:
+        drawing.save(options.plot, machine, placement)
     if options.json:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
                   "memory_node": r.memory_node} for r in placement.ranks]

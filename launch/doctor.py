@@ -4,14 +4,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
 
 from .mpi import find_mpi, installations, MpiNotFound
 from .topology import format_list, read_topology
 
+MOST_FILES = 65536
 WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than what native.Window asks for
 
 
@@ -41,14 +45,15 @@ def doctor(options: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Every check, in the order in which a start would meet them."""
-    return [f for check in (_python, _native, _mpi, _numactl, _topology, _limits, _shared_memory) for f in check()]
+    checks = (_python, _native, _processor, _mpi, _numactl, _topology, _memory, _limits, _shared_memory)
+    return [f for check in checks for f in check()]
 
 
 def _python() -> list[Finding]:
     found = [Finding("ok", "python", f"{sys.version.split()[0]} at {sys.executable}")]
     for module, package in (("grpc", "grpcio"), ("google.protobuf", "protobuf"), ("numpy", "numpy"),
-                            ("mpi4py", "mpi4py"), ("safetensors", "safetensors"), ("tokenizers", "tokenizers"),
-                            ("jinja2", "jinja2")):
+                            ("mpi4py", "mpi4py"), ("tokenizers", "tokenizers"), ("jinja2", "jinja2"),
+                            ("llguidance", "llguidance"), ("uvicorn", "uvicorn")):
         try:
             present = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:
@@ -65,6 +70,38 @@ def _native() -> list[Finding]:
     except ImportError as error:
         remedy = "pip install . in the source tree; needs a C++ compiler"
         return [Finding("missing", "native library", str(error), remedy)]
+
+
+def _processor() -> list[Finding]:
+    import cpuinfo
+    found = [Finding("ok", "processor", cpuinfo.get_cpu_info().get("brand_raw", "not known"))]
+    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    if governor and governor != "performance":
+        found.append(Finding("note", "clock", f"the governor is {governor!r}: cores take a while to reach full speed",
+                             "as root: cpupower frequency-set -g performance"))
+    return found
+
+
+def _memory() -> list[Finding]:
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    found = [Finding("ok", "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} available")]
+    if swap.used > memory.total // 100:
+        found.append(Finding("note", "swap", f"{swap.used / 2**30:.1f} GiB are in use: a model that is swapped out is slow",
+                             "as root: swapoff -a, or systemd's MemorySwapMax=0 for the units"))
+    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
+    if pages and pages[1] == "never":
+        found.append(Finding("note", "huge pages", "transparent huge pages are off: memory is read more slowly",
+                             "as root: echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"))
+    elif pages:
+        found.append(Finding("ok", "huge pages", f"transparent ones: {pages[1]}"))
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
 
 
 def _mpi() -> list[Finding]:
@@ -121,17 +158,26 @@ def _topology() -> list[Finding]:
 def _limits() -> list[Finding]:
     from allspark_server.runtime.binding import memory_policy_allowed
     if memory_policy_allowed():
-        return [Finding("ok", "memory policy", "processes may bind their memory to nodes")]
-    return [Finding("note", "memory policy", "processes may not bind memory to nodes; it is placed by first touch",
-                    "docker run --cap-add SYS_NICE")]
+        found = [Finding("ok", "memory policy", "processes may bind their memory to nodes")]
+    else:
+        found = [Finding("note", "memory policy", "processes may not bind memory to nodes; it is placed by first touch",
+                         "docker run --cap-add SYS_NICE")]
+    process = psutil.Process()
+    files, locked = process.rlimit(psutil.RLIMIT_NOFILE)[1], process.rlimit(psutil.RLIMIT_MEMLOCK)[1]
+    if files != psutil.RLIM_INFINITY and files < MOST_FILES:
+        found.append(Finding("note", "open files", f"at most {files}: an HTTP door takes no more connections than that",
+                             f"ulimit -n {MOST_FILES}; in a unit: LimitNOFILE={MOST_FILES}"))
+    if locked != psutil.RLIM_INFINITY and locked < 64 << 20:
+        found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked, which some networks need",
+                             "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
+    return found
 
 
 def _shared_memory() -> list[Finding]:
     try:
-        stat = os.statvfs("/dev/shm")
+        free = psutil.disk_usage("/dev/shm").free
     except OSError as error:
         return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead")]
-    free = stat.f_bavail * stat.f_frsize
     ranks = max(2, len(read_topology().nodes))
     needed = ranks * WINDOW_BYTES_PER_RANK
     if free < needed:

@@ -48,6 +48,7 @@ class HttpOptions:
     socket_group: str = ""
     max_body_mib: int = 0
     log_level: str = "info"
+    log_format: str = "text"
     #: of the groups behind it
     pool: list[str] = field(default_factory=list)
     pool_token_file: str = ""
@@ -72,7 +73,8 @@ class HttpOptions:
 
     def words(self) -> list[str]:
         """A worker's command line, but for the socket."""
-        words = [sys.executable, "-m", "allspark_server.http", "--log-level", self.log_level]
+        words = [sys.executable, "-m", "allspark_server.http", "--log-level", self.log_level,
+                 "--log-format", self.log_format]
         for address in self.pool:
             words += ["--address", address]
         for name in ("token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "max_body_mib", "pool_token_file",

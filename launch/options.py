@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from allspark_client.config import AsModelConfig
-from allspark_server import access
+from allspark_server import access, logs
 
 from .http import HttpOptions
 from .tables import Location, Table
-
-LOG_FORMATS = ("text", "json")
 
 
 def set_fields(items: list[str]) -> dict[str, object]:
@@ -40,6 +38,7 @@ class GroupOptions:
     gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
     cpus_per_rank: int = 0
     use_siblings: bool = False
+    strict: bool = False            # refuse to serve with memory on wrong nodes
     token_file: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -55,6 +54,8 @@ class GroupOptions:
     state_file: str = ""
     drain_limit: float = 0.0        # s that requests have to end when a stop is asked for; inf: as long as they take
     log_level: str = "info"
+    log_format: str = "text"        # or json
+    log_requests: bool = False      # a line for each that has ended
     http: str = ""
     http_workers: int = 1
 
@@ -87,6 +88,8 @@ class GroupOptions:
         if found.drain_limit < 0 or math.isnan(found.drain_limit):
             raise ValueError(f"{where.at('drain_limit')}: drain_limit is {found.drain_limit}; it must be a number of "
                              "seconds, at least 0, or inf")
+        if found.log_format not in logs.FORMATS:
+            raise ValueError(f"{where.at('log_format')}: log_format is {found.log_format!r}; allowed: text, json")
         return found
 
     def changed(self) -> dict[str, Any]:
@@ -110,8 +113,8 @@ class GroupOptions:
         """Of the HTTP door beside this group, which it reaches at the address `group`."""
         return HttpOptions(
             self.http, self.http_workers, self.token_file, self.tls_cert, self.tls_key, self.tls_ca, self.tls_role,
-            self.insecure, self.socket_mode, self.socket_group, self.max_message_mib, self.log_level, [group],
-            self.token_file)
+            self.insecure, self.socket_mode, self.socket_group, self.max_message_mib, self.log_level,
+            self.log_format, [group], self.token_file)
 
 
 def _is_a(value: object, kind: str) -> bool:

@@ -104,6 +104,9 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
         numa_nodes = _nodes_from(os.environ["AS_NUMA_OFFSET"], ranks, [node.id for node in topology.nodes if node.cpus])
     placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings)
     bind_memory = memory_policy_allowed()
+    if not bind_memory and options.strict:
+        raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
+                         "SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")
@@ -126,7 +129,11 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
                  "max_message_mib", "max_requests", "max_tenant_requests", "state_file", "drain_limit"):
         if getattr(options, name):
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.log_requests:
+        words.append("--log-requests")
     everywhere = ["--log-level", options.log_level] if options.log_level != "info" else []
+    everywhere += ["--log-format", options.log_format] if options.log_format != "text" else []
+    everywhere += ["--strict"] if options.strict else []
     command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory, rank_words=everywhere)
     return GroupPlan(placement, mpi, command, mpi_environment(mpi))
 

@@ -136,7 +136,7 @@ class Supervisor:
         self._owed = 0                      # ranks of the life whose requests wait to go on
         self.restarts = 0
         self._report_file = runtime_dir / "group.json"
-        self._report: dict = {}
+        self._reported: dict = {}
         self._report_at = 0.0
         self._stop_by = math.inf            # when requests were waited for long enough
         path = runtime_dir / "heartbeat"
@@ -482,9 +482,9 @@ class Supervisor:
         """For rank 0: what all ranks have said."""
         report = {"restarts": self.restarts, "ranks": [run.ranks[number].numbers for number in sorted(run.ranks)]}
         now = time.monotonic()
-        if report == self._report or now < self._report_at + REPORT_SECONDS:
+        if report == self._reported or now < self._report_at + REPORT_SECONDS:
             return
-        self._report, self._report_at = report, now
+        self._reported, self._report_at = report, now
         _write_json(self._report_file, report)
 
     def _write_ready_file(self, content: dict) -> None:

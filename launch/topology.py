@@ -47,6 +47,21 @@ class Core:
     cpus: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Cache:
+    """A cache for data, and the CPUs that share it. size: bytes."""
+    level: int
+    size: int
+    cpus: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its PCI address; node: the NUMA node that it is attached to, -1 if the kernel does not tell."""
+    address: str
+    node: int
+
+
 @dataclass
 class Node:
     """A NUMA node. `cpus` are all its online CPUs, `cores` only what this process may use; memory in bytes."""
@@ -80,6 +95,14 @@ class Topology:
     offline_cpus: list[int]
     cpu_quota: float = 0.0
     memory_limit: int = 0
+    caches: list[Cache] = field(default_factory=list)
+    gpus: list[Gpu] = field(default_factory=list)
+
+    def caches_of(self, node: Node) -> list[Cache]:
+        """The largest caches of a node's CPUs: those of the last level."""
+        found = [cache for cache in self.caches if set(cache.cpus) & set(node.cpus)]
+        last = max((cache.level for cache in found), default=0)
+        return [cache for cache in found if cache.level == last]
 
     def node(self, node_id: int) -> Node:
         for node in self.nodes:
@@ -108,6 +131,8 @@ class Topology:
                        "distances": {str(k): v for k, v in n.distances.items()}} for n in self.nodes],
             "allowed_cpus": format_list(self.allowed_cpus), "offline_cpus": format_list(self.offline_cpus),
             "cpu_quota": self.cpu_quota, "memory_limit": self.memory_limit,
+            "caches": [{"level": c.level, "size": c.size, "cpus": format_list(c.cpus)} for c in self.caches],
+            "gpus": [{"address": gpu.address, "node": gpu.node} for gpu in self.gpus],
         }
 
 
@@ -187,7 +212,29 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
         nodes = [Node(0, online, [], total, free, True, {0: 10})]
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
-    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(root), _memory_limit(root))
+    return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(root), _memory_limit(root),
+                    _caches(cpu_dir, online), _gpus(root))
+
+
+def _caches(cpu_dir: Path, cpus: list[int]) -> list[Cache]:
+    """Caches for data of these CPUs, each once."""
+    found: dict[tuple[int, tuple[int, ...]], Cache] = {}
+    for cpu in cpus:
+        for folder in sorted((cpu_dir / f"cpu{cpu}" / "cache").glob("index[0-9]*")):
+            size = re.fullmatch(r"(\d+)K", _text(folder / "size"))
+            level, shared = _number(folder / "level", 0), tuple(parse_list(_text(folder / "shared_cpu_list")))
+            if size and level and _text(folder / "type") != "Instruction":
+                found.setdefault((level, shared), Cache(level, int(size[1]) * 1024, shared))
+    return list(found.values())
+
+
+def _gpus(root: Path) -> list[Gpu]:
+    """NVIDIA's display and 3D controllers."""
+    found = []
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        if _text(device / "vendor") == "0x10de" and _text(device / "class")[:6] in ("0x0300", "0x0302"):
+            found.append(Gpu(device.name, _number(device / "numa_node", -1)))
+    return found
 
 
 def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:

@@ -54,6 +54,7 @@ def test_the_client_s_wheel_runs_with_the_oldest_versions_that_it_asks_for(unpac
     names = names_in(wheel)
     assert {"allspark_client/_proto/allspark_pb2.py", "allspark_client/py.typed"} <= names
     assert not any(name.startswith(("allspark_server", "allspark_launch")) for name in names)
+    assert wheel.name.startswith("allspark_numa_client-")
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     oldest = [f"{name}=={version}.*" for name, version in re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", metadata, re.M)]

@@ -145,14 +145,20 @@ def test_a_stop_waits_for_requests_and_systemd_hears_of_it(group):
 
 
 def test_a_stop_ends_requests_at_its_limit_and_says_how_many(group):
-    served = group(drain_limit=0.5)
+    served = group(drain_limit=0.5, log_format="json", log_requests=True)
     with ClientEngine(served.address, reconnect_timeout=1) as client:
         model = client.list_models()[0].name
         queues = [client.start_request(model, {"input_ids": PROMPT},
-                                       {"max_new_tokens": 2000, "early_stopping": False})[2] for _ in range(3)]
+                                       {"max_new_tokens": 2000, "early_stopping": False,
+                                        "user_request_id": f"r{i}"})[2] for i in range(3)]
         queues[0].Get()
         began = time.monotonic()
         served.process.terminate()
         log = served.process.communicate(timeout=30)[0]
         assert time.monotonic() - began < 5 and served.process.returncode == 0
         assert "0 requests have ended by themselves, 3 are ended now" in log
+    entries = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert {"rank 0", "allspark"} <= {entry["process"] for entry in entries}
+    ended = [entry for entry in entries if entry["logger"] == "allspark_server.requests"]
+    assert len(ended) == 3 and all(entry["reason"] == "interrupted" and entry["prompt_tokens"] == 3 for entry in ended)
+    assert {entry["request"] for entry in ended} == {"r0", "r1", "r2"}

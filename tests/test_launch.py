@@ -5,15 +5,17 @@ import shlex
 import stat
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 from allspark_launch import folders
 from allspark_launch import mpi as launch_mpi
 from allspark_launch.cli import EXIT_CONFIG, main
+from allspark_launch.drawing import draw, save
 from allspark_launch.placement import place
 from allspark_launch.serving import GroupOptions, plan_group, private_folder
-from allspark_launch.topology import format_list, parse_list, read_topology
+from allspark_launch.topology import Gpu, format_list, parse_list, read_topology
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1 << 20       # in the kB of meminfo
@@ -328,7 +330,35 @@ def test_topology_and_doctor_for_programs(capsys):
     report = json.loads(capsys.readouterr().out)
     assert len(report["ranks"]) == 2 and report["nodes"]
     main(["doctor", "--json"])
-    assert {"python", "MPI"} <= {f["subject"] for f in json.loads(capsys.readouterr().out)}
+    findings = json.loads(capsys.readouterr().out)
+    assert {"python", "MPI", "processor", "memory", "memory policy"} <= {f["subject"] for f in findings}
+    assert all(f["remedy"] for f in findings if f["level"] == "missing")
+
+
+def test_what_the_machine_looks_like(tmp_path):
+    root = machine(tmp_path, {0: [[0, 4], [1, 5]], 1: [[2, 6], [3, 7]], 2: []}, memory={0: 64, 1: 64, 2: 256})
+    for cpu in range(8):
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/index3"
+        folder.mkdir(parents=True)
+        shared = "0-1,4-5" if cpu in (0, 1, 4, 5) else "2-3,6-7"
+        for name, text in (("level", "3"), ("size", "32768K"), ("type", "Unified"), ("shared_cpu_list", shared)):
+            (folder / name).write_text(text + "\n")
+    gpu = root / "sys/bus/pci/devices/0000:17:00.0"
+    gpu.mkdir(parents=True)
+    for name, text in (("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", "1")):
+        (gpu / name).write_text(text + "\n")
+    found = read_topology(root)
+    assert [(cache.level, cache.size, cache.cpus) for cache in found.caches] == \
+        [(3, 32 << 20, (0, 1, 4, 5)), (3, 32 << 20, (2, 3, 6, 7))]
+    assert found.gpus == [Gpu("0000:17:00.0", 1)]
+    picture = draw(found, place(found))
+    shapes = xml.etree.ElementTree.fromstring(picture)
+    texts = [element.text for element in shapes.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"node 0", "node 1", "node 2", "GPU 0000:17:00.0", "rank 0: 2 threads", "L3 32,768 KiB for CPUs 2-3,6-7"} <= \
+        set(texts)
+    assert picture.count("rank 1</title>") == 2 and "21" in texts
+    with pytest.raises(ValueError, match="must end in .svg"):
+        save("x.png", found, place(found))
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import allspark_launch
 from allspark_client import ClientEngine
 from allspark_server.http.metrics import Metrics, of_members
+from allspark_server.logs import JsonFormatter, TextFormatter
 from allspark_server.report import GroupReport
 from allspark_server.timings import Histogram
 from fake_engine import FakeEngine
@@ -93,6 +95,24 @@ def test_a_report_that_is_not_there(monkeypatch, tmp_path):
     assert GroupReport().read() == {}
     monkeypatch.setenv("ALLSPARK_SUPERVISOR", str(tmp_path / "heartbeat"))
     assert GroupReport().read() == {}
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_logs(journal, monkeypatch):
+    monkeypatch.delenv("JOURNAL_STREAM", raising=False)
+    if journal:
+        monkeypatch.setenv("JOURNAL_STREAM", "8:1")
+    record = logging.LogRecord("allspark_server.x", logging.WARNING, "f.py", 1, "it is %s", ("so\nand so",), None)
+    record.request = "r-1"
+    text, line = TextFormatter("rank 0").format(record), JsonFormatter("rank 0").format(record)
+    if journal:     # systemd reads the priority from the front of each line
+        assert all(part.startswith("<4>") for part in text.split("\n")) and line.startswith("<4>{")
+        line = line[3:]
+    else:
+        assert text.endswith("rank 0 WARNING allspark_server.x: it is so\nand so")
+    entry = json.loads(line)
+    assert entry["message"] == "it is so\nand so" and entry["level"] == "warning" and entry["request"] == "r-1"
+    assert entry["process"] == "rank 0" and "model" not in entry and "\n" not in line
 
 
 def expressions() -> dict[str, str]:

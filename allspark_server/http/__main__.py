@@ -10,9 +10,9 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 
 from allspark_client.types import TlsConfig
+from allspark_server import logs
 from allspark_server.access import Access, Role, read_tokens
 from allspark_server.runtime.binding import die_with_parent
 
@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tls-role", choices=[role.value for role in Role], default=Role.ADMIN.value)
     p.add_argument("--max-body-mib", type=int, default=16)
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--log-format", default="text", choices=logs.FORMATS)
     return p
 
 
@@ -69,8 +70,7 @@ def main() -> None:
         if os.getppid() != int(parent):     # it ended before
             return
     a = parser().parse_args()
-    logging.basicConfig(level=a.log_level.upper(), stream=sys.stderr,
-                        format="%(asctime)s http %(levelname)s %(name)s: %(message)s")
+    logs.set_up("http", a.log_level, a.log_format)
     for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None

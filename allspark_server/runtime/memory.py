@@ -21,6 +21,8 @@ _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond th
 #: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then
 #: ranks are taken to be spread over all nodes.
 ranks_on_node = 0
+#: Whether a model is not served whose memory is on other nodes than it should be.
+strict = False
 
 
 def _read(path: Path) -> str:

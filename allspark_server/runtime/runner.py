@@ -11,6 +11,7 @@ from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.models.generation import sampling_defaults
+from allspark_server.runtime import memory
 from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.device import Device, device_of, step_tokens
 from allspark_server.runtime.digest import results_digest
@@ -321,6 +322,9 @@ class ModelRunner:
         elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
         self.placement = {"node": min(own, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
         if own and total and elsewhere > MISPLACED_SHARE * total:
-            logger.warning("%s (%.0f %%) of rank %d's memory are on other NUMA nodes than its own (%s): decoding will "
-                           "be slower", mib(elsewhere), 100 * elsewhere / total, self.rank,
-                           ", ".join(str(node) for node in sorted(own)))
+            message = (f"{mib(elsewhere)} ({elsewhere / total:.0%}) of rank {self.rank}'s memory are on other NUMA nodes "
+                       f"than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")
+            if memory.strict:
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{message}, and the group is strict about it; free "
+                                    "memory on that node, or give the model less (cache_memory)")
+            logger.warning("%s", message)

@@ -181,13 +181,8 @@ def prepare(options: argparse.Namespace, checkpoint: Path) -> tuple[Run, list[pe
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        return platform.machine()
-    return platform.machine()
+    import cpuinfo
+    return cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
 
 
 class Meter:

@@ -31,7 +31,7 @@ LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplo
             "contourpy*", "pygments*", "mpmath*", "fschat*", "__editable__*", "__pycache__", "hf_xet*")
 HOST_PORTS = (50351, 50352)
 TOKEN = "a-token-of-the-proof"
-PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 48
+PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 24
 RUN_SECONDS = 590
 UNIT = """[Unit]
 After=multi-user.target
@@ -107,7 +107,7 @@ class Load:
         self.finished = self.resumed = 0
         self.problems: list[str] = []
         self._expected: dict[int, list[int]] = {}
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(CLIENTS)]
 
     def start(self) -> None:
         for thread in self._threads:
@@ -117,7 +117,7 @@ class Load:
         self._end.set()
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(120)
+                thread.join(30)
 
     def _run(self, number: int) -> None:
         from allspark_client import ClientEngine
@@ -151,7 +151,7 @@ def run(folder: Path, user: str, part: str) -> int:
     killer = threading.Timer(RUN_SECONDS, machine.kill)
     killer.start()
     load, proven, before, began = Load(folder / "cert.pem"), False, 0, time.monotonic()
-    with open(folder / f"{user}-{part}.log", "w", encoding="utf-8") as log:
+    with open(folder / f"{user}-{part}.log", "w", encoding="utf-8", buffering=1) as log:
         def note(text: str) -> None:
             line = f"{time.monotonic() - began:5.0f} s  {text}"
             print(line, flush=True)

@@ -1,0 +1,74 @@
+"""The examples of launch/examples: their command lines are ones that `allspark` takes, their files whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import allspark_launch
+import pytest
+from allspark_launch.cli import _group_options, build_parser
+
+FOLDER = Path(allspark_launch.__file__).parent / "examples"
+
+
+def group(words: list[str], tmp_path: Path):
+    """The options of `allspark serve`; its doors are safe ones. Models and secrets are at other places here."""
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    words = [re.sub(r"(?<=^--model=)/.*", str(model), word) for word in words]
+    if "--model" in words:
+        words[words.index("--model") + 1] = str(model)
+    options = _group_options(build_parser().parse_args(["serve", *words]))
+    assert options.addresses() and options.drain_limit > 0 and not options.insecure
+    return options
+
+
+def test_the_container(tmp_path):
+    text = (FOLDER / "Containerfile").read_text()
+    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.M)[1])
+    assert entry[:4] == ["tini", "--", "allspark", "serve"]
+    run = re.search(r"podman run (.*?)# SYS_NICE", text.replace("\\\n#", ""), re.S)[1]
+    words = shlex.split(run)
+    words = words[words.index("allspark") + 1:]
+    assert group([*entry[4:], *words], tmp_path).log_format == "json"
+    user = re.search(r"^USER (\d+)$", text, re.M)[1]
+    assert int(user) > 0 and f"--uid {user}" in text
+
+
+def test_the_pods(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    service, pods = yaml.safe_load_all((FOLDER / "statefulset.yaml").read_text())
+    assert pods["kind"] == "StatefulSet" and pods["spec"]["serviceName"] == service["metadata"]["name"]
+    labels = pods["spec"]["template"]["metadata"]["labels"]
+    assert labels == pods["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    spec = pods["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    options = group(container["args"], tmp_path)
+    assert spec["terminationGracePeriodSeconds"] > options.drain_limit
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {f"0.0.0.0:{ports['grpc']}"} == set(options.address) and options.http == f"0.0.0.0:{ports['http']}"
+    assert {port["port"] for port in service["spec"]["ports"]} == set(ports.values())
+    assert all(container[f"{kind}Probe"]["httpGet"]["port"] in ports for kind in ("startup", "readiness", "liveness"))
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    user = re.search(r"^USER (\d+)$", (FOLDER / "Containerfile").read_text(), re.M)[1]
+    assert spec["securityContext"]["runAsUser"] == int(user)
+
+
+def test_the_batch_job(tmp_path):
+    """With srun and scontrol that only say what they are asked."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    (tmp_path / "srun").write_text('#!/bin/sh\nfor word; do echo "$word"; done >words\n')
+    for tool in ("scontrol", "srun"):
+        (tmp_path / tool).chmod(0o755)
+    subprocess.run(["bash", FOLDER / "pool.sbatch", "/models/m"], check=True, cwd=tmp_path, env={
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"})
+    assert (tmp_path / "allspark-7.addresses").read_text() == "n1:50051,n2:50051\n"
+    words = (tmp_path / "words").read_text().split("\n")[:-1]
+    assert "--cpu-bind=none" in words
+    options = group(words[words.index("serve") + 1:], tmp_path)
+    text = (FOLDER / "pool.sbatch").read_text()
+    assert int(re.search(r"--signal=TERM@(\d+)", text)[1]) > options.drain_limit
