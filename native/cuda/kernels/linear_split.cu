@@ -15,8 +15,8 @@ namespace {
 template <int kRows, int kGroups>
 struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
-  static constexpr int kStages = kRows <= 32 ? 8 : kRows <= 64 ? 6 : 3;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;          // of sums: rows lie in different banks
+  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
   static constexpr int kRowBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kRowBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
   static constexpr int kShared = kStages * kStageBytes;
