@@ -55,10 +55,10 @@ __device__ inline void await_previous() {
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 
-// Raises a kernel's limit of shared memory, once.
+// Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+  if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
 
 // Of the device in use.
