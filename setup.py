@@ -14,8 +14,10 @@ Kernels in native/cpu/kernels are compiled once per instruction set from one sou
 decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that happens to build.
 """
 import concurrent.futures
+import functools
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -108,13 +110,27 @@ def find_nvcc() -> Path | None:
     places = [os.environ.get("NVCC"), shutil.which("nvcc")]
     places += [Path(home, "bin/nvcc") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     places += [found for folder in sys.path if folder for found in sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"))]
+    missing = "there is no nvcc on the PATH, in $NVCC, below $CUDA_HOME or among the installed wheels (nvidia-cuda-nvcc)"
     for place in filter(None, places):
         if os.access(place, os.X_OK):
-            return Path(place).resolve()
+            if cuda_runtime(Path(place)) is not None:
+                return Path(place)
+            missing = f"{place} comes without libcudart_static.a: install nvidia-cuda-runtime of its version"
+            if wanted != "1":
+                print(f"no CUDA backend is built: {missing}", file=sys.stderr)
     if wanted == "1":
-        raise SystemExit("ALLSPARK_CUDA=1, but there is no nvcc on the PATH, in $NVCC, below $CUDA_HOME or among the "
-                         "installed wheels (nvidia-cuda-nvcc)")
+        raise SystemExit(f"ALLSPARK_CUDA=1, but {missing}")
     return None
+
+
+@functools.cache
+def cuda_runtime(nvcc: Path) -> Path | None:
+    """The library that CUDA programs are linked with, in the toolkit that a compiler, or a wrapper of it, belongs to."""
+    with tempfile.NamedTemporaryFile(suffix=".cu") as source:
+        shown = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True)
+    home = re.search(r"^#\$ TOP=(.*)$", shown.stderr, re.M)
+    found = [Path(home[1], folder, "libcudart_static.a").resolve() for folder in ("lib64", "lib")] if home else []
+    return next((path for path in found if path.exists()), None)
 
 
 def chosen(isas: dict) -> dict:
@@ -210,17 +226,13 @@ class BuildExt(build_ext):
         libraries, includes = ["-pthread"], list(ext.include_dirs)
         if ext.name == CUDA:
             nvcc = find_nvcc()
-            home = nvcc.parents[1]
-            includes.append(str(home / "include"))
+            static = cuda_runtime(nvcc)
+            includes.append(str(static.parents[1] / "include"))
             chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
             jobs += [(source, temporary / "cuda", [str(nvcc), *flags])
                      for source in sorted((ROOT / "native/cuda/kernels").glob("*.cu"))]
-            found = [home / folder / "libcudart_static.a" for folder in ("lib64", "lib")]
-            static = next((str(path) for path in found if path.exists()), None)
-            if static is None:
-                raise SystemExit(f"{nvcc} comes without {found[0].name}: install nvidia-cuda-runtime of its version")
-            libraries += [static, "-ldl", "-lrt"]
+            libraries += [str(static), "-ldl", "-lrt"]
         else:
             kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))
             jobs += [(source, temporary / name, [*compiler, *COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}",
@@ -264,6 +276,8 @@ def requirements() -> dict:
         "transformers>=5.20",
         "hypothesis>=6.90",
         "jsonschema>=4.20",
+        "sentencepiece>=0.2",
+        "tiktoken>=0.7",
         "matplotlib>=3.7",
         "httpx>=0.27",
         "openai>=1.66",
@@ -278,7 +292,8 @@ def requirements() -> dict:
     # What building the CUDA backend takes where there is no toolkit. Running it takes the driver alone.
     cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": cuda}}
+            "extras_require": {"test": test, "clients": clients, "cuda": cuda,
+                               "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
 def options() -> dict:

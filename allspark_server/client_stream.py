@@ -47,6 +47,7 @@ class _Pending:
     elements: list[GeneratedElements] = field(default_factory=list)
     texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in pieces
     size: int = 0               # tokens and top-logprob pairs of `elements`
+    begun: bool = False         # a step is about to compute it alone
     status: GenerateRequestStatus | None = None
     error: AllSparkError | None = None
     stat: dict[str, float] | None = None
@@ -100,6 +101,9 @@ class _RequestSink:
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0, None))
 
+    def on_begun(self, handle: int) -> None:
+        self._stream.file((self._id, _BEGUN, None, None, None, "", 0, None))
+
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
                   stat: dict[str, float], reason: str) -> None:
         self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0, None))
@@ -108,7 +112,7 @@ class _RequestSink:
 #: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached, end), or, of a status or an
 #: end, (id, _NO_SAMPLE, status, error, stat, reason, 0, None), or of a prompt (id, _OF_PROMPT, elements, then Nones).
 _News = tuple[int, int, Any, Any, Any, Any, int, Any]
-_NO_SAMPLE, _OF_PROMPT = -1, -2
+_NO_SAMPLE, _OF_PROMPT, _BEGUN = -1, -2, -3
 
 
 class Backlog:
@@ -243,6 +247,8 @@ class ClientStream:
                 pending.status = news[2]
                 if news[4] is not None:
                     pending.error, pending.stat, pending.reason = news[3:6]
+            elif news[1] == _BEGUN:
+                pending.begun = True
             elif news[1] == _OF_PROMPT:
                 self._size += pending.add_prompt(news[2])
             else:
@@ -340,6 +346,8 @@ def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
     event = pending.event if pending.event is not None else pb.RequestEvent(id=request_id)
     for elements, pieces in zip(pending.elements, pending.texts):
         elements.text = "".join(pieces)
+    if pending.begun:
+        event.begun = True
     event.elements.extend(convert.elements_to_pb(e) for e in pending.elements)
     if pending.status is not None:
         event.status = int(pending.status)

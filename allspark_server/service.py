@@ -29,12 +29,14 @@ from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.request import RequestSpec
 from allspark_client.errors import AllSparkError, AsStatus, Draining
 
+from . import metrics
 from .access import Access, Client, ModelRoots, Role
 from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
 from .client_limits import ClientLimits
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
+from .report import GroupReport
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -105,6 +107,7 @@ class Service:
         self._socket_mode, self._socket_group = socket_mode, socket_group
         self._inner = inner
         self._draining = False
+        self._report = GroupReport()
         self._max_message = max_message
         self._max_pending = max_pending
         self._limits = limits or ClientLimits()
@@ -444,6 +447,7 @@ class Service:
             ("Tokenize", pb.TokenizeRequest, prompts, self._tokenize),
             ("Detokenize", pb.DetokenizeRequest, prompts, self._detokenize),
             ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda r: self._info()),
+            ("GetMetrics", pb.MetricsRequest, everyone, lambda r: pb.Metrics(text=self._metrics())),
             ("Drain", pb.DrainRequest, admin, lambda r: (self.drain(r.undo), self._info())[1]),
         ]
         for name, request_type, (roles, pool), call in calls:
@@ -546,14 +550,25 @@ class Service:
         except ValueError as error:
             await abort(context, error)
 
+    def _metrics(self) -> str:
+        return metrics.render(self._engine, self._report.read(), requests=self.requests, draining=self._draining)
+
     def _info(self) -> pb.ServerInfo:
-        engine = self._engine
+        engine, report = self._engine, self._report.read()
         return pb.ServerInfo(
             protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
             rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()),
             max_message_bytes=self._max_message, draining=self._draining, requests=self.requests,
-            restarts=int(os.environ.get("ALLSPARK_RESTARTS", "0")),
+            restarts=report.get("restarts", 0), ranks=[_rank_state(rank) for rank in report.get("ranks", [])],
             placement=os.environ.get("ALLSPARK_PLACEMENT", "").splitlines())
+
+
+def _rank_state(rank: dict[str, Any]) -> pb.RankState:
+    """One of the GroupReport's."""
+    pages = {int(node): size for node, size in rank.get("bytes_on_node", {}).items()}
+    parts = metrics.parts_of(rank)
+    return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
+                        steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
 
 
 def _guided(request: pb.GenerateRequest) -> bool:

@@ -132,7 +132,7 @@ class Member:
 def status(options: argparse.Namespace) -> int:
     """`allspark pool status`: 0 if all members serve."""
     import grpc
-    rows = [("member", "address", "state", "ranks", "requests", "restarts", "models")]
+    rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
     bad = 0
     for target in targets(options):
         with Member(target) as member:
@@ -140,16 +140,22 @@ def status(options: argparse.Namespace) -> int:
                 info = member.info()
                 state = "draining" if info.draining else "serving" if member.serves() else "not serving"
                 models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
-                rows.append((target.name, target.address, state, str(info.rank_nums), str(info.requests),
+                rows.append((target.name, target.address, state, str(info.rank_nums), placed(info), str(info.requests),
                              str(info.restarts), ", ".join(models) or "-"))
                 bad += state == "not serving"
             except grpc.RpcError as error:
                 bad += 1
                 refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-                rows.append((target.name, target.address, "refused" if refused else "down", "", "", "",
+                rows.append((target.name, target.address, "refused" if refused else "down", "", "", "", "",
                              f"{error.code().name}: {error.details()}"))
     print("\n".join(table(rows)))
     return 1 if bad else 0
+
+
+def placed(info: pb.ServerInfo) -> str:
+    """The part of the ranks' memory that is on the nodes where it should be."""
+    total = sum(sum(rank.bytes_on_node.values()) for rank in info.ranks)
+    return f"{100 - 100 * sum(rank.misplaced_bytes for rank in info.ranks) / total:.1f}%" if total else "-"
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -178,15 +184,20 @@ def top(options: argparse.Namespace) -> int:
 
 def _top_table(members: list[Member]) -> list[str]:
     import grpc
-    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits")]
+    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
     for member in members:
         try:
-            for model in member.info().models:
+            info = member.info()
+            parts = ("compute", "exchange", "wait")
+            spent = [sum(getattr(rank, f"{part}_seconds") for rank in info.ranks) for part in parts]
+            shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
+            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
+            for model in info.models:
                 s = member.stat(model.name)
                 prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
                 rows.append((member.target.name, model.name, str(s.running_request), str(s.pendding_request),
                              f"{s.generate_token_persec:.1f}", f"{prefill:.1f}", f"{s.token_usage_percentage:.1f}%",
-                             f"{100 * s.prefix_cache_hit_rate:.1f}%"))
+                             f"{100 * s.prefix_cache_hit_rate:.1f}%", *shares, ", ".join(notes)))
         except grpc.RpcError as error:
-            rows.append((member.target.name, f"{error.code().name}: {error.details()}", *[""] * 6))
+            rows.append((member.target.name, f"{error.code().name}: {error.details()}", *[""] * 9))
     return table(rows)

@@ -151,7 +151,8 @@ def _loopback() -> str:
 def mpi_environment(mpi: Installation) -> dict[str, str]:
     """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
     itself listens on the loopback interface only."""
-    environment = {"MPI4PY_LIBMPI": str(mpi.library)}
+    # UCX, which Open MPI loads and nothing here uses, would patch ranks' code, and complain where that is forbidden.
+    environment = {"MPI4PY_LIBMPI": str(mpi.library), "UCX_MEM_MMAP_HOOK_MODE": "none"}
     loopback = _loopback()
     if loopback:
         environment["LD_PRELOAD"] = ":".join(filter(None, [loopback, os.environ.get("LD_PRELOAD")]))

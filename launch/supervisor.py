@@ -32,6 +32,7 @@ from .processes import is_alive, is_stopped, neutral_for_oom, open_pid, processe
 
 logger = logging.getLogger(__name__)
 
+REPORT_SECONDS = 1.0        # between two reports of what ranks count
 LOG_LINES = 60              # of the ranks' output, kept for the error when the supervisor gives up
 
 
@@ -81,6 +82,7 @@ class Rank:
     stopped_since: float = 0.0  # by somebody, with SIGSTOP; 0: it runs
     pid_fd: int = -1            # readable once it has ended
     ended: bool = False
+    numbers: dict = field(default_factory=dict)     # of its memory and its steps, for metrics
 
 
 @dataclass
@@ -133,6 +135,9 @@ class Supervisor:
         self._ever_ready = False
         self._owed = 0                      # ranks of the life whose requests wait to go on
         self.restarts = 0
+        self._report_file = runtime_dir / "group.json"
+        self._report: dict = {}
+        self._report_at = 0.0
         self._stop_by = math.inf            # when requests were waited for long enough
         path = runtime_dir / "heartbeat"
         path.unlink(missing_ok=True)
@@ -316,6 +321,7 @@ class Supervisor:
         """Systemd, how things are. It hears no sign of life while something is wrong with the group, or it is being
         ended; each of these has a limit of its own, shorter than the watchdog's."""
         self._notifier.alive()
+        self._write_report(run)
         if run.draining:
             text = f"draining: {run.requests} requests run"
         elif run.ready_since:
@@ -350,6 +356,7 @@ class Supervisor:
                 self._selector.register(rank.pid_fd, selectors.EVENT_READ, "rank")
         rank.pid, rank.last, rank.state = pid, time.monotonic(), message["state"]
         rank.step_seconds = float(message.get("step_seconds", 0.0))
+        rank.numbers = message.get("numbers", rank.numbers)
         run.answered = run.answered or bool(message.get("served"))
         if "requests" in message:
             run.requests, run.draining = int(message["requests"]), bool(message.get("draining"))
@@ -471,15 +478,19 @@ class Supervisor:
         tail = "\n".join(f"  {line}" for line in list(self._tail)[-20:])
         return f"{what}\nlast lines of the ranks:\n{tail}" if tail and not run.fatal else what
 
+    def _write_report(self, run: _Run) -> None:
+        """For rank 0: what all ranks have said."""
+        report = {"restarts": self.restarts, "ranks": [run.ranks[number].numbers for number in sorted(run.ranks)]}
+        now = time.monotonic()
+        if report == self._report or now < self._report_at + REPORT_SECONDS:
+            return
+        self._report, self._report_at = report, now
+        _write_json(self._report_file, report)
+
     def _write_ready_file(self, content: dict) -> None:
         if self._ready_file is None:
             return
-        temporary = self._ready_file.with_name(self._ready_file.name + ".new")
-        try:
-            temporary.write_text(json.dumps(content) + "\n")
-            temporary.replace(self._ready_file)             # a reader sees all of it or nothing
-        except OSError as error:
-            logger.error("the ready file cannot be written: %s", error)
+        _write_json(self._ready_file, content)
 
     def _remove_ready_file(self) -> None:
         if self._ready_file is not None:
@@ -491,6 +502,16 @@ class Supervisor:
         for fd in (self._wake_read, self._wake_write, self._parent_fd):
             if fd >= 0:
                 os.close(fd)
+
+
+def _write_json(file: Path, content: dict) -> None:
+    """A reader sees all of it or nothing."""
+    temporary = file.with_name(file.name + ".new")
+    try:
+        temporary.write_text(json.dumps(content) + "\n")
+        temporary.replace(file)
+    except OSError as error:
+        logger.error("%s cannot be written: %s", file.name, error.strerror)
 
 
 def _kill(pid: int) -> None:

@@ -97,6 +97,9 @@ def test_statuses_and_statistics_of_a_request(make_engine):
         def on_token(self, handle, sample, token, logprob, top, text, cached, end):
             seen.append(([token], text))
 
+        def on_begun(self, handle):
+            pass
+
         def on_status(self, handle, status):
             seen.append(status)
 

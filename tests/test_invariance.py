@@ -19,6 +19,7 @@ from allspark_client.request import RequestSpec
 from checkpoints import UNIT, checkpoint, prompt_of
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
 if UNIT["compute_unit"].startswith("CUDA"):
     MODELS += ("llama-bf16-heads-of-64",)
 NEW_TOKENS = 20
@@ -104,7 +105,7 @@ def engine(request, engine_of):
     return engine_of(request.param)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)])
 def model(request):
     return request.param
 

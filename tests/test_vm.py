@@ -28,7 +28,8 @@ def image() -> Path:
     return Path(folder)
 
 
+@pytest.mark.parametrize("part", ["group", "pool"])
 @pytest.mark.parametrize("user", ["nobody", "root"])
-def test_a_pool_under_systemd(image, user):
-    done = subprocess.run([sys.executable, str(PROVE), "run", str(image), user], check=False)
-    assert done.returncode == 0, (image / f"{user}.log").read_text()[-4000:]
+def test_a_pool_under_systemd(image, user, part):
+    done = subprocess.run([sys.executable, str(PROVE), "run", str(image), user, part], check=False)
+    assert done.returncode == 0, (image / f"{user}-{part}.log").read_text()[-4000:]

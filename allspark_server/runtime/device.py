@@ -11,6 +11,7 @@ from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.reservations import Reservation
+from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
@@ -46,7 +47,8 @@ class Device(Protocol):
                  masks: int) -> None:
         """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans."""
 
-    def matrix_bytes(self, rows: int, columns: int, dtype: str, group_size: int, experts: int) -> int: ...
+    def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
+        """Of so many matrices with so many rows of these columns."""
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
         """Of one layer and KV head."""
@@ -84,8 +86,8 @@ class Cpus:
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks)
 
-    def matrix_bytes(self, rows, columns, dtype, group_size, experts):
-        return self._native.matrix_bytes(rows, columns, dtype, group_size, experts)
+    def matrix_bytes(self, rows, part, experts):
+        return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._native.span_bytes(span_size, head_dim, dtype)
@@ -96,12 +98,13 @@ class Cpus:
                                            model.cache_dtype)
         # Layers of different windows share out their work, and keep their partial results, each for themselves.
         windows = {op.attrs.get("window", 0) for op in graph.ops if op.type == "span_attention"}
-        products = {(model.slice_of(graph.weights[op.weights[0]]), graph.tensors[op.outputs[0]].rows)
-                    for op in graph.ops if op.type in ("linear", "expert_linear")}
         prepared = 0
-        for one, row_set in products:
-            gathered = 4 * one[0] if row_set in graph.row_sets else 0  # rows of experts, as floats
-            size = native.prepared_bytes(*one) or gathered
+        for op in graph.ops:
+            if op.type not in ("linear", "expert_linear"):
+                continue
+            part, row_set = model.slice_of(graph.weights[op.weights[0]]), graph.tensors[op.outputs[0]].rows
+            gathered = 4 * part.inputs if row_set in graph.row_sets else 0  # rows of experts, as floats
+            size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
             prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
         # A product's own rows, and attention's.
         return tensor_bytes(model, rows, outputs) + len(windows) * attention + 2 * prepared
@@ -151,8 +154,8 @@ class Gpu:
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
 
-    def matrix_bytes(self, rows, columns, dtype, group_size, experts):
-        return self._library.matrix_bytes(rows, columns, dtype)
+    def matrix_bytes(self, rows, part, experts):
+        return self._library.matrix_bytes(rows, part.inputs, part.form.dtype)
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)
@@ -161,7 +164,7 @@ class Gpu:
         config, net = model.config, model.graph.config
         runs = -(-config.engine_max_length // self._library.RUN_TOKENS)
         partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
-        widest = max(model.slice_of(weight)[0] for weight in model.graph.weights.values() if weight.is_matrix)
+        widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
         return tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary
 

@@ -11,8 +11,9 @@ from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import open_model
-from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
-from allspark_server.weights.loader import Loader, Progress, unquantized_type
+from allspark_server.weights.formats import WeightFormat, wanted_formats
+from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
+from allspark_server.weights.quantized import ColumnSlice
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class RankModel:
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
+        self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
         self._choose_types(unquantized_type(self.graph, self.source))
         self._warn_about_length()
@@ -58,7 +60,7 @@ class RankModel:
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
             begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
-            return device.matrix_bytes(weight.rows_of(self.rank, self.world), *self.slice_of(weight), end - begin)
+            return device.matrix_bytes(weight.rows_of(self.rank, self.world), self.slice_of(weight), end - begin)
 
         return sum(size(weight) for weight in self.graph.weights.values())
 
@@ -69,11 +71,13 @@ class RankModel:
         begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
         return head * (end - begin) * net.num_layers
 
-    def slice_of(self, weight: Weight) -> tuple[int, str, int]:
-        """(in_features, type, group size) of this rank's part of a matrix."""
-        first, last = weight.column_range_of(self.rank, self.world)
-        form = self.formats[weight.name]
-        return last - first, form.dtype, group_of_slice(form.group_size, first)
+    def slice_of(self, weight: Weight) -> ColumnSlice:
+        """This rank's columns of a matrix."""
+        found = self._slices.get(weight.name)
+        if found is None:
+            form = self.formats[weight.name]
+            found = self._slices[weight.name] = column_slice(self.source, weight, form, self.rank, self.world)
+        return found
 
     # -- loading ---------------------------------------------------------------------------------------------------
     def load(self, executor, progress: Progress | None) -> None:

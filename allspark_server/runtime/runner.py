@@ -70,6 +70,8 @@ class ModelRunner:
         self._host_file: HostCacheFile | None = None
         #: of the bytes that load has read on this rank
         self.digest = ""
+        #: where this process's memory is: see RankModels.numbers
+        self.placement: dict = {}
         #: how many spans the second tier can hold on this rank, known after load
         self.host_spans = 0
         #: of these, those that it holds from before, by their keys; known after allocate_cache
@@ -143,6 +145,7 @@ class ModelRunner:
             host_cache_bytes=self._executor.host_cache_bytes(host_spans) if host_spans else 0,
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
+            long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
@@ -316,12 +319,11 @@ class ModelRunner:
 
     def _check_placement(self) -> None:
         """Reads back where this process's pages are and warns, with a number, when they are on other nodes."""
-        if len(memory_nodes()) < 2:
-            return
         own = set(bound_nodes()) or nodes_of_cpus(self.cpus)
         pages = pages_by_node()
         total = sum(pages.values())
-        elsewhere = sum(size for node, size in pages.items() if node not in own)
+        elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
+        self.placement = {"node": min(own, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
         if own and total and elsewhere > MISPLACED_SHARE * total:
             logger.warning("%s (%.0f %%) of rank %d's memory are on other NUMA nodes than its own (%s): decoding will "
                            "be slower", mib(elsewhere), 100 * elsewhere / total, self.rank,

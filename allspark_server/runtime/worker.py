@@ -123,6 +123,8 @@ class Heartbeat:
             details["served"] = True
         if "error" in details:
             details["error"] = details["error"][:MAX_ERROR]
+        if self._models is not None:
+            details["numbers"] = self._models.numbers
         message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **self._details(), **details}
         try:
             self._socket.send(json.dumps(message).encode())

@@ -183,9 +183,12 @@ class Scheduler:
         copies = self._spans.take_copies()
         if not draft.rows and copies is None:
             return None
+        return self._step(draft, copies)
+
+    def _step(self, draft: Draft, copies) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
-        self._mask_rows = limits.masks - self._mask_rows  # those of the last step may still be in use
-        return draft.step(free, self._slots.epoch, limits.draft_kind, copies, self._mask_rows)
+        self._mask_rows = self.limits.masks - self._mask_rows  # those of the last step may still be in use
+        return draft.step(free, self._slots.epoch, self.limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""

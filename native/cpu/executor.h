@@ -22,9 +22,10 @@ class Executor : public StepModel {
   // Another model on the threads of this one: they run in turn.
   explicit Executor(const Executor& beside);
 
-  // Ids count matrices and vectors together. dtype: "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8".
-  // experts: of a stack that an expert_linear takes.
-  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1);
+  // Ids count matrices and vectors together. dtype, order: see Weights. experts: of a stack that an expert_linear
+  // takes.
+  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
+                 const ScaleLayout& scaling = {}, std::vector<int> order = {});
   int add_vector(std::vector<float> values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }

@@ -11,14 +11,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from pathlib import Path
 
 HERE = Path("/opt/proof")
 POOL = HERE / "pool.json"
-MODEL = sys.argv[1] if len(sys.argv) > 1 else ""
+MODEL = str(next(Path("/opt/allspark").glob("lib/python3*/site-packages/allspark_server/assets/*/config.json")).parent)
 DEVIATION = 0.02        # of a rank's pages that may be elsewhere
 
 
@@ -34,11 +33,20 @@ def shell(*words: str, check: bool = True) -> str:
     return done.stdout + done.stderr
 
 
-def allspark(*words: str) -> str:
-    output = shell("/opt/allspark/bin/python", "-m", "allspark_launch", *words)
-    for line in output.splitlines():
-        say(f"  {line}")
-    return output
+def allspark(*words: str) -> None:
+    """Runs a command, and passes on what it says while it says it."""
+    command = ["/opt/allspark/bin/python", "-u", "-m", "allspark_launch", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout:
+            say(f"  {line.rstrip()}")
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(words)} ended with status {process.returncode}")
+
+
+def status() -> str:
+    """Of the pool; it may be down."""
+    return shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "status", "--config", str(POOL),
+                 check=False)
 
 
 def write_pool(user: str, members: list[dict]) -> None:
@@ -81,16 +89,17 @@ def check_pages() -> None:
 
 
 def requests_run() -> bool:
-    return re.search(r"^a .*serving +\d+ +[1-9]", allspark("pool", "status", "--config", str(POOL)), re.M) is not None
+    return re.search(r"^a .*serving +\d+ +[1-9]", status(), re.M) is not None
 
 
-def prove(user: str) -> None:
-    shutil.chown("/etc/allspark/tokens", user)
-    shutil.chown("/etc/allspark/key.pem", user)
+def prove_group(user: str) -> None:
+    """One member with a rank on each node: placement, losses, drain."""
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051"}])
     began = time.monotonic()
     allspark("pool", "install", "--config", str(POOL), "--now")
     say(f"installed and serving after {time.monotonic() - began:.0f} s: {unit('StatusText')}")
+    for line in status().splitlines():
+        say(f"  {line}")
     assert len(ranks()) == 2, ranks()
     check_pages()
     scores = [int(Path("/proc", str(pid), "oom_score_adj").read_text())
@@ -123,25 +132,38 @@ def prove(user: str) -> None:
     allspark("pool", "drain", "--config", str(POOL), "--undo")
     say(f"drained after {time.monotonic() - began:.1f} s, and taking requests again")
 
-    # Two members, one a node: a changes, b is new.
+    say("HALT")
+    time.sleep(5)       # the clients end
+    uninstall()
+
+
+def prove_pool(user: str) -> None:
+    """Two members, one on each node: rolled, misconfigured, removed."""
     write_pool(user, [{"name": "a", "address": "0.0.0.0:50051", "numa_nodes": [0]},
                       {"name": "b", "address": "0.0.0.0:50052", "numa_nodes": [1]}])
-    allspark("pool", "apply", "--config", str(POOL))
-    wait(requests_run, 60)
+    allspark("pool", "install", "--config", str(POOL), "--now")
+    say("READY")
+    wait(requests_run, 120)
     began = time.monotonic()
     say("ROLLING")
     allspark("pool", "restart", "--rolling", "--config", str(POOL))
     say(f"ROLLED after {time.monotonic() - began:.0f} s")
-    wait(requests_run, 60)
+    for line in status().splitlines():
+        say(f"  {line}")
     say("HALT")
     time.sleep(5)       # the clients end
 
     POOL.write_text(POOL.read_text().replace(MODEL, "/nowhere"))
+    shell("systemctl", "stop", "allspark-p.target")
     shell("/opt/allspark/bin/python", "-m", "allspark_launch", "pool", "apply", "--config", str(POOL), check=False)
-    time.sleep(15)
+    wait(lambda: unit("ActiveState") == "failed", 60)
     say(f"with a model that is not there: {unit('ActiveState')}, {unit('Result')}, {unit('NRestarts')} restarts, "
         f"status {unit('ExecMainStatus')}")
     assert unit("ActiveState") == "failed" and unit("ExecMainStatus") == "78"
+    uninstall()
+
+
+def uninstall() -> None:
     allspark("pool", "uninstall", "--config", str(POOL))
     left = [*Path("/dev/shm").glob("*"), *Path("/run/allspark").glob("*/*"), *Path("/tmp").glob("allspark*")]
     left += [Path("/proc", str(pid)) for pid in ranks().values()]
@@ -162,11 +184,13 @@ def wait(condition, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    name = re.search(r"proof\.user=(\S+)", Path("/proc/cmdline").read_text())
+    name = re.search(r"proof\.user=(\S+) proof\.part=(\S+)", Path("/proc/cmdline").read_text())
     try:
         say(f"as {name[1]}: {os.uname().release}, {os.cpu_count()} CPUs, "
             f"{len(list(Path('/sys/devices/system/node').glob('node[0-9]*')))} nodes")
-        prove(name[1])
+        shutil.chown("/etc/allspark/tokens", name[1])
+        shutil.chown("/etc/allspark/key.pem", name[1])
+        {"group": prove_group, "pool": prove_pool}[name[2]](name[1])
         say("DONE")
     except BaseException:
         traceback.print_exc()

@@ -1,7 +1,9 @@
 """A pool of systemd services in a virtual machine with two NUMA nodes, watched and used from outside.
 
-    prove.py build DIR             makes the machine's image, with this checkout and what its environment has installed
-    prove.py run DIR USER          boots it and proves that the pool works as USER; writes DIR/USER.log
+    prove.py build DIR             makes the machine's image, with what this environment has installed
+    prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
+
+PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
 
 Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes: everything is
 emulated.
@@ -14,6 +16,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -34,7 +38,8 @@ After=multi-user.target
 [Service]
 Type=idle
 Environment=PATH=/opt/allspark/bin:/usr/sbin:/usr/bin:/sbin:/bin
-ExecStart=/usr/bin/python3 /opt/proof/guest.py MODEL
+ExecStartPre=/bin/tar -xf /dev/nvme1n1 -C /
+ExecStart=/usr/bin/python3 /opt/proof/guest.py
 StandardOutput=tty
 StandardError=tty
 TTYPath=/dev/ttyS0
@@ -48,11 +53,6 @@ def build(folder: Path) -> None:
     environment = overlay / "opt/allspark"
     source = Path(sys.prefix)
     shutil.copytree(source, environment, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    packages = environment / "lib/python3.11/site-packages"
-    ignored = shutil.ignore_patterns("__pycache__")
-    for package, path in (("allspark_client", "allspark_client"), ("allspark_server", "allspark_server"),
-                          ("allspark_launch", "launch")):
-        shutil.copytree(REPOSITORY / path, packages / package, ignore=ignored)
     for name in ("python", "python3", "python3.11"):
         (environment / "bin" / name).unlink(missing_ok=True)
         (environment / "bin" / name).symlink_to("/usr/bin/python3.11")
@@ -60,11 +60,8 @@ def build(folder: Path) -> None:
     for script in (environment / "bin").iterdir():
         if script.is_file() and not script.is_symlink() and script.read_bytes()[:2] == b"#!":
             script.write_text(script.read_text().replace(str(source), "/opt/allspark"))
-    model = next(path.parent for path in (packages / "allspark_server/assets").glob("*/config.json"))
-    proof, etc = overlay / "opt/proof", overlay / "etc/allspark"
-    proof.mkdir(parents=True)
+    etc = overlay / "etc/allspark"
     etc.mkdir(parents=True)
-    shutil.copy(HERE / "guest.py", proof)
     subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-subj", "/CN=localhost",
                     "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", etc / "key.pem", "-out",
                     etc / "cert.pem"], check=True, capture_output=True)
@@ -74,10 +71,32 @@ def build(folder: Path) -> None:
     shutil.copy(etc / "cert.pem", folder / "cert.pem")
     units = overlay / "etc/systemd/system"
     (units / "multi-user.target.wants").mkdir(parents=True)
-    (units / "proof.service").write_text(UNIT.replace("MODEL", "/" + str(model.relative_to(overlay))))
+    (units / "proof.service").write_text(UNIT)
     (units / "multi-user.target.wants/proof.service").symlink_to("../proof.service")
     subprocess.run([MACHINE, "build", folder, "python3.11", "libpython3.11", "libhwloc15", "libevent-core-2.1-7",
                     "libevent-pthreads-2.1-7"], check=True)
+
+
+def pack(file: Path) -> None:
+    """The last commit, with what was built of it, as the machine unpacks it."""
+    def of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = 0
+        return entry
+
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(file, "w") as tar:
+        archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        built = ["allspark_client/_proto/__init__.py", "allspark_client/_proto/allspark_pb2.py",
+                 "allspark_client/_proto/asgraph_pb2.py"]
+        built += [str(p.relative_to(REPOSITORY)) for part in ("allspark_server", "launch")
+                  for p in (REPOSITORY / part).glob("*.so")]
+        for name in built:
+            Path(folder, name).parent.mkdir(exist_ok=True)
+            shutil.copy(REPOSITORY / name, Path(folder, name))
+        for package, path in (("allspark_client", "allspark_client"), ("allspark_server", "allspark_server"),
+                              ("allspark_launch", "launch")):
+            tar.add(Path(folder, path), f"opt/allspark/lib/python3.11/site-packages/{package}", filter=of_root)
+        tar.add(HERE / "guest.py", "opt/proof/guest.py", filter=of_root)
 
 
 class Load:
@@ -121,16 +140,18 @@ class Load:
                 self.finished += 1
 
 
-def run(folder: Path, user: str) -> int:
+def run(folder: Path, user: str, part: str) -> int:
     """Boots the machine; 0 if all was proven."""
+    pack(folder / "code.tar")
     ports = [f"{host}:{guest}" for host, guest in zip(HOST_PORTS, (50051, 50052))]
     machine = subprocess.Popen([MACHINE, "run", folder, *ports], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, errors="replace",
-                               env={**os.environ, "VM_APPEND": f"proof.user={user} systemd.show_status=0"})
+                               env={**os.environ, "VM_TAR": str(folder / "code.tar"), "VM_DRIVE": "snapshot=on",
+                                    "VM_APPEND": f"proof.user={user} proof.part={part} systemd.show_status=0"})
     killer = threading.Timer(RUN_SECONDS, machine.kill)
     killer.start()
     load, proven, before, began = Load(folder / "cert.pem"), False, 0, time.monotonic()
-    with open(folder / f"{user}.log", "w", encoding="utf-8") as log:
+    with open(folder / f"{user}-{part}.log", "w", encoding="utf-8") as log:
         def note(text: str) -> None:
             line = f"{time.monotonic() - began:5.0f} s  {text}"
             print(line, flush=True)
@@ -138,7 +159,8 @@ def run(folder: Path, user: str) -> int:
 
         for line in machine.stdout:
             _, mark, text = line.rstrip().partition("PROOF ")
-            note(text if mark else "| " + line.rstrip())
+            if text or line.strip():
+                note(text if mark else "| " + line.strip())
             if text == "READY":
                 load.start()
             elif text == "ROLLING":
@@ -151,8 +173,6 @@ def run(folder: Path, user: str) -> int:
                      f"prompt; problems: {load.problems or 'none'}")
             proven = proven or text == "DONE"
         load.stop()
-        for problem in load.problems:
-            note(f"outside: {problem}")
     killer.cancel()
     machine.wait()
     return 0 if proven and load.finished and not load.problems else 1
@@ -163,12 +183,13 @@ def main() -> int:
     parser.add_argument("action", choices=["build", "run"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("user", nargs="?", default="nobody")
+    parser.add_argument("part", nargs="?", default="group", choices=["group", "pool"])
     options = parser.parse_args()
     if options.action == "build":
         options.folder.mkdir(parents=True, exist_ok=True)
         build(options.folder)
         return 0
-    return run(options.folder, options.user)
+    return run(options.folder, options.user, options.part)
 
 
 if __name__ == "__main__":
