@@ -171,6 +171,8 @@ struct GatedOutput {
   size_t rounded_stride;
 };
 
+constexpr int kSmallestGroup = 8;  // k of a group, but for a last one
+
 // The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (128 * 128).
 constexpr int kMaxIntegerK = 131'000;
 
