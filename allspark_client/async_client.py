@@ -14,6 +14,7 @@ from .connection import Request, Unavailable
 from .engine import check_handle, ids_of_text, request_spec
 from .errors import AsStatus, closed_engine
 from .generation import AsyncGeneration
+from .metrics import member_metrics
 from .queue import ResultQueue
 from .request import RequestSpec
 from .types import GenerateRequestStatus
@@ -64,6 +65,7 @@ class AsyncClientEngine:
     stop_model = _in_thread(ClientEngine.stop_model)
     release_model = _in_thread(ClientEngine.release_model)
     members = _in_thread(ClientEngine.members)
+    _metrics = _in_thread(member_metrics)
     list_models = _in_thread(ClientEngine.list_models)
     get_as_engine_stat = _in_thread(ClientEngine.get_as_engine_stat)
     get_model_info = _in_thread(ClientEngine.get_model_info)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Iterable, Iterator, TypeVar
 
 from . import convert
+from .affinity import PrefixMemory, beginnings
 from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, check_available
 from .connection import Member, Request, Session, Unavailable
@@ -31,11 +32,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 _RETRY_SECONDS = 0.2
-_MOST_LOSSES = 3                # of servers, while they run one request, until it is given up
 #: how long a client that is being made waits for a server that does not listen, s
 _FIRST_CONTACT_SECONDS = 5.0
 #: how old the load of a pool's members may be when a request chooses one, s
 _LOAD_AGE_SECONDS = 0.5
+#: so many tokens of a prompt that wait to be computed keep a member as busy as a request that runs, about
+_TOKENS_PER_REQUEST = 256
 #: how long a server may take to answer a question, s, and to profile a model, which measures the machine
 _ANSWER_SECONDS, _PROFILE_SECONDS = 30.0, 600.0
 #: how long stop_request waits for the server's word that a request has ended, s
@@ -69,6 +71,7 @@ class ClientEngine(AbstractEngine):
         self._closed = False
         self._closing = threading.Event()
         self._members: list[Member] = []
+        self._prefixes = PrefixMemory()
         self._group: SelfStartedGroup | None = None
         tls = tls_config(tls)
         token = environment_token() if token is None else token
@@ -186,9 +189,10 @@ class ClientEngine(AbstractEngine):
         def start(member: Member) -> None:
             session = member.session()
             if not request.dropped:     # meanwhile
+                self._note_choice(request.spec, member)
                 session.start(request)
 
-        self._retry(start, lambda: self._by_load(request.spec.model))
+        self._retry(start, lambda: self._by_load(request.spec))
         if request.dropped:     # while it was on its way
             self._drop(request)
 
@@ -198,9 +202,11 @@ class ClientEngine(AbstractEngine):
         if len(self._members) > 1 and not all(member.knows_models(_LOAD_AGE_SECONDS)
                                               for member in self._members if member.connected):
             return None
-        session = self._by_load(request.spec.model)[0].live_session
+        member = self._by_load(request.spec)[0]
+        session = member.live_session
         if session is not None:
             try:
+                self._note_choice(request.spec, member)
                 session.send(request)
             except Unavailable as error:
                 logger.debug("sending request %d: %s", request.handle, error)
@@ -415,11 +421,21 @@ class ClientEngine(AbstractEngine):
     def _healthy_first(self) -> list[Member]:
         return sorted(self._members, key=lambda member: not member.connected)
 
-    def _by_load(self, model: str) -> list[Member]:
-        """Members in the order in which a new request should try them: running the model, least loaded first."""
+    def _note_choice(self, spec: RequestSpec, member: Member) -> None:
+        """A member of the pool gets a request."""
+        if len(self._members) > 1:
+            prompt = beginnings(spec)
+            familiar, saved = self._prefixes.find(prompt)
+            if prompt:
+                member.sent_work += prompt[-1][1] - (saved if familiar == member.address else 0)
+                self._prefixes.note(prompt, member.address)
+
+    def _by_load(self, spec: RequestSpec) -> list[Member]:
+        """Members in the order in which a new request should try them: those that run the model and take new requests
+        first, of these the one with the least to do; where it was computed before, the prompt's beginning is not."""
         if len(self._members) == 1:
             return self._members
-        ranked = []
+        ranked, (familiar, saved) = [], self._prefixes.find(beginnings(spec))
         for order, member in enumerate(self._members):
             if not member.connected:    # tried only if all others fail: connecting to a dead server takes seconds
                 member.reconnect_soon()
@@ -427,14 +443,17 @@ class ClientEngine(AbstractEngine):
                 continue
             try:
                 live = member.session().live
-                state = next((m for m in member.models(_LOAD_AGE_SECONDS) if m.name == model), None)
+                state = next((m for m in member.models(_LOAD_AGE_SECONDS) if m.name == spec.model), None)
             except (Unavailable, AllSparkError) as error:
                 logger.debug("not a candidate: %s", error)
                 ranked.append((2, 0, order, member))
                 continue
-            # The member's own count includes this client's requests, but may be older than the latest of them.
+            # The member's own count has this client's requests, but may be older than the latest of them.
             load = max(live, state.load) if state is not None else live
-            ranked.append((0 if state is not None and state.running else 1, load, order, member))
+            work = member.sent_work + (state.work if state is not None else 0)
+            load += (work - (saved if member.address == familiar else 0)) / _TOKENS_PER_REQUEST
+            takes = state is not None and state.running and not member.draining
+            ranked.append((0 if takes else 1, load, order, member))
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
     def _check_open(self) -> None:
@@ -480,24 +499,13 @@ class ClientEngine(AbstractEngine):
                 request.finish(GenerateRequestStatus.InternalError, error)
             elif not self._resume_requests:
                 _fail(request, f"{error}; the engine was made with resume=False")
-            elif request.spec.config.n != 1:
-                _fail(request, f"{error}; a request with n={request.spec.config.n} samples cannot be resumed")
-            elif self._lost_too_often(request):
-                _fail(request, f"{error}; servers were lost {request.losses} times while they ran this request, "
-                               "without a new token: it may be what ends them")
+            elif why := request.note_loss():
+                _fail(request, f"{error}; {why}")
             else:
                 resumable.append(request)
         if resumable:
             threading.Thread(target=self._resume, args=(resumable, session.address, str(error)), daemon=True,
                              name="allspark-resume").start()
-
-    @staticmethod
-    def _lost_too_often(request: Request) -> bool:
-        """Counts a loss. A request that crashes its servers must not be handed from one to the next for ever."""
-        progressed = len(request.received) > request.received_at_loss
-        request.losses = 1 if progressed else request.losses + 1
-        request.received_at_loss = len(request.received)
-        return request.losses > _MOST_LOSSES
 
     def _resume(self, requests: list[Request], lost: str, why: str) -> None:
         """Hand requests, with the tokens they have, to whichever server gives them the same continuation."""
@@ -505,7 +513,7 @@ class ClientEngine(AbstractEngine):
         for request in requests:
             request.resumed = True
         # Another member is as good at once as the lost one is when it is back.
-        members = sorted(self._members, key=lambda member: member.address == lost)
+        members = sorted(self._members, key=lambda member: (member.draining, member.address == lost))
         while requests and not self._closed:
             different = dict.fromkeys(requests, 0)
             for member in members:
@@ -529,7 +537,7 @@ class ClientEngine(AbstractEngine):
                 requests = [request for request in requests if request not in settled]
             for request in [r for r in requests if different[r] == len(members)]:
                 requests.remove(request)
-                _fail(request, f"the connection to {lost} was lost; {why}")
+                _fail(request, f"the connection to {lost} was lost; {why}", GenerateRequestStatus.GenerateInterrupted)
             failure = self._group.failure() if self._group is not None else None
             if requests and (failure is not None or time.monotonic() >= deadline):
                 why = failure or f"{why}; gave up after {self._reconnect_timeout:g} s"
@@ -570,15 +578,15 @@ class ClientEngine(AbstractEngine):
                 _fail(request, f"resuming on {session.address} was refused: {error}")
             else:
                 logger.info("request %d goes on at %s after %d tokens", request.handle, session.address,
-                            len(request.received))
+                            request.generated)
                 if request.stopped:     # stopped while it was on its way
                     session.stop(request)
             settled.add(request)
         return settled
 
 
-def _fail(request: Request, message: str) -> None:
-    request.finish(GenerateRequestStatus.InternalError, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))
+def _fail(request: Request, message: str, status: GenerateRequestStatus = GenerateRequestStatus.InternalError) -> None:
+    request.finish(status, AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR, message))
 
 
 def _name(name: Any) -> str:

@@ -15,7 +15,7 @@ import grpc
 from . import convert
 from ._proto import allspark_pb2 as pb
 from .connection_options import check_address
-from .errors import AllSparkError, AsStatus
+from .errors import AllSparkError, AsStatus, Draining
 from .queue import ResultQueue
 from .request import RequestSpec
 from .types import GenerateRequestStatus, MemberState, ModelState, TlsConfig
@@ -35,6 +35,8 @@ ANSWER_SECONDS = 60.0
 _RECONNECT_PAUSE_SECONDS = 0.5
 #: more than a request's id and the framing of its message take
 _ENVELOPE_BYTES = 64
+#: losses of servers until a request is given up: of those that ran it alone, without a token; and of any, in a row
+MOST_DEATHS, MOST_LOSSES = 2, 10
 _OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),     # a server that stops answering is noticed within 20 s
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -69,7 +71,7 @@ class Request:
     handle: int
     spec: RequestSpec
     queue: ResultQueue = field(default_factory=ResultQueue)
-    received: list[int] = field(default_factory=list)       #: tokens so far; kept for n=1 only
+    received: list[list[int]] = field(default_factory=list)     #: tokens so far, of each sample
     fingerprint: str = ""
     session: "Session | None" = None
     wire_id: int = 0
@@ -77,11 +79,36 @@ class Request:
     dropped: bool = False                                   #: and to hear no more of it
     resumed: bool = False
     losses: int = 0                                         #: servers lost in a row without a new token
-    received_at_loss: int = -1
+    deaths: int = 0                                         #: of these, those that count: see RequestSpec
+    generated_at_start: int = 0                             #: tokens, when it was sent last
+    begun: bool = False                                     #: a step has held it since, all alone
     arrival: float = field(default_factory=time.time)
     first_token: float = 0.0
     answered: Event = field(default_factory=Event)
     refusal: Exception | None = None                        #: the server's answer, or Unavailable
+
+    def __post_init__(self) -> None:
+        self.received = self.received or [[] for _ in range(self.spec.config.n)]
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far, of all samples."""
+        return sum(map(len, self.received))
+
+    def note_loss(self) -> str:
+        """Its server was lost. Returns why it is not handed on any more, or "". A request that ends its servers must
+        not end one after the other: one that got no token since its last start is retried alone, and given up when
+        that has failed twice."""
+        if self.generated > self.generated_at_start:
+            self.losses = self.deaths = 0
+        elif not self.deaths or self.begun:
+            self.deaths += 1
+        self.losses += 1
+        if self.deaths > MOST_DEATHS:       # the first was beside others
+            return f"{MOST_DEATHS} servers were lost while they ran this request alone: it seems to be what ends them"
+        if self.losses > MOST_LOSSES:
+            return f"servers were lost {self.losses} times in a row without a new token of this request"
+        return ""
 
     def finish(self, status: GenerateRequestStatus, error: AllSparkError | None = None,
                reason: str | None = None) -> None:
@@ -125,7 +152,12 @@ class Session:
     def send(self, request: Request) -> None:
         """Send a request, of which `wait_answer` tells more; raises Unavailable."""
         message = convert.request_to_pb(request.spec)
-        message.generated.extend(request.received)
+        if len(request.received) == 1:
+            message.generated.extend(request.received[0])
+        elif request.generated:
+            message.samples.extend(pb.TokenIds(ids=ids) for ids in request.received)
+        message.resumed, message.deaths = message.resumed or request.resumed, request.deaths
+        request.generated_at_start, request.begun = request.generated, False
         request.answered.clear()
         request.refusal = self._too_large(message)
         if request.refusal is not None:
@@ -227,15 +259,16 @@ class Session:
         outcome = event.WhichOneof("outcome")
         if outcome == "refused":
             del self._live[event.id]
-            request.refusal = convert.error_from_pb(event.refused)
+            error = convert.error_from_pb(event.refused)
+            request.refusal = Unavailable(self.address, error.message) if isinstance(error, Draining) else error
             request.answered.set()
             return
         for message in event.elements:
             elements = convert.elements_from_pb(message)
             request.first_token = request.first_token or time.time()
-            if request.spec.config.n == 1:
-                request.received.extend(elements.ids_from_generate)
+            request.received[elements.sample_index].extend(elements.ids_from_generate)
             request.queue.put(elements)
+        request.begun = request.begun or event.begun
         if event.HasField("status"):
             status = GenerateRequestStatus(event.status)
             if event.HasField("stat"):
@@ -291,6 +324,10 @@ class Member:
         self._background = threading.Lock()     # of _connecting
         self._session: Session | None = None
         self._models: tuple[float, list[ModelState]] = (0.0, [])
+        #: tokens of prompts that this client has sent since `models` was told
+        self.sent_work = 0
+        #: it takes no new requests, as far as `models` has told
+        self.draining = False
         self._closed = False
         self._connecting = False
 
@@ -362,7 +399,7 @@ class Member:
         if not self.knows_models(max_age):
             info = self.call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo, ATTEMPT_SECONDS)
             models = convert.models_from_pb(info.models)
-            self._models = (time.monotonic(), models)
+            self._models, self.draining, self.sent_work = (time.monotonic(), models), info.draining, 0
         return models
 
     def state(self) -> MemberState:

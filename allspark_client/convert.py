@@ -10,7 +10,7 @@ import numpy as np
 from ._proto import allspark_pb2 as pb
 from .chat import ChatOptions, check_messages
 from .config import AsModelConfig, GenerateConfig
-from .errors import AllSparkError, AsStatus
+from .errors import AllSparkError, AsStatus, Draining
 from .request import RequestSpec
 from .types import AsEngineStat, GeneratedElements, ModelInfo, ModelState
 
@@ -33,10 +33,13 @@ def error_to_pb(error: BaseException) -> pb.Error:
     elif isinstance(error, TypeError):
         kind, status, text = pb.TYPE_ERROR, 0, str(error)
     else:
-        kind, status, text = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR), f"{type(error).__name__}: {error}"
+        # An OSError's text names files of this machine, which are nobody else's business.
+        text = f"{type(error).__name__}: {(isinstance(error, OSError) and error.strerror) or error}"
+        kind, status = pb.ALLSPARK_ERROR, int(AsStatus.ALLSPARK_UNKNOWN_ERROR)
     if len(text) > _MAX_ERROR_TEXT:
         text = text[:_MAX_ERROR_TEXT] + " …"
-    return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False))
+    return pb.Error(kind=kind, status=status, message=text, retryable=getattr(error, "retryable", False),
+                    elsewhere=isinstance(error, Draining))
 
 
 def error_from_pb(error: pb.Error) -> Exception:
@@ -45,6 +48,8 @@ def error_from_pb(error: pb.Error) -> Exception:
         return ValueError(error.message)
     if error.kind == pb.TYPE_ERROR:
         return TypeError(error.message)
+    if error.elsewhere:
+        return Draining(error.message)
     return as_allspark_error(error)
 
 
@@ -139,7 +144,8 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
-                                 want_text=spec.want_text, tenant=spec.tenant)
+                                 want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
+                                 deaths=spec.deaths, samples=[pb.TokenIds(ids=ids) for ids in spec.samples])
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
     elif spec.text is not None:
@@ -183,7 +189,9 @@ def _from_json(name: str, text: str) -> Any:
 def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     """Raises ValueError for a request that no engine would take."""
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
-                       generated=list(message.generated), want_text=message.want_text, tenant=message.tenant)
+                       generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
+                       samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
+                       deaths=message.deaths)
     spec.check_tenant()
     kind = message.WhichOneof("prompt")
     if kind == "input_ids":
@@ -272,20 +280,21 @@ def engine_stat_from_pb(message: pb.EngineStat) -> AsEngineStat:
 
 def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
     values = {f.name: v for f in fields(ModelInfo) if (v := getattr(info, f.name)) is not None}
+    values.pop("tokenizer_dir", None)   # a path of the server's
     return pb.ModelInfo(**{**values, "sampling_defaults": pb.GenerateConfig(**info.sampling_defaults)})
 
 
 def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
-    values = {f.name: getattr(message, f.name) for f in fields(ModelInfo)}
+    values = {f.name: getattr(message, f.name) for f in fields(ModelInfo) if f.name != "tokenizer_dir"}
     values["eos_token_ids"] = list(message.eos_token_ids)
     values["sampling_defaults"] = {f.name: value for f, value in message.sampling_defaults.ListFields()}
-    values["tokenizer_dir"] = message.tokenizer_dir if message.HasField("tokenizer_dir") else None
     return ModelInfo(**values)
 
 
 def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
-    return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load) for m in models]
+    return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work)
+            for m in models]
 
 
 def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
-    return [ModelState(m.name, m.running, m.fingerprint, m.load) for m in messages]
+    return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work) for m in messages]

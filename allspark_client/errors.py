@@ -45,6 +45,16 @@ class AllSparkError(RuntimeError):
         return AllSparkError, (self.status, self.message, self.retryable)
 
 
+class Draining(AllSparkError):
+    """A server takes no new requests, for it is about to stop: others may, or it itself once it is back."""
+
+    def __init__(self, message: str = "this server takes no new requests: it is about to stop"):
+        super().__init__(AsStatus.ALLSPARK_REQUEST_DENIED, message, retryable=True)
+
+    def __reduce__(self):
+        return Draining, (self.message,)
+
+
 def not_available(what: str) -> AllSparkError:
     """The error of a feature that has a name in the API but is not built yet."""
     return AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{what} is not available yet")

@@ -29,6 +29,12 @@ class RequestSpec:
     want_text: bool = False
     #: whose shares and limits count; empty: this client's own. Only a door in front of the server may name others
     tenant: str = ""
+    #: with n > 1, instead of `generated`: of each sample
+    samples: list[list[int]] = field(default_factory=list)
+    #: it was taken before, by a server that was lost
+    resumed: bool = False
+    #: servers that were lost while they ran it, without a token since it began there: it may be what ends them
+    deaths: int = 0
     #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
     opened: str = ""
 
@@ -42,6 +48,10 @@ class RequestSpec:
         size = len(valid_unicode("tenant", self.tenant).encode())
         if size > MAX_TENANT_BYTES:
             raise ValueError(f"tenant={self.tenant[:40]!r}... has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
+
+    def generated_of(self, sample: int) -> list[int]:
+        """What another group has already produced of a sample."""
+        return self.samples[sample] if self.samples else self.generated
 
     @property
     def prompt_len(self) -> int:

@@ -241,8 +241,9 @@ class ModelInfo:
     weight_dtype: str = ""
     cache_dtype: str = ""
     model_hash: str = ""
-    tokenizer_dir: str | None = None
+    tokenizer_dir: str | None = None    #: in the process that has the model; clients of a server are not told
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
+    long_rope_original: int = 0         #: prompts beyond it have another rotary embedding (LongRoPE); 0: they have not
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     host_spans: int = 0                 #: of the prefix cache's second tier
     host_cache_bytes: int = 0           #: of the second tier, on rank 0
@@ -273,6 +274,7 @@ class ModelState:
     running: bool
     fingerprint: str      #: equal only where the same request gives the same bytes
     load: int = 0         #: waiting and running requests
+    work: int = 0         #: tokens of prompts that these still have to have computed, about
 
 
 @dataclass

@@ -6,6 +6,7 @@ line typed by hand works, unsupervised.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 
 from .runtime.binding import bind_process, die_with_parent
@@ -18,18 +19,26 @@ import gc
 import json
 import logging
 import sys
-import threading
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .access import Access, ModelRoots, Role, default_address, read_tokens, socket_mode
+from .access import Access, ModelRoots, Role, default_address, mode_of
+from .client_limits import ClientLimits
 from .runtime import memory
 from .runtime.worker import EXIT_FAILED, Heartbeat, serve
+
+if TYPE_CHECKING:
+    from .service import Service
 
 logger = logging.getLogger("allspark_server")
 
 # How long a rank waits for another inside a step or a load before the group is given up. Loads of different ranks may
 # differ by minutes when one node's pages come from a slow disk; dead and stopped ranks are noticed within seconds.
 PEER_TIMEOUT_SECONDS = 900.0
+# How long a group that is started again only to end its requests waits for their clients.
+RETURN_SECONDS = 15.0
+_LOOK_SECONDS = 0.05        # between two looks at how many requests there still are
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,10 +67,19 @@ def parser() -> argparse.ArgumentParser:
                        help="of clients with a certificate, where there is no token file (default %(default)s)")
     rank0.add_argument("--insecure", action="store_true",
                        help="serve TCP addresses though whoever reaches them may do everything")
-    rank0.add_argument("--socket-mode", type=socket_mode, default=0o600, metavar="MODE",
-                       help="of Unix sockets (default 0600: this user alone)")
+    rank0.add_argument("--socket-mode", default="", metavar="MODE",
+                       help="of Unix sockets (default 0600: this user alone; 0660 with --socket-group)")
+    rank0.add_argument("--socket-group", default="", metavar="NAME", help="the group that Unix sockets belong to")
+    rank0.add_argument("--inner-address", default="", metavar="unix:PATH",
+                       help="a socket beside them, for health calls of its own")
+    rank0.add_argument("--drain-limit", type=float, default=0.0, metavar="SECONDS",
+                       help="how long requests may go on when a stop is asked for (default 0)")
     rank0.add_argument("--model-root", action="append", default=[], metavar="DIR",
                        help="clients may name models below this directory; repeatable (default: only those of --model)")
+    rank0.add_argument("--max-requests", type=int, default=0, metavar="N",
+                       help="that may wait or run, of all clients together (default: no limit but those of the models)")
+    rank0.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
+                       help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
     rank0.add_argument("--max-message-mib", type=int, default=16, metavar="N",
                        help="the largest message taken from a client (default %(default)s)")
     return p
@@ -108,7 +126,7 @@ class Rank:
         self.cpus = numbers(arguments.cpus) or None
         path = os.environ.get("ALLSPARK_SUPERVISOR")
         self.heartbeat = Heartbeat(path, self.number) if path else None
-        self.stop = threading.Event()
+        self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()   # what signals say: "stop" and "reload"
 
     def run(self) -> None:
         if self.heartbeat:
@@ -152,37 +170,86 @@ class Rank:
         if self.heartbeat:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            clean = [signal.SIGUSR1]
+            meanings = {signal.SIGUSR1: "stop", signal.SIGHUP: "reload"}
         else:
-            clean = [signal.SIGTERM, signal.SIGINT]
-        for number in clean:
-            signal.signal(number, (lambda *_: self.stop.set()) if self.number == 0 else signal.SIG_IGN)
+            meanings = {signal.SIGTERM: "stop", signal.SIGINT: "stop"}
+        for number, meaning in meanings.items():
+            signal.signal(number, (lambda *_, meaning=meaning: self._asked.put(meaning)) if self.number == 0
+                          else signal.SIG_IGN)
 
     def lead(self, group) -> None:
         """Rank 0: engine and service, until a signal."""
         from .engine import Engine
         from .service import Service
         a = self.arguments
-        access = Access(read_tokens(a.token_file) if a.token_file else {}, self.tls(), Role(a.tls_role), a.insecure)
+        access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
         models = [model_config(text) for text in a.model]
         roots = ModelRoots(a.model_root, models)
         engine = Engine(group=group, state_file=a.state_file)
         if self.heartbeat:
             self.heartbeat.watch(group.models, lambda: engine.busy_since)
         service = Service(engine, a.address or [default_address(access.guarded or access.insecure)], access=access,
-                          roots=roots, socket_mode=a.socket_mode, max_message=a.max_message_mib << 20)
+                          roots=roots, socket_mode=mode_of(a.socket_mode, a.socket_group), socket_group=a.socket_group,
+                          inner=a.inner_address, limits=ClientLimits(a.max_requests, a.max_tenant_requests),
+                          max_message=a.max_message_mib << 20)
         engine.restore(models, again=int(os.environ.get("ALLSPARK_RESTARTS", "0")) > 0, check=roots.check_model)
         gc.collect()
         gc.freeze()     # what is loaded stays: collections between steps need not go through it
         addresses = service.start()
         logger.info("serving on %s", ", ".join(addresses))
         if self.heartbeat:
+            self.heartbeat.tell_too(lambda: self._health(service))
             self.heartbeat.state("ready", addresses=addresses)
-        self.stop.wait()
-        logger.info("stopping")
+        while self._asked.get() != "stop":
+            self._reload()
+        self._drain(service)
         service.stop()
         engine.close()
+        if self.heartbeat:
+            self.heartbeat.state("stopping")    # with nothing left to do
         group.close()
+
+    @staticmethod
+    def _health(service: Service) -> dict:
+        """What rank 0's beats say of the service."""
+        found = {"requests": service.requests, "draining": service.draining}
+        if service.healthy:
+            found["healthy_seconds"] = time.monotonic() - service.healthy
+        return found
+
+    def _reload(self) -> None:
+        """Takes over what the supervisor has read anew. Tokens are read again by themselves."""
+        path = Path(os.environ.get("ALLSPARK_SUPERVISOR", "/none")).with_name("reload.json")
+        try:
+            values = json.loads(path.read_text())
+            self.arguments.drain_limit = float(values["drain_limit"])
+            logging.getLogger().setLevel(values["log_level"].upper())
+        except (OSError, ValueError, KeyError) as error:
+            logger.error("nothing was reloaded: %s", error)
+
+    def _drain(self, service: Service) -> None:
+        """Takes no new requests, and waits until the others have ended, their time is up, or a stop is asked for
+        again."""
+        limit = self.arguments.drain_limit
+        began, before = time.monotonic(), service.requests
+        service.drain()
+        if self.heartbeat:
+            self.heartbeat.send()
+        # Clients of a lost group come back with what it owes them.
+        returned_by = began + RETURN_SECONDS if os.environ.get("ALLSPARK_OWES") else began
+        if before and limit:
+            logger.info("draining: %d requests have %s", before,
+                        "as long as they take" if limit == float("inf") else f"{limit:g} s to end")
+        while (service.requests or time.monotonic() < returned_by) and time.monotonic() < began + limit:
+            try:
+                if self._asked.get(timeout=_LOOK_SECONDS) == "stop":
+                    break
+            except queue.Empty:
+                continue
+        ended = service.requests
+        level = logging.WARNING if ended else logging.INFO
+        logger.log(level, "stopping after %.1f s: %d requests have ended by themselves, %d are ended now",
+                   time.monotonic() - began, max(0, before - ended), ended)
 
     def tls(self):
         """The TlsConfig of the arguments, None without TLS."""

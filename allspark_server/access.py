@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
@@ -107,7 +108,7 @@ def check_door(address: str, *, token: bool, tls: bool, client_ca: bool, insecur
     their mode. TCP needs TLS, with a token or a client's certificate; on this machine alone a token is enough."""
     if is_unix(address) or insecure:
         return
-    if tls and (token or client_ca) or token and _is_loopback(address):
+    if tls and (token or client_ca) or token and is_loopback(address):
         return
     lacks = ("clients need neither a token nor a certificate" if not token and not client_ca else
              "the token would cross the network in clear text" if not tls else "")
@@ -122,7 +123,8 @@ def is_unix(address: str) -> bool:
     return address.startswith("unix:")
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether a host:port is reached from this machine alone."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -170,6 +172,15 @@ def socket_mode(text: str) -> int:
     return mode
 
 
+def mode_of(mode: str, group: str) -> int:
+    """The mode of Unix sockets that options ask for: this user's alone, or its group's too where one is named."""
+    return socket_mode(mode) if mode else 0o660 if group else 0o600
+
+
+#: s between two looks at whether the token file has changed
+TOKEN_LOOK_SECONDS = 1.0
+
+
 @dataclass
 class Access:
     """What clients need, and what they may do with it: the role of their token, where there are tokens; otherwise of
@@ -180,18 +191,48 @@ class Access:
     #: of clients that show a certificate, where there are no tokens
     tls_role: Role = Role.ADMIN
     insecure: bool = False
+    #: where the tokens are, instead; read again whenever it changes
+    token_file: str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
-        if any(not token for token in self.tokens):
+        #: how often the tokens have changed
+        self.changes = 0
+        self._version, self._next_look = _version(self.token_file), 0.0
+        self._take(read_tokens(self.token_file) if self.token_file is not None else self.tokens)
+
+    def _take(self, tokens: Mapping[str, Role]) -> None:
+        if any(not token for token in tokens):
             raise ValueError("an empty token would let everyone in")
+        self.tokens = tokens
         # Digests have one length: comparing them tells nothing of a token.
-        self._digests = [(_digest(f"Bearer {token}".encode()), role) for token, role in self.tokens.items()]
+        self._digests = [(_digest(f"Bearer {token}".encode()), role) for token, role in tokens.items()]
+
+    def look(self) -> int:
+        """Reads the token file if it has changed, a second ago at most; returns `changes`. One that cannot be read, or
+        holds no token, changes nothing: nobody is let in or shut out by half an edit."""
+        now = time.monotonic()
+        if self.token_file is None or now < self._next_look:
+            return self.changes
+        self._next_look = now + TOKEN_LOOK_SECONDS
+        version = _version(self.token_file)
+        if version != self._version:
+            self._version = version
+            try:
+                self._take(read_tokens(self.token_file))
+            except OSError as error:
+                logger.error("the tokens are as they were: their file cannot be read: %s", error.strerror)
+            except ValueError as error:
+                logger.error("the tokens are as they were: %s", str(error).replace(f" {self.token_file}", ""))
+            else:
+                self.changes += 1
+                logger.info("the token file was read again: %d tokens", len(self.tokens))
+        return self.changes
 
     def check_door(self, address: str) -> None:
         """As the function of this name; warns of a door that is open."""
         check_door(address, token=bool(self.tokens), tls=self.tls is not None,
                    client_ca=self.tls is not None and self.tls.ca is not None, insecure=self.insecure)
-        if not is_unix(address) and not _is_loopback(address) and (self.tls is None or not self.guarded):
+        if not is_unix(address) and not is_loopback(address) and (self.tls is None or not self.guarded):
             logger.warning("whoever reaches %s may %s", address,
                            "read clients' tokens on the way" if self.tokens else "do everything with this group")
 
@@ -210,6 +251,7 @@ class Access:
         """Who shows this authorization header, over a Unix socket or not, and these names in a certificate; None if
         there is no such token where one is needed."""
         if self._digests:
+            self.look()
             return self.bearer(authorization)
         if self.tls is not None and self.tls.ca is not None and not unix:
             return Client(self.tls_role, f"certificate:{names[:200]}" if names else "")
@@ -222,6 +264,15 @@ class Access:
             if hmac.compare_digest(digest, expected):
                 role = its_role
         return Client(role, f"token:{digest.hex()[:16]}") if role is not None else None
+
+
+def _version(path: str | os.PathLike | None) -> tuple[int, ...]:
+    """What changes with a file."""
+    try:
+        found = os.stat(path) if path is not None else None
+    except OSError:
+        return ()
+    return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev) if found is not None else ()
 
 
 def _digest(header: bytes) -> bytes:
@@ -266,16 +317,15 @@ class ModelRoots:
             return
         within = [root for root in self._roots if _inside(resolved, root)]
         if not within:
-            raise self._denied(f"{name}={path!r} is outside of the directories that clients of this server may name")
+            raise _denied(f"{name}={path!r} is outside of the directories that clients of this server may name")
         for part in _parts(resolved):
             if not any(_inside(os.path.realpath(part), root) for root in self._roots):
-                raise self._denied(f"{name}={path!r}: {os.path.basename(part)!r} is a link to outside of the "
-                                   "directories that clients of this server may name")
+                raise _denied(f"{name}={path!r}: {os.path.basename(part)!r} is a link to outside of the "
+                              "directories that clients of this server may name")
 
-    def _denied(self, why: str) -> AllSparkError:
-        allowed = f"allowed: below {', '.join(self._roots)}" if self._roots else "none is allowed"
-        return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
-                             f"{why} ({allowed}); the server's --model-root DIR allows more")
+
+def _denied(why: str) -> AllSparkError:
+    return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED, f"{why}; its --model-root DIR allows more")
 
 
 def _paths(config: AsModelConfig) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import GeneratedElements, GenerateRequestStatus
 
+from .client_limits import ClientLimits
 from .sinks import SampleEnd, prompt_elements
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class _Pending:
     elements: list[GeneratedElements] = field(default_factory=list)
     texts: list[list[str]] = field(default_factory=list)    # of each of `elements`, in pieces
     size: int = 0               # tokens and top-logprob pairs of `elements`
+    begun: bool = False         # a step is about to compute it alone
     status: GenerateRequestStatus | None = None
     error: AllSparkError | None = None
     stat: dict[str, float] | None = None
@@ -99,6 +101,9 @@ class _RequestSink:
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._stream.file((self._id, _NO_SAMPLE, status, None, None, "", 0, None))
 
+    def on_begun(self, handle: int) -> None:
+        self._stream.file((self._id, _BEGUN, None, None, None, "", 0, None))
+
     def on_finish(self, handle: int, status: GenerateRequestStatus, error: AllSparkError | None,
                   stat: dict[str, float], reason: str) -> None:
         self._stream.file((self._id, _NO_SAMPLE, status, error, stat, reason, 0, None))
@@ -107,7 +112,7 @@ class _RequestSink:
 #: One call of a sink, cheap to make: (id, sample, token, logprob, top, text, cached, end), or, of a status or an
 #: end, (id, _NO_SAMPLE, status, error, stat, reason, 0, None), or of a prompt (id, _OF_PROMPT, elements, then Nones).
 _News = tuple[int, int, Any, Any, Any, Any, int, Any]
-_NO_SAMPLE, _OF_PROMPT = -1, -2
+_NO_SAMPLE, _OF_PROMPT, _BEGUN = -1, -2, -3
 
 
 class Backlog:
@@ -136,20 +141,22 @@ class ClientStream:
     """
 
     def __init__(self, engine: "Engine", news: Callable[["ClientStream", bool], None], max_pending: int = MAX_PENDING,
-                 backlog: Backlog | None = None):
+                 backlog: Backlog | None = None, limits: ClientLimits | None = None):
         """`news(stream, now)` is told that something was filed, once until it is taken or merged; with `now`, no
-        engine step will follow to flush it. `backlog`: shared by all streams of a service."""
+        engine step will follow to flush it. `backlog`, `limits`: shared by all streams of a service."""
         self._engine = engine
         self._news = news
         self._max_pending = max_pending
         self._max_filed = min(_MAX_FILED, max_pending)
         self._shared = backlog or Backlog()
+        self._limits = limits or ClientLimits()
         self._filed: deque[_News] = deque()     # by the output stage, without a lock; merged below under the lock
         self._noted = False                     # `news` was told of what is filed
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._changed: dict[int, None] = {}     # ids with something to send, in order
         self._handles: dict[int, int] = {}
+        self._tenants: dict[int, str] = {}      # of handles
         self._size = 0                          # of all pending
         self._closed = False
         self.overflow = False
@@ -173,7 +180,7 @@ class ClientStream:
         try:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
             as_ids = spec.input_ids is not None
-            handle = self._engine.submit(spec, _RequestSink(self, request_id))
+            handle = self._submit(request_id, spec)
             if not as_ids:      # they are in the spec now
                 started.prompt_ids.extend(spec.input_ids)
                 started.opened = spec.opened
@@ -192,6 +199,16 @@ class ClientStream:
         if pending.stopped:
             self.stop(request_id)
         self._answer(request_id, pb.RequestEvent(id=request_id, started=started))
+
+    def _submit(self, request_id: int, spec: RequestSpec) -> int:
+        self._limits.enter(spec.tenant)
+        try:
+            handle = self._engine.submit(spec, _RequestSink(self, request_id))
+        except BaseException:
+            self._limits.leave(spec.tenant)
+            raise
+        self._tenants[handle] = spec.tenant
+        return handle
 
     def refuse(self, request_id: int, error: Exception) -> None:
         """Answer a registered request that never reaches the engine."""
@@ -230,6 +247,8 @@ class ClientStream:
                 pending.status = news[2]
                 if news[4] is not None:
                     pending.error, pending.stat, pending.reason = news[3:6]
+            elif news[1] == _BEGUN:
+                pending.begun = True
             elif news[1] == _OF_PROMPT:
                 self._size += pending.add_prompt(news[2])
             else:
@@ -305,12 +324,18 @@ class ClientStream:
             self._release(handle)
 
     @property
+    def requests(self) -> int:
+        """Those whose ends were not sent yet. Any thread."""
+        return len(self._pending)
+
+    @property
     def idle(self) -> bool:
         """Nothing is live or waiting to be sent."""
         with self._lock:
             return not self._pending
 
     def _release(self, handle: int) -> None:
+        self._limits.leave(self._tenants.pop(handle))
         try:
             self._engine.release(handle)
         except AllSparkError as error:   # released with its model, or the engine is closed
@@ -321,6 +346,8 @@ def _event(request_id: int, pending: _Pending) -> pb.RequestEvent:
     event = pending.event if pending.event is not None else pb.RequestEvent(id=request_id)
     for elements, pieces in zip(pending.elements, pending.texts):
         elements.text = "".join(pieces)
+    if pending.begun:
+        event.begun = True
     event.elements.extend(convert.elements_to_pb(e) for e in pending.elements)
     if pending.status is not None:
         event.status = int(pending.status)

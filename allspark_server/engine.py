@@ -122,15 +122,11 @@ class Engine(AbstractEngine):
         return _SUCCESS
 
     def list_models(self) -> list[ModelState]:
-        return [
-            ModelState(
-                model.name,
-                model.running and model.failure is None,
-                model.fingerprint,
-                model.scheduler.waiting + model.scheduler.running,
-            )
-            for model in list(self._models.values())
-        ]
+        return [model.state() for model in self.served_models()]
+
+    def served_models(self) -> list[ServedModel]:
+        """All that are installed."""
+        return list(self._models.values())
 
     def failures(self) -> dict[str, str]:
         """Why models that should serve do not, by name; "" stands for the engine itself."""
@@ -165,7 +161,7 @@ class Engine(AbstractEngine):
                 check_available(check_config(config))
                 if name not in self._configured:
                     check(config)
-                logger.info("loading %s from %s", name, config.model_path)
+                logger.info("loading %s", name)
                 self._install(config, bool(entry.get("started")))
             except (AllSparkError, ValueError, TypeError) as error:
                 if name in self._configured and not again:

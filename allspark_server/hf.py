@@ -18,6 +18,7 @@ from allspark_client.types import RoPEScaleMethod, TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
+from allspark_server.vocabularies import JSON, vocabulary_file
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
@@ -28,7 +29,7 @@ from allspark_server.weights.safetensors import ITEM_BYTES
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+                   "vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "chat_template.json",
                    "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
 ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
@@ -132,13 +133,17 @@ class HuggingFaceModel:
         return self
 
     def init_tokenizer(self, padding_side: str = "left") -> "HuggingFaceModel":
-        """Loads the tokenizer: transformers' where that is installed, otherwise this package's, which never pads."""
+        """Loads the tokenizer: transformers' where that is installed and has it, otherwise this package's, which never
+        pads."""
         directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
         if directory is None:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is known")
+        file = vocabulary_file(directory)
         try:
             from transformers import AutoTokenizer
         except ImportError:
+            AutoTokenizer = None
+        if AutoTokenizer is None or (file is not None and file.name != JSON):
             from allspark_server.text import Tokenizer
             self._tokenizer = Tokenizer.from_dir(directory)
         else:
@@ -240,7 +245,7 @@ class HuggingFaceModel:
         """Whether a serialized model has the rotary scaling and the quantization that are wanted."""
         graph = read_graph(graph_path)
         stored, wanted = graph.quantization, how or self._opened().graph.quantization
-        return graph.config.rope == self._config().rope and \
+        return repr(graph.config.rope) == repr(self._config().rope) and \
             (stored and (stored.format, stored.quantize_head)) == (wanted and (wanted.format, wanted.quantize_head))
 
     def _copy_tokenizer(self, folder: Path) -> None:

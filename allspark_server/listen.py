@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import grp
 import logging
 import os
 import socket
@@ -19,9 +20,10 @@ from .access import is_unix
 logger = logging.getLogger(__name__)
 
 
-def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int) -> str:
-    """Make `server` listen; returns the address with the port that it got. `tls` is for TCP, `socket_mode` for Unix
-    sockets. Raises AllSparkError naming what is wrong."""
+def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_mode: int,
+           socket_group: str = "") -> str:
+    """Make `server` listen; returns the address with the port that it got. `tls` is for TCP, `socket_mode` and
+    `socket_group` (a name; "": the process's own) for Unix sockets. Raises AllSparkError naming what is wrong."""
     unix = is_unix(address)
     if unix:
         address = "unix:" + free_socket_path(address)
@@ -43,7 +45,20 @@ def listen(server: grpc.aio.Server, address: str, tls: TlsConfig | None, socket_
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR,
                             f"cannot listen on {address}: the port is in use, or the host is not this machine's"
                             ) from cause
+    if unix and socket_group:
+        give_to_group(address[len("unix:"):], socket_group)
     return address if unix else f"{address.rsplit(':', 1)[0]}:{port}"
+
+
+def give_to_group(path: str, group: str) -> None:
+    """Let a group's members open a socket. Raises AllSparkError if there is none, or this user is not in it."""
+    try:
+        os.chown(path, -1, grp.getgrnam(group).gr_gid, follow_symlinks=False)
+    except KeyError:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"socket_group {group!r}: there is no such group") from None
+    except OSError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"socket_group {group!r}: {error.strerror}; this user must be a member of it") from error
 
 
 @contextlib.contextmanager

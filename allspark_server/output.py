@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass, field
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from allspark_client.types import GenerateRequestStatus
 
 from .request import Request
 from .scheduler import FinishReason, Outcome, Sequence
+from .timings import Timings
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,24 @@ class End:
 
 @dataclass
 class StepOutput:
-    """What a step that ended at `now` has drawn: the scheduler's outcome and the StepResult that it speaks of; and the
-    requests that are complete with it."""
+    """What a step that ended at `now` has drawn: the scheduler's outcome and the StepResult that it speaks of; where
+    its model's times are counted; and the requests that are complete with it."""
 
     outcome: Outcome
     result: object
     now: float
+    timings: Timings
     ends: list[End] = field(default_factory=list)
+
+
+@dataclass
+class Begun:
+    """A step is about to hold a request that may be what ends servers."""
+
+    request: Request
+
+
+Event = Union[StepOutput, End, Begun, threading.Event, None]
 
 
 class OutputStage:
@@ -58,7 +70,7 @@ class OutputStage:
         self.inline = False
         self._listeners: list[Callable[[], None]] = []
         self._telling = threading.Lock()
-        self._queue: queue.Queue[StepOutput | End | threading.Event | None] = queue.Queue(MAX_WAITING)
+        self._queue: queue.Queue[Event] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._run, name="allspark-output", daemon=True)
         self._thread.start()
 
@@ -66,7 +78,7 @@ class OutputStage:
         """`listener()` is called after the tokens of each step, and after ends that no step brought."""
         self._listeners.append(listener)
 
-    def put(self, event: StepOutput | End) -> None:
+    def put(self, event: StepOutput | End | Begun) -> None:
         """Hands over what happened. Waits while there is too much to do. RuntimeError if the thread has gone. Always by
         one and the same thread."""
         if self.inline and isinstance(event, StepOutput) and not self._queue.unfinished_tasks and self.alive:
@@ -99,7 +111,7 @@ class OutputStage:
         """Whether sinks are still told anything."""
         return self._thread.is_alive()
 
-    def _put(self, event: StepOutput | End | threading.Event | None) -> None:
+    def _put(self, event: Event) -> None:
         while self._thread.is_alive():
             try:
                 return self._queue.put(event, timeout=_LOOK_SECONDS)
@@ -111,7 +123,7 @@ class OutputStage:
 
     def _run(self) -> None:
         told = True  # of all that was delivered
-        event: StepOutput | End | threading.Event | None
+        event: Event
         while True:
             if not told and self._queue.empty():
                 told = self._tell()
@@ -123,6 +135,9 @@ class OutputStage:
                 told = self._tell()
             elif isinstance(event, End):
                 event.request.finish(event.status, event.error, event.complete)
+                told = False
+            elif isinstance(event, Begun):
+                event.request.announce()
                 told = False
             else:
                 told = told or self._tell()
@@ -153,6 +168,8 @@ class OutputStage:
         ended = dict(outcome.ended)
         tokens = result.tokens.tolist()
         logprobs: Optional[list[float]] = None
+        first_tokens: list[float] = []
+        gaps: list[float] = []
         for index, (sequence, first, kept) in enumerate(
             zip(outcome.sequences, outcome.first.tolist(), outcome.kept.tolist())
         ):
@@ -166,6 +183,10 @@ class OutputStage:
                     if logprobs is None:
                         logprobs = result.logprobs.tolist()
                     logprob, top = logprobs[at], _top(result, at, sample.top_logprobs)
+                if request.last_token:
+                    gaps.append(now - request.last_token)
+                else:
+                    first_tokens.append(now - request.arrival)
                 try:
                     reason = ended.get(index) if at == first + kept - 1 else None
                     request.deliver(sequence, tokens[at], logprob, top, reason, now)
@@ -173,6 +194,8 @@ class OutputStage:
                         self._on_stop(sequence)
                 except Exception as error:  # this request's output cannot be delivered; the others' can
                     self._give_up(request, error)
+        output.timings.between.add(gaps)
+        output.timings.first.add(first_tokens)
         for end in output.ends:
             end.request.finish(end.status, end.error, end.complete)
 

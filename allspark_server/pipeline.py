@@ -34,6 +34,7 @@ class Pipeline:
         self._group = group
         self._running: deque[_Running] = deque()
         self._last: ServedModel | None = None  # whose step was submitted last
+        self._after_alone = False  # it was the turn of one that is computed alone
         self._ended = 0.0  # when the step that was collected last had ended
 
     @property
@@ -45,6 +46,12 @@ class Pipeline:
         """Submits steps of models that have work, in turn, and collects the oldest one if there is no room for more, or
         nothing more to submit."""
         models = list(models)
+        alone = next((model for model in models if model.suspect is not None), None)
+        if alone is not None and (not self._after_alone or alone.suspect.slot >= 0):
+            self._after_alone = True
+            self._advance_alone(alone)
+            return
+        self._after_alone = False
         if self._last in models:  # the one after it first
             at = models.index(self._last) + 1
             models = models[at:] + models[:at]
@@ -62,9 +69,16 @@ class Pipeline:
         while any(running.step.masked for running in self._running):
             self._collect()
 
-    def _submit(self, model: ServedModel) -> bool:
+    def _advance_alone(self, model: ServedModel) -> None:
+        """A step of a request that may be what ends servers: no other must be blamed on it, nor it on another."""
+        while self._running:
+            self._collect()
+        if model.suspect is not None and self._submit(model, alone=True):
+            self._collect()
+
+    def _submit(self, model: ServedModel, alone: bool = False) -> bool:
         try:
-            step = model.plan()
+            step = model.plan_alone() if alone else model.plan()
             if step is None:
                 return False
             self._group.submit(model.name, step.encode())

@@ -4,6 +4,7 @@ the callers' threads."""
 from __future__ import annotations
 
 import math
+import os
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Log probabilities of one prompt, the likeliest ones included, that one message carries.
 MAX_PROMPT_PAIRS = 1_000_000
+#: servers that a request may end while it runs there alone, without being refused
+MOST_DEATHS = 2
 
 
 @dataclass
@@ -54,6 +57,7 @@ class PreparedRequest:
     pooling: Optional[str] = None
     deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
+    alone: bool = False  # it may be what ended a server: nothing else is computed with it until its first tokens
 
     @property
     def tenant(self) -> str:
@@ -69,7 +73,8 @@ class PreparedRequest:
 def size_before(spec: RequestSpec) -> int:
     """Bytes that a request takes in this process until it is prepared, about."""
     words = sum(map(len, (*spec.config.stop_words_ids, *spec.config.bad_words_ids))) + len(spec.config.logit_bias)
-    size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + len(spec.generated))
+    generated = len(spec.generated) + sum(map(len, spec.samples))
+    size = spec.config.n * SEQUENCE_BYTES + TOKEN_BYTES * (words + generated)
     if spec.input_ids is not None:
         return size + TOKEN_BYTES * len(spec.input_ids)
     return size + len(str(spec.text or spec.messages))
@@ -97,23 +102,30 @@ def prepare(
     spec.set_prompt(prompt)
     if chat_format is not None and of_chat:
         spec.opened = chats.opened(tokenizer, prompt)
-    generated = list(spec.generated)
     check_ids("input_ids", prompt, info.vocab_size)
-    check_ids("generated", generated, info.vocab_size)
-    if generated and config.n > 1:
-        raise ValueError(f"only a request with n=1 can be resumed, not n={config.n}")
+    if spec.generated and config.n > 1 or spec.samples and len(spec.samples) != config.n:
+        raise ValueError(f"to resume a request with n={config.n} needs what was generated of each sample")
+    histories = [list(spec.generated_of(index)) for index in range(config.n)]
+    for generated in histories:
+        check_ids("generated", generated, info.vocab_size)
+    if spec.deaths > MOST_DEATHS:
+        raise AllSparkError(
+            AsStatus.ALLSPARK_RUNTIME_ERROR,
+            f"{MOST_DEATHS} servers were lost while they ran this request alone: it seems to be what ends them",
+        )
+    longest = max(map(len, histories))
     for name in ("bad_words_ids", "stop_words_ids"):
         for i, word in enumerate(getattr(config, name)):
             check_ids(f"{name}[{i}]", word, info.vocab_size)
     check_ids("logit_bias", sorted(config.logit_bias), info.vocab_size)
-    limit = length_limit(config, len(prompt), len(generated), info)
-    if len(prompt) + len(generated) > info.num_spans * info.span_size:
+    limit = length_limit(config, len(prompt), longest, info)
+    if len(prompt) + longest > info.num_spans * info.span_size:
         raise AllSparkError(
             AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
-            f"{len(prompt) + len(generated)} tokens can never fit the cache of model {info.name!r}: "
+            f"{len(prompt) + longest} tokens can never fit the cache of model {info.name!r}: "
             f"{info.num_spans} spans of {info.span_size} tokens; give it more cache_memory",
         )
-    probe = _probe(config, prompt, generated, info)
+    probe = _probe(config, prompt, histories[0], info)
     eos = eos_ids(config, info)
     stop = StopRules(
         limit,
@@ -121,14 +133,19 @@ def prepare(
         tuple(tuple(word) for word in config.stop_words_ids),
     )
     texts = _output_texts(spec, tokenizer, () if chat_format is None else chat_format.markers)
-    root, chain = b"", []
+    # What is computed alone shares nothing with others.
+    salt = config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}"
+    root, common = b"", []
     if keys is not None:
-        root = keys.root(config.cache_salt, len(prompt))
-        keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
+        root = keys.root(salt, len(prompt))
+        keys.extend(common, root, prompt, len(prompt) // info.span_size)
     words = TOKEN_BYTES * sum(map(len, stop.stop_words))  # the rules are shared
-    matcher = _matcher(spec, tokenizer, chat_format, [i for i in eos if i < info.vocab_size], guide)
+    matchers = _matchers(spec, tokenizer, chat_format, [i for i in eos if i < info.vocab_size], guide, histories)
     sequences: list[Sequence] = []
-    for index in range(config.n):
+    for index, generated in enumerate(histories):
+        chain = list(common)
+        if keys is not None:
+            keys.extend(chain, root, prompt + generated, (len(prompt) + len(generated)) // info.span_size)
         sampling = sampling_params(config, index, len(prompt), [i for i in eos if i < info.vocab_size]).encode()
         sequences.append(
             Sequence(
@@ -137,20 +154,21 @@ def prepare(
                 sampling=sampling,
                 stop=stop,
                 priority=config.priority,
-                salt=config.cache_salt,
+                salt=salt,
                 probe=None if sequences else probe,  # one sample is enough
                 draws=config.pooling is None,
-                guidance=matcher and Guidance(matcher.fork(), len(prompt) + len(generated)),
+                guidance=matchers and Guidance(matchers[index], len(prompt) + len(generated)),
                 tenant=spec.tenant,
                 extra=SEQUENCE_BYTES + len(sampling) + (0 if index else words),
                 root=root,
-                keys=list(chain),
+                keys=chain,
             )
         )
     top_logprobs = config.top_logprobs if config.logprobs else -1
-    timeout = config.queue_timeout if not generated else 0  # what is resumed has begun
+    timeout = config.queue_timeout if not longest else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
-    return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline)
+    return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline,
+                           alone=spec.deaths > 0)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
@@ -172,16 +190,18 @@ def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info
     return Probe(int(Flag.PROMPT), True)
 
 
-def _matcher(
+def _matchers(
     spec: RequestSpec, tokenizer: Optional[Tokenizer], chat_format: Optional[formats.ChatFormat], eos: list[int],
-    guide: Optional[Guide],
-) -> Optional[Matcher]:
-    """Where the request is in the grammar of its output; None: it has none."""
+    guide: Optional[Guide], histories: list[list[int]],
+) -> Optional[list[Matcher]]:
+    """Where each sample is in the grammar of its output; None: it has none."""
     config, field = spec.config, None  # what the caller has given, if not response_format
     response_format = config.response_format
-    if chat_format is not None and spec.chat.forced:
-        tokenizer, field = need_tokenizer(tokenizer, spec.model), "tools"
-        response_format = chats.forced_calls(tokenizer, chat_format, spec.chat, spec.input_ids)
+    if chat_format is not None and (spec.chat.forced or tokenizer is not None):
+        calls = chats.guided_calls(need_tokenizer(tokenizer, spec.model), chat_format, spec)
+        if calls is not None:
+            field = "tools" if response_format is None else "tools and response_format"
+            response_format = calls
     if response_format is None or response_format["type"] == "text" or config.pooling is not None:
         return None
     if guide is None:
@@ -197,7 +217,10 @@ def _matcher(
                          f"{config.eos_token_id} gives none")
     grammar = guide.compile(response_format, config.vocab, config.vocab_type, field)
     try:
-        return grammar.matcher(ends, spec.generated)
+        if not any(histories):
+            first = grammar.matcher(ends, ())
+            return [first.fork() for _ in histories]
+        return [grammar.matcher(ends, generated) for generated in histories]
     except MatcherError as error:
         raise ValueError(f"generated does not follow the {field or 'response_format'}: {error}") from error
 
@@ -211,8 +234,9 @@ def _output_texts(
     tokenizer = need_tokenizer(tokenizer, spec.model)
     stops = StopStrings(config.stop) if config.stop else None
     texts = [OutputText(tokenizer.detokenizer(markers), stops, spec.want_text) for _ in range(config.n)]
-    if spec.generated:
-        texts[0].push(spec.generated)   # the client has its text, but for what was held back
+    for index, text in enumerate(texts):
+        if generated := spec.generated_of(index):
+            text.push(generated)    # the client has its text, but for what was held back
     return texts
 
 

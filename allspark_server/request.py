@@ -81,6 +81,7 @@ class Request:
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
+        self.alone = prepared.alone  # until its first tokens, for it may be what ends the group
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)
             if sequence.probe is not None:
@@ -103,6 +104,11 @@ class Request:
         if probed.complete:
             self.sink.on_prompt(self.handle, sample.index, sample.prompt.logprobs, sample.prompt.embedding())
             sample.prompt = None
+
+    def announce(self) -> None:
+        """Tells the sink that a step is about to hold it, all alone."""
+        if self.sink is not None:
+            self.sink.on_begun(self.handle)
 
     @property
     def begun(self) -> bool:

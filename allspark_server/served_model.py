@@ -6,29 +6,33 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
-from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo
+from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from .chat import chat_format_of
 from .fingerprint import fingerprint
 from .guided import Guide, MaskWriter, MatcherError
-from .output import End, OutputStage, StepOutput
+from .output import Begun, End, OutputStage, StepOutput
 from .prepare import check_ids, need_tokenizer, prompt_ids
 from .queue_limits import QueueLimits
 from .request import Request
 from .runtime.plan import Flag
 from .runtime.steps import DEPTH
-from .scheduler import FinishReason, Limits, Scheduler, Sequence, State, Step
+from .scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
+from .timings import Timings
 
 if TYPE_CHECKING:
     from .text import Tokenizer
 
+#: for the word to leave this process that a request is computed which may end it
+ANNOUNCE_SECONDS = 0.02
 _DRAFT_KINDS = {"off": 0, "prompt_lookup": int(Flag.LOOKUP), "draft": int(Flag.MODEL)}
 
 
@@ -49,7 +53,9 @@ class ServedModel:
         self.failure: Optional[str] = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
-        self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
+        self.timings = Timings()
+        self.budget = StepBudget(
+            info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None
@@ -57,7 +63,7 @@ class ServedModel:
         self.keys: Optional[SpanKeys] = None
         self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
-            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
+            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
@@ -70,9 +76,10 @@ class ServedModel:
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0,
         )
-        self.scheduler = Scheduler(limits, pool, prefix)
+        self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._suspects: deque[Sequence] = deque()  # of requests that may have ended their server: computed alone at first
 
     @classmethod
     def open(
@@ -85,10 +92,12 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
-        return cls(config, info, tokenizer, fingerprint(info), output, held, guide, masks, post)
+        gpu = config.device_ids[0] if config.on_gpus else None
+        return cls(config, info, tokenizer, fingerprint(info, gpu), output, held, guide, masks, post)
 
     # Any thread.
 
@@ -103,6 +112,12 @@ class ServedModel:
             raise AllSparkError(
                 AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"model {self.name!r} is not running; call start_model first"
             )
+
+    def state(self) -> ModelState:
+        """What a client needs to choose among the members of a pool."""
+        load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
+        return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
+                          self.scheduler.pending_tokens)
 
     def stat(self) -> AsEngineStat:
         """Load and counters. Read without a lock: values may be a step apart."""
@@ -151,7 +166,16 @@ class ServedModel:
     @property
     def has_work(self) -> bool:
         """Whether a step might be planned."""
-        return self.running and self.failure is None and self.scheduler.has_work
+        return self.running and self.failure is None and (self.scheduler.has_work or bool(self._suspects))
+
+    @property
+    def suspect(self) -> Optional[Sequence]:
+        """The sequence that is to be computed alone next, or is being so: see `plan_alone`."""
+        while self._suspects and (
+            self._suspects[0].state is State.ENDED or self._suspects[0].planned >= len(self._suspects[0].tokens)
+        ):
+            self._suspects.popleft()
+        return self._suspects[0] if self._suspects else None
 
     def enqueue(self, request: Request) -> None:
         """Hands a request, for which there is room in the queue, to the scheduler."""
@@ -175,6 +199,9 @@ class ServedModel:
             else:
                 if request.obstacle is not None:
                     sequence.blocked_on = request.obstacle.name
+                elif request.alone:
+                    sequence.blocked_on = "a step of its own"
+                    self._suspects.append(sequence)
                 self.scheduler.add(sequence)
 
     def unblock(self, request: Request) -> None:
@@ -260,8 +287,18 @@ class ServedModel:
         """The next step, if one can be planned before results of those that run."""
         if self._deadlines:
             self.expire()
-        budget = self.budget
-        step = self.scheduler.plan(budget.rows, budget.price) if budget.adaptive else self.scheduler.plan()
+        return self._planned(self.scheduler.plan(self.budget))
+
+    def plan_alone(self) -> Optional[Step]:
+        """The next step of the `suspect`, when no other is under way. Its client is told before the first."""
+        sequence = self.suspect
+        if sequence.state is State.BLOCKED:
+            self._output.put(Begun(sequence.owner.request))
+            self._output.flush()
+            time.sleep(ANNOUNCE_SECONDS)
+        return self._planned(self.scheduler.plan_alone(sequence))
+
+    def _planned(self, step: Optional[Step]) -> Optional[Step]:
         for sequence in self.scheduler.take_unfit():
             error = AllSparkError(
                 AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
@@ -288,7 +325,7 @@ class ServedModel:
         outcome = self.scheduler.complete(step, result)
         if step.masked:
             self._masks.complete(step, outcome, result.tokens)
-        output = StepOutput(outcome, result, time.monotonic())
+        output = StepOutput(outcome, result, time.monotonic(), self.timings)
         for index, reason in outcome.ended:
             end = self._ended_sequence(outcome.sequences[index], reason)
             if end is not None:

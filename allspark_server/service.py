@@ -26,12 +26,17 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from allspark_client import convert
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.request import RequestSpec
+from allspark_client.errors import AllSparkError, AsStatus, Draining
 
+from . import metrics
 from .access import Access, Client, ModelRoots, Role
+from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
+from .client_limits import ClientLimits
 from .client_stream import MAX_PENDING, Backlog, ClientStream, generate_response, overflow_error
+from .report import GroupReport
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -41,7 +46,8 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "allspark.Allspark"
 #: what a model is called by grpc.health.v1: this and its name
 MODEL_HEALTH = "allspark.Model/"
-_HEALTH_SECONDS = 1.0       # between looks at the engine
+_HEALTH_SECONDS = 1.0       # between looks at the engine, and between health calls of its own
+_OWN_CALL_SECONDS = 10.0    # until one of these counts as failed
 #: A silent client is noticed after a ping interval and a ping timeout: 12 s, within the 15 s that are promised.
 PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 #: the largest message taken from a client: the ids of a prompt of four million tokens, or 128 bytes of text for each of
@@ -51,9 +57,6 @@ MAX_MESSAGE = 16 << 20
 _LARGE_MESSAGE = 64 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
-#: how long a stream may stay without its first message, and other calls, whose message may be large
-HELLO_SECONDS, _RECEIVE_SECONDS = 10.0, 60.0
-_QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
 _MAX_METADATA = 64 << 10
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
@@ -71,17 +74,10 @@ _OPTIONS = [
     ("grpc.max_metadata_size", _MAX_METADATA),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA),
 ]
-_CODES = {
-    AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
-    AsStatus.ALLSPARK_MEMORY_ERROR: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    AsStatus.ALLSPARK_CACHE_MEMORY_OUT: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    AsStatus.ALLSPARK_INVALID_CALL_ERROR: grpc.StatusCode.FAILED_PRECONDITION,
-    AsStatus.ALLSPARK_REQUEST_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-}
 _EVERY_ROLE = frozenset(Role)
 _REQUESTS = frozenset((Role.GENERATE, Role.DOOR, Role.ADMIN))
 _ADMIN = frozenset((Role.ADMIN,))
+_NOBODY = Client(Role.READ)     # whose token is no longer valid: what runs goes on, nothing new begins
 #: a method's other half: called with the context and the client once that is known to be allowed
 _Method = Callable[[grpc.aio.ServicerContext, "Client | None"], Awaitable[None]]
 
@@ -90,10 +86,11 @@ class Service:
     """Serves an engine to clients. `start` returns once it listens; `stop` ends it."""
 
     def __init__(self, engine: "Engine", addresses: list[str], *, access: Access | None = None,
-                 roots: ModelRoots | None = None, socket_mode: int = 0o600, max_message: int = MAX_MESSAGE,
-                 max_pending: int = MAX_PENDING):
+                 roots: ModelRoots | None = None, socket_mode: int = 0o600, socket_group: str = "", inner: str = "",
+                 limits: ClientLimits | None = None, max_message: int = MAX_MESSAGE, max_pending: int = MAX_PENDING):
         """`addresses`: "host:port" (port 0: any free one) or "unix:/path". `access`: what clients need; without it only
-        Unix sockets are served, made with `socket_mode`. `roots`: the paths that clients may name, none by default.
+        Unix sockets are served, made with `socket_mode` and for `socket_group`. `inner`: a Unix socket beside them, for
+        health calls of its own. `roots`: the paths that clients may name, none by default. `limits`: of their requests.
         `max_message`: bytes that a client may send at once; `max_pending`: tokens it may leave unread before it is
         disconnected. Raises ValueError for a TCP address that is not guarded."""
         if isinstance(addresses, str) or not addresses:
@@ -107,9 +104,13 @@ class Service:
         self._wanted = list(addresses)
         self._access = access
         self._roots = roots or ModelRoots()
-        self._socket_mode = socket_mode
+        self._socket_mode, self._socket_group = socket_mode, socket_group
+        self._inner = inner
+        self._draining = False
+        self._report = GroupReport()
         self._max_message = max_message
         self._max_pending = max_pending
+        self._limits = limits or ClientLimits()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._end: asyncio.Event | None = None
@@ -130,10 +131,12 @@ class Service:
         self._reflection = reflection.aio.ReflectionServicer(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
         self._healthy: dict[str, bool | None] = {}      # as last told; None: no longer known
-        self._undecodable = _RareLog("a message of %s cannot be decoded")
-        self._refused = _RareLog("a call of %s was refused: it shows no valid token")
+        self._undecodable = RareLog("a message of %s cannot be decoded")
+        self._refused = RareLog("a call of %s was refused: it shows no valid token")
         #: what the service listens on, with real port numbers
         self.addresses: list[str] = []
+        #: when a health call of its own was answered last, on the monotonic clock; 0.0: it makes none
+        self.healthy = 0.0
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +168,22 @@ class Service:
             pool.shutdown(cancel_futures=True)
         self._ends.shutdown()
 
+    def drain(self, undo: bool = False) -> None:
+        """From now on take no new requests, only those that a lost server had. `undo`: take them again. Any thread."""
+        self._draining = not undo
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._set_health(), self._loop)    # at once
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are taken."""
+        return self._draining
+
+    @property
+    def requests(self) -> int:
+        """Requests whose ends were not sent yet. Any thread."""
+        return sum(stream.requests for stream in list(self._streams))
+
     async def _serve(self, started: "Future[list[str]]") -> None:
         self._loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
@@ -173,7 +192,10 @@ class Service:
         server.add_generic_rpc_handlers(tuple(
             grpc.method_handlers_generic_handler(name, methods) for name, methods in self._handlers().items()))
         try:
-            bound = [listen(server, address, self._access.tls, self._socket_mode) for address in self._wanted]
+            bound = [listen(server, address, self._access.tls, self._socket_mode, self._socket_group)
+                     for address in self._wanted]
+            if self._inner:
+                listen(server, self._inner, None, 0o600)
             await self._set_health()
             await server.start()
         except BaseException as error:
@@ -181,9 +203,13 @@ class Service:
             started.set_exception(error)
             return
         started.set_result(bound)
-        watch = asyncio.create_task(self._watch_health())
+        watches = [asyncio.create_task(self._watch_health())]
+        if self._inner:
+            self.healthy = time.monotonic()
+            watches.append(asyncio.create_task(self._call_itself()))
         await self._end.wait()
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
         await self._health.enter_graceful_shutdown()
         for stream in self._streams:
             stream.ready.set()     # those with nothing live end at once
@@ -200,11 +226,25 @@ class Service:
             except Exception:   # it must go on looking
                 logger.exception("looking at the engine's health failed")
 
+    async def _call_itself(self) -> None:
+        """Health calls as a client makes them: while they are answered, so are those of others."""
+        request = health_pb2.HealthCheckRequest().SerializeToString()
+        async with grpc.aio.insecure_channel(self._inner, [("grpc.default_authority", "localhost")]) as channel:
+            check = channel.unary_unary(f"/{health.SERVICE_NAME}/Check")
+            while True:
+                try:
+                    await check(request, timeout=_OWN_CALL_SECONDS)
+                    self.healthy = time.monotonic()
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("a health call to this server itself failed: %s", error.details())
+                await asyncio.sleep(_HEALTH_SECONDS)
+
     async def _set_health(self) -> None:
-        """Tell health checks how things are: of the whole service, whether nothing that should serve fails to; of a
-        model, whether it runs."""
+        """Tell health checks how things are: of the whole service, whether it takes requests and nothing that should
+        serve fails to; of a model, whether it runs."""
         failures = self._engine.failures()
-        found: dict[str, bool | None] = {"": not failures, SERVICE_NAME: not failures}
+        well = not failures and not self._draining
+        found: dict[str, bool | None] = {"": well, SERVICE_NAME: well}
         found |= {MODEL_HEALTH + model.name: model.running for model in self._engine.list_models()}
         found = dict.fromkeys(self._healthy) | found
         if found[""] is not self._healthy.get("") and failures:
@@ -249,12 +289,12 @@ class Service:
         reader = None
         try:
             try:
-                first = self._parse(pb.SessionRequest, await _receive(context, HELLO_SECONDS), context)
+                first = self._parse(pb.SessionRequest, await receive(context, HELLO_SECONDS), context)
             except (ValueError, AllSparkError) as error:
-                await _abort(context, error)
+                await abort(context, error)
             if first.WhichOneof("action") != "hello" or first.hello.protocol != convert.PROTOCOL:
                 spoken = f"version {first.hello.protocol}" if first.HasField("hello") else "no version"
-                await _abort(context, AllSparkError(
+                await abort(context, AllSparkError(
                     AsStatus.ALLSPARK_REQUEST_DENIED,
                     f"this server speaks version {convert.PROTOCOL} of the protocol, the client announced {spoken}"))
             await context.write(pb.SessionResponse(info=self._info()).SerializeToString())
@@ -267,14 +307,14 @@ class Service:
                 if events:
                     await context.write(pb.SessionResponse(events=events).SerializeToString())
                 if reader.done() and not reader.cancelled() and reader.exception() is not None:
-                    await _abort(context, reader.exception())
+                    await abort(context, reader.exception())
                 if stream.idle and (reader.done() or self._end.is_set()):
                     return
         except asyncio.CancelledError:
             if not stream.overflow:
                 raise
             stream.close()
-            await _abort(context, overflow_error(self._max_pending))
+            await abort(context, overflow_error(self._max_pending))
         finally:
             if reader is not None:
                 reader.cancel()
@@ -284,6 +324,7 @@ class Service:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
         compiling = asyncio.Semaphore(_MAX_COMPILING)
+        changes = self._access.look()
         while (data := await context.read()) is not grpc.aio.EOF:
             pool = self._input_pool(data)
             if pool is self._input:
@@ -293,6 +334,8 @@ class Service:
             action = message.WhichOneof("action")
             if action == "start":
                 stream.register(message.start.id)
+                if changes != self._access.look():  # the client may have lost its token, or have another role by it
+                    changes, client = self._access.changes, self._access.client(context) or _NOBODY
                 start = functools.partial(self._start, stream, message.start, client, connection)
                 if client.role in _REQUESTS and _guided(message.start.request):
                     # What comes behind does not wait until its grammar is compiled.
@@ -316,6 +359,7 @@ class Service:
         try:
             spec = convert.request_from_pb(message.request)
             spec.tenant = client.tenant_of(spec.tenant, connection)
+            self._check_takes(spec)
         except (ValueError, TypeError, AllSparkError) as error:
             stream.refuse(message.id, error)
             return
@@ -326,25 +370,25 @@ class Service:
         stream.task = asyncio.current_task()
         try:
             try:
-                loop, data = asyncio.get_running_loop(), await _receive(context)
+                loop, data = asyncio.get_running_loop(), await receive(context)
                 pool = self._input_pool(data)
                 request = await loop.run_in_executor(pool, self._parse, pb.GenerateRequest, data, context)
                 pool = self._guided_input if _guided(request) else pool
                 await loop.run_in_executor(pool, self._start_only, stream, request, context, client)
             except (ValueError, TypeError, AllSparkError) as error:
-                await _abort(context, error)
+                await abort(context, error)
             while not stream.idle:
                 await stream.ready.wait()
                 stream.ready.clear()
                 for event in stream.take():
                     if event.HasField("refused"):
-                        await _abort(context, convert.error_from_pb(event.refused))
+                        await abort(context, convert.error_from_pb(event.refused))
                     await context.write(generate_response(event).SerializeToString())
         except asyncio.CancelledError:
             if not stream.overflow:
                 raise
             stream.close()
-            await _abort(context, overflow_error(self._max_pending))
+            await abort(context, overflow_error(self._max_pending))
         finally:
             self._close(stream)
 
@@ -352,11 +396,16 @@ class Service:
                     client: Client) -> None:
         spec = convert.request_from_pb(request)
         spec.tenant = client.tenant_of(spec.tenant, context.peer())
+        self._check_takes(spec)
         stream.register(0)
         stream.start(0, spec)
 
+    def _check_takes(self, spec: RequestSpec) -> None:
+        if self._draining and not spec.resumed:
+            raise Draining
+
     def _open(self) -> ClientStream:
-        stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog)
+        stream = ClientStream(self._engine, self._news, self._max_pending, self._backlog, self._limits)
         self._streams.add(stream)
         return stream
 
@@ -398,6 +447,8 @@ class Service:
             ("Tokenize", pb.TokenizeRequest, prompts, self._tokenize),
             ("Detokenize", pb.DetokenizeRequest, prompts, self._detokenize),
             ("GetServerInfo", pb.ServerInfoRequest, everyone, lambda r: self._info()),
+            ("GetMetrics", pb.MetricsRequest, everyone, lambda r: pb.Metrics(text=self._metrics())),
+            ("Drain", pb.DrainRequest, admin, lambda r: (self.drain(r.undo), self._info())[1]),
         ]
         for name, request_type, (roles, pool), call in calls:
             methods[name] = self._method(name, roles, self._unary(name, request_type, pool, call))
@@ -422,7 +473,7 @@ class Service:
                     await context.abort(grpc.StatusCode.UNAUTHENTICATED,
                                         "a wrong bearer token" if given else "a bearer token is needed")
                 if client.role not in roles:
-                    await _abort(context, _denied(name, roles, client.role))
+                    await abort(context, _denied(name, roles, client.role))
             await method(context, client)
 
         return grpc.stream_stream_rpc_method_handler(handler)
@@ -432,14 +483,14 @@ class Service:
         """A method that answers one message with one, by a call in a thread of `pool`; None: as its size demands."""
         async def method(context: grpc.aio.ServicerContext, _: Client | None) -> None:
             try:
-                data = await _receive(context)
+                data = await receive(context)
                 request = self._parse(request_type, data, context)
                 response = await asyncio.get_running_loop().run_in_executor(
                     pool or self._input_pool(data), call, request)
             except Exception as error:
                 if not isinstance(error, (AllSparkError, ValueError, TypeError)):
                     logger.exception("%s failed", name)
-                await _abort(context, error)
+                await abort(context, error)
             await context.write(response.SerializeToString())
 
         return method
@@ -476,9 +527,9 @@ class Service:
 
     async def _health_request(self, context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckRequest:
         try:
-            return self._parse(health_pb2.HealthCheckRequest, await _receive(context), context)
+            return self._parse(health_pb2.HealthCheckRequest, await receive(context), context)
         except (ValueError, AllSparkError) as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     async def _check_health(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         request = await self._health_request(context)
@@ -486,7 +537,7 @@ class Service:
 
     async def _follow_health(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         request = await self._health_request(context)
-        await self._health.Watch(request, _Writer(context))
+        await self._health.Watch(request, Writer(context))
 
     async def _reflect(self, context: grpc.aio.ServicerContext, _: Client | None) -> None:
         async def requests() -> AsyncIterator[reflection_pb2.ServerReflectionRequest]:
@@ -497,72 +548,36 @@ class Service:
             async for response in self._reflection.ServerReflectionInfo(requests(), context):
                 await context.write(response.SerializeToString())
         except ValueError as error:
-            await _abort(context, error)
+            await abort(context, error)
+
+    def _metrics(self) -> str:
+        return metrics.render(self._engine, self._report.read(), requests=self.requests, draining=self._draining)
 
     def _info(self) -> pb.ServerInfo:
-        engine = self._engine
+        engine, report = self._engine, self._report.read()
         return pb.ServerInfo(
             protocol=convert.PROTOCOL, version=engine.get_version_full(), rank_id=engine.get_rank_id(),
             rank_nums=engine.get_rank_nums(), models=convert.models_to_pb(engine.list_models()),
-            max_message_bytes=self._max_message,
+            max_message_bytes=self._max_message, draining=self._draining, requests=self.requests,
+            restarts=report.get("restarts", 0), ranks=[_rank_state(rank) for rank in report.get("ranks", [])],
             placement=os.environ.get("ALLSPARK_PLACEMENT", "").splitlines())
 
 
-class _Writer:
-    """The context of a call to servicers that write messages."""
-
-    def __init__(self, context: grpc.aio.ServicerContext):
-        self._context = context
-
-    async def write(self, message: Message) -> None:
-        await self._context.write(message.SerializeToString())
-
-
-class _RareLog:
-    """Warns of what clients can bring about as often as they like, but not as often."""
-
-    def __init__(self, text: str):
-        self._text, self._next, self._more = text, 0.0, 0
-
-    def __call__(self, peer: str) -> None:
-        if (now := time.monotonic()) < self._next:
-            self._more += 1
-            return
-        self._next = now + _QUIET_SECONDS
-        logger.warning(self._text + "; %d more before", peer, self._more)
-        self._more = 0
+def _rank_state(rank: dict[str, Any]) -> pb.RankState:
+    """One of the GroupReport's."""
+    pages = {int(node): size for node, size in rank.get("bytes_on_node", {}).items()}
+    parts = metrics.parts_of(rank)
+    return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
+                        steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
 
 
 def _guided(request: pb.GenerateRequest) -> bool:
     """Whether it has a grammar, which may take a second to compile."""
     forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
-    return forced or request.config.HasField("response_format_json")
-
-
-async def _receive(context: grpc.aio.ServicerContext, seconds: float = _RECEIVE_SECONDS) -> bytes:
-    """The first message of a call. Raises ValueError or AllSparkError if none comes."""
-    try:
-        data = await asyncio.wait_for(context.read(), seconds)
-    except asyncio.TimeoutError:
-        raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
-                            f"a call's first message must come within {seconds:g} s") from None
-    if data is grpc.aio.EOF:
-        raise ValueError("the call ended before its first message")
-    return data
+    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
 def _denied(what: str, roles: frozenset[Role], role: Role) -> AllSparkError:
     needed = " or ".join(r.value for r in Role if r in roles)
     return AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
                          f"{what} needs the role {needed}; this client's is {role.value}")
-
-
-async def _abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
-    """End a call with an error that the client raises again as it was; never returns."""
-    message = convert.error_to_pb(error)
-    if message.kind == pb.ALLSPARK_ERROR:
-        code = _CODES.get(AsStatus(message.status), grpc.StatusCode.INTERNAL)
-    else:
-        code = grpc.StatusCode.INVALID_ARGUMENT
-    await context.abort(code, message.message[:1000],
-                        trailing_metadata=((convert.ERROR_KEY, message.SerializeToString()),))

@@ -44,6 +44,9 @@ class Sink(Protocol):
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         """Progress short of the end: ContextFinished with the first token, Generating with the second."""
 
+    def on_begun(self, handle: int) -> None:
+        """A step is about to compute this request alone, since servers were lost while they ran it."""
+
     def on_finish(
         self,
         handle: int,
@@ -98,6 +101,9 @@ class QueueSink:
 
     def on_status(self, handle: int, status: GenerateRequestStatus) -> None:
         self._results.set_status(status)
+
+    def on_begun(self, handle: int) -> None:
+        pass  # who runs an engine in its own process ends with it
 
     def on_finish(
         self,

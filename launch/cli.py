@@ -17,8 +17,8 @@ from allspark_server import access
 from . import batch, bench, doctor, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
-from .serving import (PROGRESS_MARK, GroupOptions, GroupPlan, background_group, plan_group, set_fields,
-                      shipped_model, supervise)
+from .options import GroupOptions, set_fields
+from .serving import PROGRESS_MARK, GroupPlan, background_group, plan_group, shipped_model, supervise
 from .supervisor import GroupFailed
 from .topology import Topology, format_list, parse_list, read_topology
 
@@ -105,8 +105,10 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
-model_root, max_message_mib, state_file, log_level, http, http_workers""")
+ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
+socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level, http, http_workers. SIGHUP has it read
+again: drain_limit and log_level count at once, the rest from the next start; tokens are read again whenever their file
+changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
                         "clients install what they need")
@@ -131,11 +133,19 @@ model_root, max_message_mib, state_file, log_level, http, http_workers""")
     p.add_argument("--insecure", action="store_true",
                    help="serve TCP addresses though whoever reaches them may do everything")
     p.add_argument("--socket-mode", default=None, metavar="MODE", help="of Unix sockets (default 0600: only this user)")
+    p.add_argument("--socket-group", metavar="NAME", help="the group that a Unix socket belongs to (mode 0660 then)")
+    p.add_argument("--drain-limit", type=float, default=None, metavar="SECONDS",
+                   help="when a stop is asked for, running requests have so long to end, and no new ones are taken; "
+                        "inf: as long as they take (default 0); asked a second time, it stops at once")
     p.add_argument("--model-root", action="append", default=[], metavar="DIR",
                    help="clients may install models from below this directory; repeatable (default: only those named "
                         "by --model)")
     p.add_argument("--max-message-mib", type=int, default=0, metavar="N",
                    help="the largest message taken from a client (default 16)")
+    p.add_argument("--max-requests", type=int, default=0, metavar="N",
+                   help="that may wait or run, of all clients together (default: no limit but those of the models)")
+    p.add_argument("--max-tenant-requests", type=int, default=0, metavar="N",
+                   help="the same of one tenant: whoever shows a token, or a certificate, or else a connection")
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
     _placement_options(p)
     _model_options(p)
@@ -177,6 +187,8 @@ def _placement_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--ranks", type=int, default=0, metavar="N",
                    help="server processes (default: one per NUMA node; $AS_NUMA_NUM)")
     g.add_argument("--numa-nodes", type=_numbers, default=None, metavar="LIST", help="nodes to use, such as 0,1")
+    g.add_argument("--gpus", type=_numbers, default=None, metavar="LIST",
+                   help="compute on these GPUs, one rank each (one, so far)")
     g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
                    help="compute threads of a rank (default: every physical core of its share)")
     g.add_argument("--use-siblings", action="store_true", help="put threads on second hardware threads too")
@@ -222,9 +234,10 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
     models = [_model_config(options, m) for m in options.model] or group.models
     if options.model_name and len(models) > 1:
         raise ValueError("--model-name names one model, but there are several; use --config with a models table")
-    names = ("address", "ranks", "numa_nodes", "cpus_per_rank", "use_siblings", "token_file", "tls_cert", "tls_key",
-             "tls_ca", "tls_role", "insecure", "socket_mode", "model_root", "max_message_mib", "state_file",
-             "log_level", "http", "http_workers")
+    names = ("address", "ranks", "numa_nodes", "gpus", "cpus_per_rank", "use_siblings", "token_file", "tls_cert",
+             "tls_key",
+             "tls_ca", "tls_role", "insecure", "socket_mode", "socket_group", "model_root", "max_message_mib",
+             "max_requests", "max_tenant_requests", "state_file", "drain_limit", "log_level", "http", "http_workers")
     flags = {name: getattr(options, name) for name in names}
     return replace(group, models=models, **{k: v for k, v in flags.items() if v not in (None, 0, False, [])})
 
@@ -245,7 +258,7 @@ def serve(options: argparse.Namespace) -> int:
 
     progress = print_progress if options.progress_lines else show_progress if sys.stderr.isatty() else None
     supervise(group, ready_file=options.ready_file or "", parent_pid=options.parent_pid, show=show,
-              on_progress=progress)
+              on_progress=progress, reread=(lambda: _group_options(options)) if options.config else None)
     return 0
 
 
@@ -286,6 +299,8 @@ def _own_group(options: argparse.Namespace) -> Iterator[str]:
     for flag in ("ranks", "cpus_per_rank"):
         if getattr(options, flag):
             arguments += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
+    if options.gpus:
+        arguments += ["--gpus", format_list(options.gpus)]
     if options.numa_nodes is not None:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
     if options.use_siblings:

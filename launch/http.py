@@ -45,6 +45,7 @@ class HttpOptions:
     tls_role: str = ""
     insecure: bool = False
     socket_mode: str = ""
+    socket_group: str = ""
     max_body_mib: int = 0
     log_level: str = "info"
     #: of the groups behind it
@@ -81,10 +82,10 @@ class HttpOptions:
         return words
 
 
-def open_socket(address: str, mode: int = 0o600) -> tuple[socket.socket, str]:
+def open_socket(address: str, mode: int = 0o600, group: str = "") -> tuple[socket.socket, str]:
     """A listening socket and its address, with the port that it got. ValueError or OSError name the address."""
     if access.is_unix(address):
-        return _open_unix(address, mode)
+        return _open_unix(address, mode, group)
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"--http {address!r} is neither HOST:PORT nor unix:/path")
@@ -108,12 +109,14 @@ def open_socket(address: str, mode: int = 0o600) -> tuple[socket.socket, str]:
     return listener, f"{host}:{listener.getsockname()[1]}"
 
 
-def _open_unix(address: str, mode: int) -> tuple[socket.socket, str]:
-    from allspark_server.listen import free_socket_path, umask
+def _open_unix(address: str, mode: int, group: str) -> tuple[socket.socket, str]:
+    from allspark_server.listen import free_socket_path, give_to_group, umask
     path = free_socket_path(address)
     listener = socket.socket(socket.AF_UNIX)
     with umask(0o777 & ~mode):
         listener.bind(path)
+    if group:
+        give_to_group(path, group)
     listener.listen(_BACKLOG)
     return listener, f"unix:{path}"
 
@@ -133,8 +136,8 @@ class HttpDoor:
     def __init__(self, options: HttpOptions, folder: Path):
         """`folder`: private, where workers share their counters. Raises as HttpOptions.check and open_socket."""
         options.check()
-        mode = access.socket_mode(options.socket_mode) if options.socket_mode else 0o600
-        self._socket, self.address = open_socket(options.address, mode)
+        self._socket, self.address = open_socket(
+            options.address, access.mode_of(options.socket_mode, options.socket_group), options.socket_group)
         self._socket.set_inheritable(True)
         self._words = [*options.words(), "--fd", str(self._socket.fileno())]
         self._environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder),
@@ -242,16 +245,17 @@ examples:
                    help="of clients with a certificate, where there is no token file (default admin)")
     p.add_argument("--insecure", action="store_true", help="serve though whoever reaches the address may do everything")
     p.add_argument("--socket-mode", default="", metavar="MODE", help="of a Unix socket (default 0600: only this user)")
+    p.add_argument("--socket-group", default="", metavar="NAME", help="whom it belongs to (mode 0660 then)")
     p.add_argument("--max-body-mib", type=int, default=0, metavar="N", help="the largest body taken (default 16)")
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     p.add_argument("--ready-file", metavar="FILE", help="written as JSON once connections are taken")
 
 
 def _http(options: argparse.Namespace) -> int:
-    from .pool import default_address
+    from .members import default_address
     pool = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a] or [default_address()]
     names = ("workers", "token_file", "tls_cert", "tls_key", "tls_ca", "tls_role", "insecure", "socket_mode",
-             "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")
+             "socket_group", "max_body_mib", "log_level", "pool_token_file", "pool_tls_ca")
     door = HttpOptions(address=options.http, pool=pool, **{name: getattr(options, name) for name in names})
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +126,14 @@ def find_mpi() -> Installation:
     return usable[0]
 
 
-def clean_environment() -> dict[str, str]:
-    """This environment without what an enclosing MPI or batch job has set, and with a home directory: services and
-    containers may have none, and Open MPI 5 does not start then; it need not exist."""
-    home = os.path.expanduser("~")
-    return {"HOME": home if os.path.isabs(home) else "/",
-            **{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)}}
+def clean_environment(home: str = "") -> dict[str, str]:
+    """This environment without what an enclosing MPI or batch job has set, and with a home directory that can be used:
+    users of services and containers may have none, and Open MPI 5 does not start then. `home`: instead; "": the folder
+    for temporary files."""
+    own = os.path.expanduser("~")
+    usable = os.path.isabs(own) and os.access(own, os.R_OK | os.W_OK | os.X_OK)
+    return {**{k: v for k, v in os.environ.items() if not _FOREIGN.match(k)},
+            "HOME": own if usable else home or tempfile.gettempdir()}
 
 
 def _loopback() -> str:
@@ -148,7 +151,8 @@ def _loopback() -> str:
 def mpi_environment(mpi: Installation) -> dict[str, str]:
     """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
     itself listens on the loopback interface only."""
-    environment = {"MPI4PY_LIBMPI": str(mpi.library)}
+    # UCX, which Open MPI loads and nothing here uses, would patch ranks' code, and complain where that is forbidden.
+    environment = {"MPI4PY_LIBMPI": str(mpi.library), "UCX_MEM_MMAP_HOOK_MODE": "none"}
     loopback = _loopback()
     if loopback:
         environment["LD_PRELOAD"] = ":".join(filter(None, [loopback, os.environ.get("LD_PRELOAD")]))

@@ -1,22 +1,31 @@
-"""`allspark pool install`, `pool status` and `top`: several groups as systemd units, and a look at them."""
+"""`allspark pool`: groups as systemd services, from one file."""
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import logging
+import pwd
 import re
-import shlex
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Iterable
 
 from allspark_server import access
 
-from .serving import GroupOptions, read_table
+from . import members as views
+from .members import Member, Target, add_target_options, pool_targets
+from .options import GroupOptions
+from .serving import RELOADABLE
+from .tables import Table
+from .units import TEMPLATES, socket_address, systemctl, target_name, unit_files, unit_name
 
-TEMPLATES = Path(__file__).parent / "systemd"
-TIMEOUT_SECONDS = 3.0
+logger = logging.getLogger(__name__)
+
+UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
+DRAIN_SECONDS = 60.0            # drain_limit of members that do not say
+_LOOK_SECONDS = 0.5
+_BACK_SECONDS = 3600.0          # that a member may take to load its models
 
 
 @dataclass
@@ -28,36 +37,59 @@ class Pool:
 
     @classmethod
     def from_file(cls, path: str) -> Pool:
-        """Raises ValueError naming what is wrong in the file."""
-        table = read_table(path)
-        unknown = set(table) - {"name", "user", "member"}
-        if unknown:
-            raise ValueError(f"{path}: unknown key {sorted(unknown)[0]!r}; known: name, user, member")
+        """Raises ValueError naming what is wrong in the file, and where."""
+        table = Table.read(path)
+        values, where = table.values, table.location()
+        for key in values:
+            if key not in ("name", "user", "defaults", "member"):
+                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: name, user, defaults, member")
         # Both go into units as they are: anything else, a line break above all, could become a setting there.
         for key in ("name", "user"):
-            if not _is_word(table.get(key, "default")):
-                raise ValueError(f"{path}: {key} {table[key]!r} must be of letters, digits, '.', '_' and '-'")
-        entries = table.get("member", [])
+            if not _is_word(values.get(key, "default")):
+                raise ValueError(f"{where.at(key)}: {key} {values[key]!r} must be of letters, digits, '.', '_' and '-'")
+        defaults = values.get("defaults", {})
+        if not isinstance(defaults, dict):
+            raise ValueError(f"{where.at('defaults')}: defaults is {defaults!r}; it must be a table, [defaults]")
+        GroupOptions.from_table(defaults, where.inside("defaults", name="defaults"))
+        entries = values.get("member", [])
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise ValueError(f"{path}: member is {entries!r}; it must be a list of tables, [[member]] in TOML")
+            raise ValueError(f"{where.at('member')}: member is {entries!r}; it must be a list of tables, [[member]] in "
+                             "TOML")
         members: dict[str, GroupOptions] = {}
+        taken: dict[str, str] = {}
+        pool = cls(values.get("name", "default"), values.get("user", "root"), members)
         for i, entry in enumerate(entries):
-            name = entry.pop("name", str(i))
+            name = entry.get("name", str(i))
+            place = where.inside("member", i)
             if not _is_word(name) or name in members:
-                raise ValueError(f"{path}: member name {name!r} must be unique, of letters, digits, '.', '_' and '-'")
-            member = GroupOptions.from_table(entry, f"{path}: member {name!r}")
-            if not entry.get("address"):
-                raise ValueError(f"{path}: member {name!r} has no address, such as \"127.0.0.1:50051\"")
-            members[name] = member
+                raise ValueError(f"{place.at('name')}: member name {name!r} must be unique, of letters, digits, '.', "
+                                 "'_' and '-'")
+            place = where.inside("member", i, name=f"member {name!r}")
+            own = {key: value for key, value in entry.items() if key != "name"}
+            members[name] = GroupOptions.from_table({"drain_limit": DRAIN_SECONDS, **defaults, **own}, place)
+            for address in pool.addresses(name):
+                if address in taken:
+                    raise ValueError(f"{place.at('address')}: members {taken[address]!r} and {name!r} both have "
+                                     f"address {address}")
+                taken[address] = name
         if not members:
             raise ValueError(f"{path} has no [[member]]")
-        taken: dict[str, str] = {}
-        for name, member in members.items():
-            for address in member.address:
-                if address in taken:
-                    raise ValueError(f"{path}: members {taken[address]!r} and {name!r} both have address {address}")
-                taken[address] = name
-        return cls(table.get("name", "default"), table.get("user", "root"), members)
+        for i, name in enumerate(members):
+            try:
+                members[name].addresses()
+            except ValueError as error:
+                raise ValueError(f"{where.inside('member', i).at('address')}: member {name!r}: {error}") from None
+        return pool
+
+    def addresses(self, member: str) -> list[str]:
+        """Where a member serves: as it says, and on a Unix socket in any case, for who runs the pool."""
+        own = self.members[member].address
+        return own if any(map(access.is_unix, own)) else [*own, socket_address(self.name, member)]
+
+    def configs(self) -> dict[str, str]:
+        """File name -> content of the members' config files."""
+        return {f"{name}.json": json.dumps(replace(member, address=self.addresses(name)).changed(), indent=2) + "\n"
+                for name, member in self.members.items()}
 
 
 def _is_word(name: object) -> bool:
@@ -65,198 +97,229 @@ def _is_word(name: object) -> bool:
 
 
 def add_commands(command) -> None:
-    p = command("pool", _pool, "groups as systemd services: install, status", epilog="""\
-  allspark pool install --config pool.toml     writes units, prints the systemctl commands that start them
-  allspark pool status --config pool.toml      health, models and load of the members
+    """`allspark pool` and `allspark top`, for build_parser."""
+    p = command("pool", lambda options: options.act(options), "groups as systemd services, from one file", epilog="""\
+  allspark pool install --config pool.toml --now      writes the units, enables and starts them
+  allspark pool apply --config pool.toml              makes the running pool what the edited file says
+  allspark pool restart --rolling --config pool.toml  one member after the other, each once its requests have ended
+  allspark pool status --config pool.toml             health, models and load of the members
+
+What has changed in the file counts: members that are new are started, those that are gone are stopped, those whose
+tokens, drain_limit or log_level changed are told, and others are restarted, one after the other. A restart waits until
+the requests of the member have ended, as long as that takes: none is ended by it.
 
 A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
-    q = actions.add_parser("install", help="write the systemd units of a pool")
-    q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
-    q.add_argument("--unit-dir", default="/etc/systemd/system", metavar="DIR", help="default %(default)s")
-    q.add_argument("--config-dir", default="/etc/allspark", metavar="DIR", help="default %(default)s")
+
+    def action(name: str, act, summary: str) -> argparse.ArgumentParser:
+        q = actions.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        q.set_defaults(act=act)
+        return q
+
+    def of_units(q: argparse.ArgumentParser) -> None:
+        q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
+        q.add_argument("--unit-dir", default=UNIT_DIR, metavar="DIR", help="default %(default)s")
+        q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
+
+    q = action("install", _install, "write the systemd units of a pool")
+    of_units(q)
     q.add_argument("--dry-run", action="store_true", help="print what would be written")
-    q = actions.add_parser("status", help="health, models and load of the members")
-    _target_options(q)
-    p = command("top", _top, "live view of a pool's load")
-    _target_options(p)
+    q.add_argument("--now", action="store_true", help="enable and start them, too")
+    q = action("apply", _apply, "make the running pool what the edited file says")
+    of_units(q)
+    q = action("uninstall", _uninstall, "stop a pool and remove its units; what clients installed stays known")
+    of_units(q)
+    q = action("drain", _drain, "have members take no new requests, and wait until theirs have ended")
+    add_target_options(q)
+    q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
+    q.add_argument("--undo", action="store_true", help="have them take requests again")
+    q.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="wait no longer than this")
+    q = action("restart", _restart, "restart members")
+    q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
+    q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
+    q.add_argument("--rolling", action="store_true",
+                   help="one after the other, each once its requests have ended, as long as that takes")
+    q = action("status", views.status, "health, models and load of the members")
+    add_target_options(q)
+    p = command("top", views.top, "live view of a pool's load")
+    add_target_options(p)
     p.add_argument("--once", action="store_true", help="print one table and stop")
     p.add_argument("--interval", type=float, default=1.0, metavar="SECONDS")
 
 
-def _target_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--config", metavar="FILE", help="pool.toml")
-    p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
-                                                                  "default $ALLSPARK_ADDRESS, or where a group serves "
-                                                                  "that was given none)")
-    p.add_argument("--token-file", metavar="FILE", help="present the first token of this file")
-    p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS, trusting these certificates")
+# --- files -------------------------------------------------------------------------------------------------------
 
 
-def units(pool: Pool, config_dir: Path) -> dict[str, str]:
-    """File name -> content of the pool's units."""
-    names = {member: f"allspark-{pool.name}-{member}.service" for member in pool.members}
-    files = {}
-    template = (TEMPLATES / "allspark-member.service").read_text()
-    for member, unit in names.items():
-        config = config_dir / _config_name(pool, member)
-        command = [sys.executable, "-m", "allspark_launch", "serve", "--config", str(config), "--state-file",
-                   f"/var/lib/allspark/{pool.name}-{member}.json"]
-        # In ExecStart a % starts a specifier and a $ a variable.
-        line = shlex.join(command).replace("%", "%%").replace("$", "$$")
-        files[unit] = (template.replace("{pool}", pool.name).replace("{member}", member)
-                       .replace("{user}", pool.user).replace("{command}", line))
-    target = (TEMPLATES / "allspark-pool.target").read_text()
-    files[f"allspark-{pool.name}.target"] = (target.replace("{pool}", pool.name)
-                                             .replace("{members}", " ".join(names.values())))
-    return files
+def _files(options: argparse.Namespace, pool: Pool) -> dict[Path, str]:
+    """All that an installed pool consists of."""
+    configs = Path(options.config_dir, pool.name)
+    return ({Path(options.unit_dir, name): text for name, text in unit_files(pool, Path(options.config_dir)).items()}
+            | {configs / name: text for name, text in pool.configs().items()})
 
 
-def _config_name(pool: Pool, member: str) -> str:
-    return f"{pool.name}-{member}.json"
+def _write(files: dict[Path, str]) -> None:
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.write_text(text)
+        new.chmod(0o644)        # names of files with secrets, no secrets
+        new.replace(path)
+        print(f"wrote {path}")
 
 
-def _pool(options: argparse.Namespace) -> int:
-    return _install(options) if options.action == "install" else _status(options)
+def _check_user(pool: Pool) -> None:
+    try:
+        pwd.getpwnam(pool.user)
+    except KeyError:
+        print(f"there is no user {pool.user!r} yet: useradd --system {pool.user}")
 
 
 def _install(options: argparse.Namespace) -> int:
     pool = Pool.from_file(options.config)
-    for name, member in pool.members.items():
-        try:
-            member.addresses()
-        except ValueError as error:
-            raise ValueError(f"{options.config}: member {name!r}: {error}") from None
-    config_dir = Path(options.config_dir)
-    files = {Path(options.unit_dir, name): text for name, text in units(pool, config_dir).items()}
-    for name, member in pool.members.items():
-        changed = {k: v for k, v in asdict(member).items() if v != getattr(GroupOptions(), k)}
-        files[config_dir / _config_name(pool, name)] = json.dumps(changed, indent=2) + "\n"
-    for path, text in files.items():
-        if options.dry_run:
-            print(f"# {path}\n{text}")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-            print(f"wrote {path}")
-    print(f"start the pool with:\n  systemctl daemon-reload && systemctl enable --now allspark-{pool.name}.target")
+    files = _files(options, pool)
+    if options.dry_run:
+        print("\n".join(f"# {path}\n{text}" for path, text in files.items()))
+        return 0
+    _check_user(pool)
+    _write(files)
+    if options.now:
+        systemctl("daemon-reload")
+        systemctl("enable", *(unit_name(pool.name, member) for member in pool.members), target_name(pool.name))
+        systemctl("start", target_name(pool.name))
+    else:
+        print(f"start the pool with:\n  systemctl daemon-reload && systemctl enable --now {target_name(pool.name)}")
     return 0
 
 
-@dataclass
-class Target:
-    """Where a group is, and how to reach it."""
-    name: str
-    address: str
-    token: str = ""
-    tls_ca: str = ""
+def _uninstall(options: argparse.Namespace) -> int:
+    pool = Pool.from_file(options.config)
+    configs = Path(options.config_dir, pool.name)
+    installed = [path.stem for path in sorted(configs.glob("*.json"))]
+    units = [unit_name(pool.name, member) for member in installed]
+    systemctl("disable", "--now", target_name(pool.name), *units, check=False)
+    for path in [*_files(options, pool), *configs.glob("*.json")]:
+        if path.exists():
+            path.unlink()
+            print(f"removed {path}")
+    if configs.is_dir() and not any(configs.iterdir()):
+        configs.rmdir()
+    systemctl("daemon-reload")
+    return 0
 
 
-def _targets(options: argparse.Namespace) -> list[Target]:
-    token = _token(options.token_file)
-    if options.config:
-        found = []
-        for name, member in Pool.from_file(options.config).members.items():
-            own = token or _token(member.token_file)
-            ca = options.tls_ca or (member.tls_cert if member.tls_cert else "")
-            found.append(Target(name, re.sub(r"^(0\.0\.0\.0|\[::\]):", "127.0.0.1:", member.address[0]), own, ca))
-        return found
-    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
-    return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]
-
-
-def _token(path: str | None) -> str:
-    """A token of a file: each has a role that may see what is shown here."""
-    return next(iter(access.read_tokens(path))) if path else ""
-
-
-def default_address() -> str:
-    """Where the group is that was given no address."""
-    found = access.default_address(guarded=False)
-    return found if os.path.exists(found.removeprefix("unix:")) else access.TCP_ADDRESS
-
-
-class Member:
-    """A connection to one group, for its statistics."""
-
-    def __init__(self, target: Target):
-        import grpc
-        self.target = target
-        if target.tls_ca:
-            credentials = grpc.ssl_channel_credentials(Path(target.tls_ca).read_bytes())
-            self._channel = grpc.secure_channel(target.address, credentials)
+def _apply(options: argparse.Namespace) -> int:
+    pool = Pool.from_file(options.config)
+    files = _files(options, pool)
+    configs = Path(options.config_dir, pool.name)
+    before = {path.stem: path.read_text() for path in configs.glob("*.json")}
+    template = Path(options.unit_dir, f"allspark-{pool.name}@.service")
+    same_unit = template.exists() and template.read_text() == files[template]
+    gone = sorted(set(before) - set(pool.members))
+    _check_user(pool)
+    _write({path: text for path, text in files.items() if not path.exists() or path.read_text() != text})
+    systemctl("daemon-reload")
+    for member in gone:
+        systemctl("disable", "--now", unit_name(pool.name, member))
+        (configs / f"{member}.json").unlink()
+        print(f"{member}: stopped and removed")
+    systemctl("enable", *(unit_name(pool.name, member) for member in pool.members), target_name(pool.name))
+    restart = []
+    for member in pool.members:
+        now, old = json.loads(files[configs / f"{member}.json"]), json.loads(before.get(member, "null"))
+        if old is None or not _is_active(pool, member):
+            systemctl("start", unit_name(pool.name, member))
+            print(f"{member}: started")
+        elif not same_unit or _without(now, RELOADABLE) != _without(old, RELOADABLE):
+            restart.append(member)
         else:
-            self._channel = grpc.insecure_channel(target.address)
-        self._metadata = [("authorization", f"Bearer {target.token}")] if target.token else []
-
-    def _call(self, method: str, request, response):
-        call = self._channel.unary_unary(f"/allspark.Allspark/{method}", type(request).SerializeToString,
-                                         response.FromString)
-        return call(request, timeout=TIMEOUT_SECONDS, metadata=self._metadata)
-
-    def info(self):
-        """The group's ServerInfo message. Raises grpc.RpcError if it does not answer."""
-        from allspark_client._proto import allspark_pb2 as pb
-        return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo)
-
-    def stat(self, model: str):
-        """A model's EngineStat message."""
-        from allspark_client._proto import allspark_pb2 as pb
-        return self._call("GetStat", pb.ModelRequest(model=model), pb.EngineStat)
-
-    def close(self) -> None:
-        self._channel.close()
+            systemctl("reload", unit_name(pool.name, member))
+            print(f"{member}: {'as it was' if now == old else 'told of what changed'}")
+    return _roll(pool, restart)
 
 
-def _status(options: argparse.Namespace) -> int:
+def _without(table: dict, keys: Iterable[str]) -> dict:
+    return {key: value for key, value in table.items() if key not in keys}
+
+
+def _is_active(pool: Pool, member: str) -> bool:
+    return systemctl("is-active", unit_name(pool.name, member), check=False).strip() in ("active", "reloading")
+
+
+# --- members that run --------------------------------------------------------------------------------------------
+
+
+def _chosen(found: Iterable[Target], names: list[str]) -> list[Target]:
+    found = list(found)
+    for name in names:
+        if name not in (target.name for target in found):
+            raise ValueError(f"there is no member {name!r}; members: {', '.join(target.name for target in found)}")
+    return [target for target in found if not names or target.name in names]
+
+
+def _drain(options: argparse.Namespace) -> int:
+    left = 0
+    chosen = _chosen(views.targets(options), options.members)
+    for target in chosen:       # all at once: no new request goes to one that is drained next
+        with Member(target) as member:
+            _call(member.drain, target, options.undo)
+    for target in chosen if not options.undo else ():
+        with Member(target) as member:
+            left += _wait_until_empty(member, options.limit)
+    return 1 if left else 0
+
+
+def _call(method, target: Target, *arguments):
     import grpc
-    print(f"{'member':<12} {'address':<28} {'state':<12} {'ranks':>5}  models")
-    down = 0
-    for target in _targets(options):
-        member = Member(target)
-        try:
-            info = member.info()
-            models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
-            print(f"{target.name:<12} {target.address:<28} {'serving':<12} {info.rank_nums:>5}  "
-                  + (", ".join(models) or "-"))
-        except grpc.RpcError as error:
-            down += 1
-            refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-            print(f"{target.name:<12} {target.address:<28} {'refused' if refused else 'down':<12} {'':>5}  "
-                  f"{error.code().name}: {error.details()}")
-        finally:
-            member.close()
-    return 1 if down else 0
-
-
-def _top(options: argparse.Namespace) -> int:
-    members = [Member(t) for t in _targets(options)]
     try:
-        while True:
-            lines = _top_table(members)
-            if sys.stdout.isatty() and not options.once:
-                print("\033[H\033[2J", end="")
-            print("\n".join(lines), flush=True)
-            if options.once:
-                return 0
-            time.sleep(max(0.1, options.interval))
-    finally:
-        for member in members:
-            member.close()
+        return method(*arguments)
+    except grpc.RpcError as error:
+        raise RuntimeError(f"member {target.name!r} at {target.address}: {error.code().name}: {error.details()}"
+                           ) from None
 
 
-def _top_table(members: list[Member]) -> list[str]:
-    import grpc
-    lines = [f"{'member':<12} {'model':<24} {'running':>7} {'waiting':>7} {'tokens/s':>9} {'prefill/s':>9} "
-             f"{'cache':>6} {'hits':>6}"]
-    for member in members:
-        try:
-            for model in member.info().models:
-                s = member.stat(model.name)
-                prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
-                lines.append(f"{member.target.name:<12} {model.name:<24} {s.running_request:>7} "
-                             f"{s.pendding_request:>7} {s.generate_token_persec:>9.1f} {prefill:>9.1f} "
-                             f"{s.token_usage_percentage:>5.1f}% {100 * s.prefix_cache_hit_rate:>5.1f}%")
-        except grpc.RpcError as error:
-            lines.append(f"{member.target.name:<12} {error.code().name}: {error.details()}")
-    return lines
+def _wait_until_empty(member: Member, limit: float = float("inf")) -> int:
+    """Waits until the requests of a draining member have ended, and says so; returns how many have not."""
+    began, name = time.monotonic(), member.target.name
+    first = info = _call(member.info, member.target)
+    if not info.requests:
+        print(f"{name}: no requests run")
+    while info.requests and time.monotonic() - began < limit:
+        time.sleep(_LOOK_SECONDS)
+        info = _call(member.info, member.target)
+    if first.requests:
+        print(f"{name}: {first.requests} requests ran; after {time.monotonic() - began:.0f} s {info.requests} still do")
+    return info.requests
+
+
+def _restart(options: argparse.Namespace) -> int:
+    pool = Pool.from_file(options.config)
+    names = [target.name for target in _chosen(pool_targets(pool), options.members)]
+    if options.rolling:
+        return _roll(pool, names)
+    systemctl("restart", *(unit_name(pool.name, name) for name in names))
+    return 0
+
+
+def _roll(pool: Pool, names: list[str]) -> int:
+    """Restarts members one after the other. Each stops once its requests have ended; the next one follows when it
+    serves again. Stops at the first that does not come back."""
+    for name in names:
+        target = next(target for target in pool_targets(pool) if target.name == name)
+        with Member(target) as member:
+            try:
+                _call(member.drain, target)
+            except RuntimeError as error:       # it is down: nothing runs there
+                logger.warning("%s", error)
+            else:
+                _wait_until_empty(member)
+        systemctl("restart", unit_name(pool.name, name))
+        target = next(target for target in pool_targets(pool) if target.name == name)
+        deadline = time.monotonic() + _BACK_SECONDS
+        with Member(target) as member:
+            while not member.serves():
+                if time.monotonic() > deadline or not _is_active(pool, name):
+                    raise RuntimeError(f"member {name!r} does not serve after its restart: see journalctl -u "
+                                       f"{unit_name(pool.name, name)}; those after it were left as they are")
+                time.sleep(_LOOK_SECONDS)
+        print(f"{name}: restarted, and serves")
+    return 0

@@ -3,6 +3,7 @@ tests can make it slow, deaf or unwilling."""
 
 from __future__ import annotations
 
+import os
 import time
 
 from allspark_client import AllSparkError, AsFileInfo, AsModelConfig
@@ -11,7 +12,10 @@ from fake_group import FakeGroup, next_token
 
 
 def token_after(history: list[int]) -> int:
-    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens."""
+    """What follows a history; never the end of sequence. A prompt that begins with 999 fails after three tokens, one that
+    begins with 998 ends the process after as many tokens as its second id says."""
+    if history[0] == 998 and len(history) >= 2 + history[1]:
+        os._exit(9)
     if history[0] == 999 and len(history) == 4:
         return -1
     return next_token(history, 900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import logging
 import os
 import stat
@@ -20,8 +21,10 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine, TlsConfig, convert
 from allspark_client._proto import allspark_pb2 as pb
-from allspark_server.access import Access, ModelRoots, Role, default_address, read_tokens
+from allspark_server.access import Access, ModelRoots, Role, default_address, mode_of, read_tokens
+from allspark_server.client_limits import ClientLimits
 from allspark_server.text_size import characters_per_token
+from fake_engine import FakeEngine
 from fake_service import expected, serving, tokens, wait_until
 
 TOKENS = {"see": Role.READ, "ask": Role.GENERATE, "rule": Role.ADMIN}
@@ -191,6 +194,47 @@ def test_the_client_finds_its_token_in_the_environment(monkeypatch, tmp_path):
         path.write_text("")
         with pytest.raises(ValueError, match="holds no token"):
             ClientEngine(address)
+
+
+def test_tokens_are_read_again(tmp_path, caplog, monkeypatch):
+    """Whenever the file changes; what is half written, or wrong, changes nothing. What runs goes on."""
+    monkeypatch.setattr("allspark_server.access.TOKEN_LOOK_SECONDS", 0.0)
+    path = tmp_path / "tokens"
+    path.write_text("generate s3cret-1\n")
+    path.chmod(0o600)
+    long = {"max_new_tokens": 100, "early_stopping": False}
+    with serving(access=Access(token_file=path), core=FakeEngine(0.01)) as (_, address):
+        with ClientEngine(address, token="s3cret-1") as client:
+            running = client.start_request("m", {"input_ids": [1]}, long)[2]
+            running.Get()
+            for wrong in ("", "s3cret-1\ns3cret-2\n"):
+                path.write_text(wrong)
+                assert client.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 1})
+            assert "the tokens are as they were" in caplog.text
+            path.write_text("generate s3cret-2\nadmin s3cret-3\n")
+            with pytest.raises(AllSparkError, match="REQUEST_DENIED: a request needs the role generate"):
+                client.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 1})
+            with pytest.raises(AllSparkError, match="a wrong bearer token"):
+                client.get_as_engine_stat("m")
+            tokens(running)
+            assert running.GeneratedLength() == 100
+            with ClientEngine(address, token="s3cret-2") as other:
+                assert tokens(other.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})[2]) == expected([1], 3)
+            path.unlink()
+            with ClientEngine(address, token="s3cret-3") as other:
+                other.stop_model("m")
+    assert "s3cret" not in caplog.text and str(path) not in caplog.text
+
+
+def test_a_socket_for_a_group(tmp_path):
+    group = grp.getgrgid(os.getgid()).gr_name
+    with serving(f"unix:{tmp_path}/s", socket_mode=mode_of("", group), socket_group=group):
+        found = os.lstat(tmp_path / "s")
+        assert stat.S_IMODE(found.st_mode) == 0o660 and found.st_gid == os.getgid()
+    with pytest.raises(AllSparkError, match="socket_group 'no-such-group': there is no such group"):
+        with serving(f"unix:{tmp_path}/s", socket_group="no-such-group"):
+            pass
+    assert mode_of("", "") == 0o600 and mode_of("0600", group) == 0o600
 
 
 # --- roles ---
@@ -439,7 +483,7 @@ def test_without_roots_only_the_operator_s_models_may_be_opened(tree):
     roots.check("model_path", str(tree / "root/bad"))       # as it is: it is theirs
     roots.check("as_param_path", str(tree / "x.asparam"))
     for path in ("root/good", "root/bad/config.json", "y.asgraph"):
-        with pytest.raises(AllSparkError, match="none is allowed"):
+        with pytest.raises(AllSparkError, match="is outside of the directories that clients"):
             roots.check("model_path", str(tree / path))
 
 
@@ -455,6 +499,47 @@ def test_paths_of_clients_are_checked(tree):
         with pytest.raises(AllSparkError, match="as_param_path='/dev/zero'"):
             client.get_file_information(tree / "root/a", "/dev/zero")
         assert {model.name for model in core.list_models()} == {"m", "good"}
+
+
+def test_answers_name_no_path_that_the_client_has_not_named(tree, monkeypatch):
+    """Neither where models lie, nor what an unexpected error of the system is about."""
+    with serving(roots=ModelRoots([tree / "root"])) as (core, address), ClientEngine(address) as client:
+        with pytest.raises(AllSparkError) as caught:
+            client.install_model(AsModelConfig("x", "/dev/zero"))
+        assert str(tree) not in str(caught.value)
+        core._models["m"].info.tokenizer_dir = str(tree)
+        assert client.get_model_info("m").tokenizer_dir is None
+
+        def fails(name: str) -> None:
+            raise PermissionError(13, "Permission denied", str(tree / "secret"))
+
+        monkeypatch.setattr(core, "stop_model", fails)
+        with pytest.raises(AllSparkError, match="PermissionError: Permission denied$"):
+            client.stop_model("m")
+
+
+# --- limits of clients ---
+
+
+def test_limits_of_tenants_and_of_the_server(tmp_path):
+    limits = ClientLimits(total=3, of_tenant=2)
+    many = {"max_new_tokens": 10000, "early_stopping": False}
+    with serving(access=Access({"one": Role.GENERATE, "two": Role.GENERATE}), limits=limits,
+                 core=FakeEngine(0.01)) as (_, address):
+        with ClientEngine(address, token="one") as first, ClientEngine(address, token="two") as second:
+            handles = [first.start_request("m", {"input_ids": [1]}, many)[1] for _ in range(2)]
+            with pytest.raises(AllSparkError, match="EXCEED_LIMIT_ERROR: this client has 2 requests") as caught:
+                first.start_request("m", {"input_ids": [1]}, many)
+            assert caught.value.retryable
+            other = second.start_request("m", {"input_ids": [1]}, many)[1]
+            with pytest.raises(AllSparkError, match="EXCEED_LIMIT_ERROR: the server has 3 requests"):
+                second.start_request("m", {"input_ids": [1]}, many)
+            second.release_request("m", other)
+            with pytest.raises(ValueError):     # refused for another reason: its place is free again
+                second.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3, "stop_words_ids": [[10 ** 6]]})
+            first.release_request("m", handles[0])
+            assert tokens(first.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 3})[2]) == expected([1], 3)
+        wait_until(lambda: not limits._taken, 5)    # also of those whose client has left
 
 
 # --- texts too long to be tokenized ---

@@ -97,6 +97,9 @@ def test_statuses_and_statistics_of_a_request(make_engine):
         def on_token(self, handle, sample, token, logprob, top, text, cached, end):
             seen.append(([token], text))
 
+        def on_begun(self, handle):
+            pass
+
         def on_status(self, handle, status):
             seen.append(status)
 
@@ -283,7 +286,7 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0", "lora_names": ["x"]}
+    later = {"compute_unit": "CUDA:0,1", "lora_names": ["x"]}
     for name, value in later.items():
         wanted = config("x", **{name: value})
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")

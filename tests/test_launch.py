@@ -1,11 +1,7 @@
-"""The launcher without a model: topology of fabricated machines, placement, command lines, private folders, units."""
-import configparser
+"""The launcher without a model: topology of fabricated machines, placement, command lines, private folders."""
 import json
 import os
-import re
 import shlex
-import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -16,8 +12,7 @@ from allspark_launch import folders
 from allspark_launch import mpi as launch_mpi
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.placement import place
-from allspark_launch.pool import Pool, units
-from allspark_launch.serving import GroupOptions, plan_group, private_folder, tell_systemd
+from allspark_launch.serving import GroupOptions, plan_group, private_folder
 from allspark_launch.topology import format_list, parse_list, read_topology
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -334,81 +329,6 @@ def test_topology_and_doctor_for_programs(capsys):
     assert len(report["ranks"]) == 2 and report["nodes"]
     main(["doctor", "--json"])
     assert {"python", "MPI"} <= {f["subject"] for f in json.loads(capsys.readouterr().out)}
-
-
-def test_pool_units(tmp_path, capsys):
-    pytest.importorskip("tomllib") if sys.version_info >= (3, 11) else pytest.importorskip("tomli")
-    example = REPOSITORY / "launch/systemd/pool.toml"
-    files = units(Pool.from_file(str(example)), Path("/etc/allspark"))
-    assert set(files) == {"allspark-default-a.service", "allspark-default-b.service", "allspark-default.target"}
-    assert "serve --config /etc/allspark/default-a.json" in files["allspark-default-a.service"]
-    assert not any("{" in text for text in files.values())
-    arguments = ["pool", "install", "--config", str(example), "--unit-dir", str(tmp_path / "u"),
-                 "--config-dir", str(tmp_path / "c")]
-    assert main(arguments) == 0
-    assert "systemctl" in capsys.readouterr().out
-    assert json.loads((tmp_path / "c/default-b.json").read_text())["numa_nodes"] == [2, 3]
-    assert main(["serve", "--config", str(tmp_path / "c/default-a.json"), "--numa-nodes", "0", "--dry-run"]) == 0
-    bad = tmp_path / "pool.json"
-    bad.write_text(json.dumps({"member": [{"name": "a", "address": "x:1"}, {"name": "b", "address": "x:1"}]}))
-    assert main(["pool", "install", "--config", str(bad)]) == 1
-    assert "both have address x:1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("pool,message", [
-    ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
-    ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
-    ({"user": 5}, "user 5 must be of letters"),
-    ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
-    ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),
-    ({"member": [{"address": ["x:1", 2]}]}, r"member '0': address is \['x:1', 2\]; it must be of type list\[str\]"),
-    ({"member": [{"address": "x:1\ny"}]}, r"address is \['x:1\\ny'\]"),
-    ({"member": [{"address": "x:1", "ranks": "2"}]}, "ranks is '2'; it must be of type int"),
-    ({"member": [{"address": "x:1", "ranks": True}]}, "ranks is True; it must be of type int"),
-    ({"member": [{"address": "x:1", "numa_nodes": ["0"]}]}, r"numa_nodes is \['0'\]; it must be of type list\[int\]"),
-    ({"member": [{"address": "x:1", "models": [3]}]}, r"models is \[3\]; it must be of type list\[dict \| str\]"),
-    ({"member": [{"address": "x:1", "models": [{"model_name": "m", "model_path": "/m", "engine_max_batch": "many"}]}]},
-     "member '0': models: .*engine_max_batch"),
-])
-def test_a_pool_file_with_something_wrong_writes_no_unit(tmp_path, capsys, pool, message):
-    (tmp_path / "pool.json").write_text(json.dumps({"member": [{"address": "x:1"}], **pool}))
-    arguments = ["pool", "install", "--config", str(tmp_path / "pool.json"), "--unit-dir", str(tmp_path / "u"),
-                 "--config-dir", str(tmp_path / "c")]
-    assert main(arguments) == 1
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "u").exists() and not (tmp_path / "c").exists()
-
-
-def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
-    """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
-    RestartSec seconds; and a configuration error is not tried again at all."""
-    pool = Pool("default", "daemon", {"a": GroupOptions(address=["unix:/run/a"])})
-    for name, text in units(pool, tmp_path).items():
-        (tmp_path / name).write_text(text)
-    unit = configparser.ConfigParser(interpolation=None, strict=False)
-    unit.optionxform = str
-    unit.read(tmp_path / "allspark-default-a.service")
-    limits, service = unit["Unit"], unit["Service"]
-    assert int(limits["StartLimitBurst"]) * (int(service["RestartSec"]) + 60) < int(limits["StartLimitIntervalSec"])
-    assert str(EXIT_CONFIG) in service["RestartPreventExitStatus"].split()
-    assert service["OOMPolicy"] == "continue"
-    if shutil.which("systemd-analyze"):
-        done = subprocess.run(["systemd-analyze", "verify", "--man=no", *tmp_path.glob("allspark-default*")],
-                              capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and "allspark" not in done.stderr, done.stderr
-
-
-def test_status_of_a_group_that_is_down(capsys, tmp_path):
-    assert main(["pool", "status", "--address", f"unix:{tmp_path}/none"]) == 1
-    assert "down" in capsys.readouterr().out
-
-
-def test_systemd_is_told(tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(tmp_path / "notify"))
-        tell_systemd(str(tmp_path / "notify"))
-        assert listener.recv(100) == b"READY=1"
-    tell_systemd("")        # not started by systemd
 
 
 def test_folders_of_killed_processes_are_removed(tmp_path):

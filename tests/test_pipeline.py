@@ -54,6 +54,9 @@ class Recorder:
             raise ValueError("no room")
         self.events.append(token)
 
+    def on_begun(self, handle):
+        pass
+
     def on_status(self, handle, status):
         self.events.append(status)
 

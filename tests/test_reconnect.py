@@ -20,6 +20,7 @@ from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client import connection
 from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.connection import MOST_LOSSES
 from fake_engine import FakeEngine
 from fake_service import expected, server_process, serving, tokens, wait_until
 
@@ -121,7 +122,7 @@ def test_resume_on_another_member(tmp_path):
     with server_process(f"unix:{tmp_path}/a") as (a, address_a), server_process(f"unix:{tmp_path}/b") as (b, address_b):
         with ClientEngine([address_a, address_b], resume=True, reconnect_timeout=20) as engine:
             started = [engine.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 60}) for i in range(6)]
-            samples = engine.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 500, "n": 2})
+            samples = engine.start_request("m", {"input_ids": [7]}, {"max_new_tokens": 60, "n": 2})
             assert {engine._requests[h].session.address for _, h, _ in started} == {address_a, address_b}  # by load
             victim = engine._requests[samples[1]].session.address
             wait_until(lambda: all(q.GeneratedLength() > 5 for _, _, q in started), 10)
@@ -131,8 +132,10 @@ def test_resume_on_another_member(tmp_path):
                 assert queue.GenerateStatus() is Status.GenerateFinished
                 assert queue.RequestStatInfo().generated_token_length == 60
                 engine.release_request("m", handle)
-            with pytest.raises(AllSparkError, match="n=2 samples cannot be resumed"):
-                tokens(samples[2])
+            of_samples = [[], []]
+            for elements in samples[2]:
+                of_samples[elements.sample_index] += elements.ids_from_generate
+            assert of_samples == [expected([7], 60, 0), expected([7], 60, 1)]
             # Calls go to the one that is left.
             assert engine.get_model_info("m").name == "m"
             _, _, queue = engine.start_request("m", {"input_ids": [3]}, {"max_new_tokens": 4})
@@ -168,13 +171,13 @@ def test_a_request_that_keeps_losing_its_server_is_given_up():
         _, handle, queue = engine.start_request("m", {"input_ids": [5]}, {"max_new_tokens": 10_000})
         request = engine._requests[handle]
         for _ in range(5):
-            received = len(request.received)
-            wait_until(lambda: len(request.received) > received, 5)
+            received = request.generated
+            wait_until(lambda: request.generated > received, 5)
             break_connection(request)
         assert not queue.GenerateStatus().final
         core.interval = 1000
         time.sleep(0.5)  # the last step of the old interval
-        for _ in range(4):
+        for _ in range(MOST_LOSSES + 1):
             break_connection(request)
         with pytest.raises(AllSparkError, match="without a new token"):
             tokens(queue)
@@ -293,7 +296,7 @@ def test_no_resumption_where_the_fingerprint_differs(tmp_path):
             stack.enter_context(server_process(address_a, "two"))
             with pytest.raises(AllSparkError, match="ALLSPARK_RUNTIME_ERROR: .*fingerprint differs"):
                 tokens(queue)
-            assert queue.GenerateStatus() is Status.InternalError
+            assert queue.GenerateStatus() is Status.GenerateInterrupted
 
 
 @pytest.mark.parametrize(

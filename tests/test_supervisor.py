@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from allspark_launch.supervisor import GroupFailed, Limits, Supervisor, processes_of_session
+from allspark_launch.processes import processes_of_session
+from allspark_launch.supervisor import GroupFailed, Limits, Start, Supervisor
 
 import waiting
 
@@ -35,7 +37,12 @@ if mode == "fatal":
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN if mode == "stubborn" else lambda *_: os._exit(0))
 if mode == "stuck":
-    heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "window": None, "served": False}))
+    heartbeat.watch(type("RankModels", (), {"step_began": time.monotonic(), "window": None, "served": False,
+                                             "numbers": {}}))
+if rank == 0 and mode == "owing":
+    heartbeat.tell_too(lambda: {"requests": 1})
+if rank == 0 and mode == "unhealthy":
+    heartbeat.tell_too(lambda began=time.monotonic(): {"healthy_seconds": time.monotonic() - began})
 heartbeat.state("ready", **({"addresses": ["unix:/fake"]} if rank == 0 else {}))
 if mode == "answers" and rank == 0:
     heartbeat.send(served=True)
@@ -50,6 +57,8 @@ import os, signal, subprocess, sys
 children = [subprocess.Popen([sys.executable, sys.argv[1], str(r), sys.argv[3]], preexec_fn=os.setpgrp)
             for r in range(int(sys.argv[2]))]
 signal.signal(signal.SIGTERM, lambda *_: [c.terminate() for c in children])
+if sys.argv[3] == "unnoticed":
+    [c.wait() for c in children]
 pid, status = os.wait()
 for c in children:
     if c.pid != pid:
@@ -59,13 +68,15 @@ sys.exit(os.waitstatus_to_exitcode(status) % 256)
 DRIVER = """
 import logging, os, signal, sys
 from pathlib import Path
-from allspark_launch.supervisor import GroupFailed, Limits, Supervisor
+from allspark_launch.supervisor import GroupFailed, Limits, Start, Supervisor
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode, parent = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
-limits = Limits(heartbeat_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1, first_backoff=0.1,
+limits = Limits(heartbeat_timeout=2.5, health_timeout=2.5, step_timeout=2, stop_timeout=3, kill_timeout=1,
+                first_backoff=0.1,
                 max_failures=3)
-s = Supervisor(words, dict(os.environ), 2, folder, ready_file=folder / "ready", parent_pid=parent, limits=limits)
+s = Supervisor(lambda owed: Start(words, dict(os.environ), 2), folder, ready_file=folder / "ready", parent_pid=parent,
+               limits=limits)
 for n in (signal.SIGTERM, signal.SIGINT):
     signal.signal(n, lambda *_: s.request_stop("signal"))
 try:
@@ -85,7 +96,7 @@ from allspark_launch.placement import Placement
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
-serving.plan_group = lambda options, addresses=(): serving.GroupPlan(Placement([]), None, words, {})
+serving.plan_group = lambda options, inner="", keep=0: serving.GroupPlan(Placement([]), None, words, {})
 serving.supervise(serving.GroupOptions(), ready_file=str(folder / "ready"))
 """
 
@@ -242,7 +253,7 @@ def test_only_lives_that_served_nothing_are_counted(fake, mode):
 
 def test_orphans_of_process_1_are_reaped():
     """A child subreaper inherits orphans just as process 1 does."""
-    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.supervisor import reap_orphans\n"
+    code = ("import ctypes, os, subprocess, time\nfrom allspark_launch.processes import reap_orphans\n"
             "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
             "subprocess.run(['sh', '-c', 'sleep 0.1 & sleep 0.1 &'])\ntime.sleep(0.5)\n"
             "states = lambda: [s for s in map(state, os.listdir('/proc')) if s]\n"
@@ -306,7 +317,67 @@ def test_supervisor_ends_with_its_parent(fake):
 
 
 def test_supervisor_in_process_reports_a_missing_mpirun(tmp_path):
-    supervisor = Supervisor(["/nowhere/mpirun"], {}, 1, tmp_path, limits=Limits(max_failures=1))
+    supervisor = Supervisor(lambda owed: Start(["/nowhere/mpirun"], {}, 1), tmp_path, limits=Limits(max_failures=1))
     with pytest.raises((GroupFailed, OSError), match="/nowhere/mpirun"):
         supervisor.run()
     assert processes_of_session(2 ** 22 + 1) == []
+
+
+def test_a_killed_rank_is_noticed_within_a_second(fake):
+    """Also where mpirun does not."""
+    f = fake("unnoticed")
+    f.wait_ready()
+    ranks, mpirun = f.ranks(), f.mpirun()
+    os.kill(ranks[1], signal.SIGKILL)
+    began = time.monotonic()
+    wait_for(lambda: not set(mpirun) & set(f.mpirun()))
+    assert time.monotonic() - began < 1.5, "noticed, and all of it ended"
+    wait_for(lambda: len(f.ranks()) == 2)
+    assert not set(ranks) & set(f.ranks())
+
+
+def test_a_stopped_rank_is_noticed_within_five_seconds(fake):
+    """Though a rank that is only silent has longer: it may be busy."""
+    f = fake(driver=DRIVER.replace("heartbeat_timeout=2.5", "heartbeat_timeout=30"))
+    f.wait_ready()
+    victim = f.ranks()[1]
+    os.kill(victim, signal.SIGSTOP)
+    began = time.monotonic()
+    wait_for(lambda: victim not in f.ranks())
+    assert 2.5 < time.monotonic() - began < 5.5
+
+
+def test_a_group_that_answers_no_health_call_is_ended(fake):
+    f = fake("unhealthy")
+    f.wait_ready()
+    before = f.ranks()
+    wait_for(lambda: f.ranks() and not set(before) & set(f.ranks()))
+    f.process.terminate()
+    assert "rank 0 has not answered a health call for" in f.finish()[1]
+
+
+def test_a_life_that_owed_requests_is_followed_by_one_of_as_many_ranks(tmp_path):
+    """However many there would be otherwise; and what is known of the loss is in the plan."""
+    for name, text in (("rank.py", FAKE_RANK), ("mpirun.py", FAKE_MPIRUN)):
+        (tmp_path / name).write_text(text)
+    owed, ready = [], threading.Event()
+
+    def start(ranks: int) -> Start:
+        owed.append(ranks)
+        words = [sys.executable, str(tmp_path / "mpirun.py"), str(tmp_path / "rank.py"), "2", "owing"]
+        return Start(words, dict(os.environ), 2)
+
+    supervisor = Supervisor(start, tmp_path, limits=Limits(first_backoff=0.1), on_ready=lambda _: ready.set())
+    thread = threading.Thread(target=supervisor.run)
+    thread.start()
+    try:
+        assert ready.wait(20)
+        wait_for(lambda: len(list(tmp_path.glob("*.sent"))) == 2)
+        time.sleep(0.2)     # the beat with its requests
+        os.kill(int(next(tmp_path.glob("*.sent")).name.split(".")[2]), signal.SIGKILL)
+        wait_for(lambda: len(owed) == 2)
+    finally:
+        supervisor.request_stop("the test ends")
+        supervisor.request_stop("at once")
+        thread.join(30)
+    assert owed == [0, 2] and not thread.is_alive()

@@ -13,7 +13,7 @@ import pytest
 from allspark_client import GenerateConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server import HuggingFaceModel
-from allspark_server.models.config import read_config
+from allspark_server.models import read_config
 from allspark_server.weights.asgraph import from_float32, read_graph, to_float32, to_message
 from allspark_server.weights.checkpoint import open_model, open_weights
 from allspark_server.weights.loader import Loader, unquantized_type

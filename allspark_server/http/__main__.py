@@ -74,7 +74,7 @@ def main() -> None:
     for name in ("uvicorn.error", "uvicorn.access"):    # of what clients can bring about as often as they like
         logging.getLogger(name).setLevel("CRITICAL" if a.log_level != "debug" else "DEBUG")
     tls = TlsConfig(a.tls_ca, a.tls_cert, a.tls_key) if a.tls_cert else None
-    access = Access(read_tokens(a.token_file) if a.token_file else {}, tls, Role(a.tls_role))
+    access = Access(tls=tls, tls_role=Role(a.tls_role), token_file=a.token_file)
     token, names_tenants = pool_token(a.pool_token_file)
     pool = Pool(a.address, token, TlsConfig(ca=a.pool_tls_ca) if a.pool_tls_ca else None)
     door = Door(pool, access, Bodies(a.max_body_mib << 20, _BODIES_ALL_TOGETHER), Metrics(), names_tenants)

@@ -17,7 +17,7 @@ from .embeddings import EmbeddingRequest, embeddings
 from .errors import ApiError
 from .messages import count_tokens, messages
 from .messages_wire import MessagesRequest, Prompt
-from .metrics import CONTENT_TYPE
+from .metrics import CONTENT_TYPE, of_members
 from .models import health, list_models, one_model
 from .openapi import describe
 from .page import page, pool
@@ -27,8 +27,12 @@ from .tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 
 
 async def _metrics(call: Call, _: None) -> None:
-    """Counters of this door, for Prometheus."""
-    await call.reply(call.door.metrics.text(), kind=CONTENT_TYPE)
+    """Counters of this door and of the groups behind it, for Prometheus."""
+    try:
+        members = await call.pool.metrics()
+    except ApiError:
+        members = {}
+    await call.reply(call.door.metrics.text() + of_members(members), kind=CONTENT_TYPE)
 
 
 def _endpoints(door: Door) -> list[tuple[str, str, Endpoint]]:

@@ -6,11 +6,39 @@ import os
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest, multiprocess
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 #: s, of whole requests, first tokens and gaps between tokens
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST.encode()
+
+
+def of_members(texts: dict[str, str | None]) -> bytes:
+    """The groups' own metrics as one text, each with the label `member`; `allspark_up` says who answers."""
+    families: dict[str, Metric] = {}
+    up = GaugeMetricFamily("allspark_up", "1 while the member answers", labels=["member"])
+    for member, text in texts.items():
+        up.add_metric([member], int(text is not None))
+        for family in text_string_to_metric_families(text or ""):
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                merged.samples.append(sample._replace(labels={"member": member, **sample.labels}))
+    registry = CollectorRegistry()
+    registry.register(_Collected([up, *families.values()]))
+    return generate_latest(registry)
+
+
+class _Collected:
+    """A collector of what is known already."""
+
+    def __init__(self, families: list[Metric]):
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        """The metric families."""
+        return self._families
 
 
 class Metrics:

@@ -115,6 +115,10 @@ class Pool:
         """The groups behind the door."""
         return await self._ask(self._engine.members)
 
+    async def metrics(self) -> dict[str, str | None]:
+        """Of each group, by its address; None where it does not answer."""
+        return await self._ask(self._engine._metrics)
+
     async def stat(self, name: str) -> AsEngineStat:
         """Load and counters of a model, over the pool."""
         return await self._ask(self._engine.get_as_engine_stat, name)

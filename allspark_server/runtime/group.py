@@ -170,6 +170,8 @@ class RankModels:
         self._loading = ""
         self._phase: Future[Answer] = Future()     # of the load under way
         self._cancelled = threading.Event()
+        self.steps, self.step_seconds = 0, 0.0
+        self.placement: dict = {}   # where this process's memory was found to be after the last load
         self.served = False         # a step was computed; on_served() is called after the first
         self.on_served: Callable[[], None] = lambda: None
 
@@ -197,15 +199,25 @@ class RankModels:
 
     def step(self, name: str, plan: bytes) -> None:
         """Compute a step on a rank other than 0; rank 0's go through `Steps`."""
-        self.step_began = time.monotonic()
+        self.step_began = began = time.monotonic()
         try:
             self.runners[name].step(plan)
         finally:
             self.step_began = 0.0
-        self.note_step()
+        self.note_step(time.monotonic() - began)
 
-    def note_step(self) -> None:
-        """A step was computed: tells of the first."""
+    @property
+    def numbers(self) -> dict:
+        """What the supervisor is told of this rank. Any thread."""
+        found = {"steps": self.steps, "step_seconds": round(self.step_seconds, 6), **self.placement}
+        if self.window is not None:
+            found |= {"exchange_seconds": round(self.window.exchange_seconds, 6),
+                      "wait_seconds": round(self.window.wait_seconds, 6)}
+        return found
+
+    def note_step(self, seconds: float) -> None:
+        """A step was computed in so long: tells of the first."""
+        self.steps, self.step_seconds = self.steps + 1, self.step_seconds + seconds
         if not self.served:
             self.served = True
             self.on_served()
@@ -269,6 +281,7 @@ class RankModels:
             raise LoadCancelled(f"the load of model {name!r} was given up")
         runner = self.runners[name]
         self.info = runner.allocate_cache(num_spans, digests, host_spans)
+        self.placement = runner.placement
         return Answer(value=num_spans, held=pack_held(runner.held))
 
     def _unload(self, name: str) -> None:
@@ -292,7 +305,9 @@ class LocalGroup:
         self._allocating = False
         self._held: dict[bytes, int] = {}
         self._steps = Steps()
-        self._submitted: deque[str] = deque()   # models of the steps that were not collected
+        # Of the steps that were not collected: their models, and when they were submitted.
+        self._submitted: deque[tuple[str, float]] = deque()
+        self._ended = 0.0       # when the step that was collected last had ended
         self._processors = len(os.sched_getaffinity(0))
 
     @property
@@ -330,10 +345,10 @@ class LocalGroup:
 
     def submit(self, name: str, plan: bytes) -> None:
         self._steps.submit(self.models.runners[name], name, plan, beside=self.depth > 1)
-        self._submitted.append(name)
+        self._submitted.append((name, time.monotonic()))
 
     def collect(self):
-        name = self._submitted.popleft() if self._submitted else ""
+        name, submitted = self._submitted.popleft() if self._submitted else ("", 0.0)
         try:
             result = self._steps.collect()
         except ValueError:
@@ -341,7 +356,8 @@ class LocalGroup:
         except Exception as error:
             self.fail(f"rank 0: a step of model {name!r}: {error}")
             raise
-        self.models.note_step()
+        began, self._ended = max(submitted, self._ended), time.monotonic()
+        self.models.note_step(self._ended - began)
         return result
 
     def unload(self, name: str) -> None:
@@ -391,7 +407,7 @@ class WindowGroup(LocalGroup):
     def submit(self, name: str, plan: bytes) -> None:
         self._steps.submit(self.models.runners[name], name, plan, int(Command.STEP), pack_step(name, b""),
                            self.depth > 1)
-        self._submitted.append(name)
+        self._submitted.append((name, time.monotonic()))
 
     def fail(self, message: str) -> None:
         message = self._window.aborted() or message

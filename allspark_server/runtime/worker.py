@@ -73,6 +73,7 @@ class Heartbeat:
         self._socket.setblocking(False)
         self._models: RankModels | None = None
         self._busy_since: Callable[[], float] = lambda: 0.0
+        self._details: Callable[[], dict] = dict
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -97,9 +98,13 @@ class Heartbeat:
         models.progress = self.progress
         models.on_served = self.send
 
+    def tell_too(self, details: Callable[[], dict]) -> None:
+        """From now on, all messages have what `details()` returns, too."""
+        self._details = details
+
     def state(self, state: str, **details) -> None:
-        """Tell the supervisor at once what this rank is doing: "starting", "ready" or "failed" (with error=…, and
-        fatal=True if starting again would not help)."""
+        """Tell the supervisor at once what this rank is doing: "starting", "ready", "stopping" or "failed" (with
+        error=…, and fatal=True if starting again would not help)."""
         self._state = state
         self.send(**details)
 
@@ -118,7 +123,9 @@ class Heartbeat:
             details["served"] = True
         if "error" in details:
             details["error"] = details["error"][:MAX_ERROR]
-        message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **details}
+        if self._models is not None:
+            details["numbers"] = self._models.numbers
+        message = {"rank": self._rank, "pid": os.getpid(), "state": self._state, **self._details(), **details}
         try:
             self._socket.send(json.dumps(message).encode())
         except BlockingIOError:

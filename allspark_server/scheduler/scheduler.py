@@ -12,6 +12,7 @@ import numpy as np
 
 from ..cache import PrefixCache, SpanPool
 from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
+from ..step_budget import StepBudget
 from .draft import NOBODY, Draft
 from .probe import ProbeResults
 from .queue import WaitingQueue
@@ -27,6 +28,8 @@ from .tenants import Account, Tenants
 PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
 # A prompt is short beside another if what is left of it is at most this part of what is left of the other.
 SHORT_PART = 4
+# Prompts get so many rows of a step at least, or what costs as much.
+FEWEST_ROWS = 4
 # Of the rows beside a long prompt, short ones get their part only if their tenant had at most so many more, in steps.
 BURST_STEPS = 4
 # Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
@@ -145,12 +148,12 @@ class Scheduler:
         elif sequence.state is not State.ENDED:
             self._queue.remove(sequence, State.ENDED)
 
-    def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
+    def plan(self, cost: Optional[StepBudget] = None) -> Optional[Step]:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
         after it.
 
-        `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position
-        before it. Running sequences always get their next row, and prompts those that the batch leaves.
+        `cost`: what limits it beside the limits' `max_step_tokens`. Running sequences always get their next row, and
+        prompts a few.
         """
         limits = self.limits
         self._spans.begin_step(not self._running)
@@ -169,10 +172,10 @@ class Scheduler:
         if self._drafts is not None or draft.guided:
             budget -= int(draft.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
-        if max_cost is not None:
-            first = prompts[0].planned if prompts else 0
-            rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
-            budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
+        if cost is not None:
+            left = cost.for_prompts(draft.rows, draft.context, len(prompts) + self._queue.waiting)
+            rows = max(left, FEWEST_ROWS) / (1 + cost.price * (prompts[0].planned if prompts else 0))
+            budget = int(min(budget, max(rows, 1)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
         if prompts or self._free_slots and self._queue.waiting:
@@ -180,9 +183,12 @@ class Scheduler:
         copies = self._spans.take_copies()
         if not draft.rows and copies is None:
             return None
+        return self._step(draft, copies)
+
+    def _step(self, draft: Draft, copies) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
-        self._mask_rows = limits.masks - self._mask_rows  # those of the last step may still be in use
-        return draft.step(free, self._slots.epoch, limits.draft_kind, copies, self._mask_rows)
+        self._mask_rows = self.limits.masks - self._mask_rows  # those of the last step may still be in use
+        return draft.step(free, self._slots.epoch, self.limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""

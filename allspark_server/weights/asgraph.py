@@ -14,8 +14,9 @@ from google.protobuf.message import DecodeError
 from allspark_client._proto import asgraph_pb2 as pb
 from allspark_client.config import UNQUANTIZED
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.config import ARCHITECTURES, ExpertConfig, ModelConfig, RopeConfig
+from allspark_server.models.architectures import ARCHITECTURES
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
+from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
 from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
 from allspark_server.weights.formats import (
@@ -52,19 +53,14 @@ logger = logging.getLogger(__name__)
 Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
-_NOT_STORED = ("windows", "unrotated")  # fields of ModelConfig that the ops say
-
-
 # -- graph <-> message -------------------------------------------------------------------------------------------------
 def to_message(graph: Graph) -> pb.Graph:
-    config = dataclasses.asdict(graph.config)
-    for name in _NOT_STORED:
-        del config[name]
-    rope = {name: value for name, value in config.pop("rope").items() if value is not None}
-    experts = config.pop("experts")
-    message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
+    config = {name: getattr(graph.config, name) for name in stored_fields(ModelConfig)}
+    rope, experts = config.pop("rope"), config.pop("experts")
+    stored = {name: getattr(rope, name) for name in stored_fields(RopeConfig) if getattr(rope, name) is not None}
+    message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**stored), **config))
     if experts is not None:
-        message.config.experts.CopyFrom(pb.Experts(**experts))
+        message.config.experts.CopyFrom(pb.Experts(**vars(experts)))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
         message.quantization.CopyFrom(
@@ -125,14 +121,13 @@ def from_message(message: pb.Graph) -> Graph:
         raise ValueError(
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
         )
-    fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)
-              if f.name not in _NOT_STORED}
+    fields = {name: getattr(message.config, name) for name in stored_fields(ModelConfig)}
     experts = message.config.experts
     fields["experts"] = None
     if message.config.HasField("experts"):
         values = {f.name: getattr(experts, f.name) for f in dataclasses.fields(ExpertConfig)}
         fields["experts"] = ExpertConfig(**{**values, "dense_layers": tuple(experts.dense_layers)})
-    rope = {f.name: getattr(message.config.rope, f.name) for f in dataclasses.fields(RopeConfig)}
+    rope = {name: getattr(message.config.rope, name) for name in stored_fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
         rope["attention_factor"] = None
     config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"]), "rope": RopeConfig(**rope)})

@@ -21,7 +21,8 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
-from allspark_server.weights.asgraph import PARAM_FORMAT, read_graph
+from allspark_server.vocabularies import vocabulary_file
+from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
 from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
 from allspark_server.weights.common_form import common_form
 from allspark_server.weights.formats import (
@@ -165,6 +166,57 @@ class ParamSource(SafetensorsSource):
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
+class _UnitRows:
+    """A stored matrix whose rows are scaled to the length 1, in its type: those that are taken, as they are taken."""
+
+    def __init__(self, data: np.ndarray, dtype: str):
+        self.data, self.dtype = data, dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        values = to_float32(self.data[rows], self.dtype)
+        lengths = np.sqrt(np.square(values, dtype=np.float64).sum(1, keepdims=True))
+        return from_float32((values / np.maximum(lengths, 1e-12)).astype(np.float32), self.dtype)
+
+    def reshape(self, *shape: int) -> np.ndarray:
+        return self[:].reshape(*shape)
+
+
+class UnitHead:
+    """A source whose head's rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+
+    def __init__(self, source: Source, head: str):
+        self.source, self.head = source, head
+
+    def get(self, name: str) -> StoredTensor:
+        tensor = self.source.get(name)
+        if name != self.head or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
+            return tensor
+        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def form(self, name: str) -> WeightFormat | None:
+        form = self.source.form(name)
+        if form is not None and name == self.head:
+            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a head in "
+                             "floats is served here")
+        return form
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        return self.source.quantized(name, form, shape, expert)
+
+    def verify(self, rank: int, world: int) -> None:
+        self.source.verify(rank, world)
+
+    def where(self) -> str:
+        return self.source.where()
+
+    def checksum(self) -> str:
+        return self.source.checksum()
+
+
 class TorchSource:
     """pytorch_model.bin files, read by torch in its weights-only mode, which runs no code from the file."""
 
@@ -243,6 +295,8 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
         source = _quantized_source(source, path)
         try:
             config = _tied_as_stored(read_config(path, rope_scaling), source)
+            if config.unit_head:
+                source = UnitHead(source, "lm_head.weight")
             graph = _quantized_graph(build_graph(_experts_as_stored(config, source)), source)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
@@ -344,7 +398,7 @@ def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _tokenizer(directory: Path) -> str | None:
-    return str(directory) if os.path.exists(directory / "tokenizer.json") else None
+    return str(directory) if vocabulary_file(directory) is not None else None
 
 
 def open_weights(path: Path) -> Source:

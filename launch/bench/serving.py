@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from ..serving import background_group, set_fields, shipped_model
+from ..options import set_fields
+from ..serving import background_group, shipped_model
 from .latencies import METRICS, SCHEMA, Figures, plot, table
 from .latencies import Target as Slo
 from .load import Limits, Point, drive

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 from ..placement import place
-from ..serving import background_group, set_fields, shipped_model
+from ..options import set_fields
+from ..serving import background_group, shipped_model
 from ..topology import read_topology
 from . import peers as peer_runs
 from .ceiling import Machine, Workload

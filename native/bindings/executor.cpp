@@ -12,7 +12,9 @@
 
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
+#include "bindings/step_result.h"
 #include "cpu/blocks.h"
+#include "cpu/host_sampler.h"
 
 namespace py = pybind11;
 
@@ -70,59 +72,6 @@ struct WithoutGil {
   }
 };
 
-// What a step gave: arrays over the tokens drawn.
-struct StepResult {
-  py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
-  py::array_t<float> logprobs, top_logprobs;
-  double copy_seconds = 0;
-  py::object prompt_logprobs, prompt_top_ids, prompt_top_logprobs, hidden, logits;
-};
-
-// The likeliest ids of some draws, and their log probabilities: [n, 20] each.
-std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<SampleOutput>& samples) {
-  const py::ssize_t n = (py::ssize_t)samples.size(), width = kMaxTopLogprobs;
-  py::array_t<int32_t> ids({n, width});
-  py::array_t<float> values({n, width});
-  for (py::ssize_t i = 0; i < n; i++) {
-    std::copy_n(samples[i].top_ids, width, ids.mutable_data() + i * width);
-    std::copy_n(samples[i].top_logprobs, width, values.mutable_data() + i * width);
-  }
-  return {std::move(ids), std::move(values)};
-}
-
-StepResult to_result(const StepOutput& out, bool want_logits) {
-  const py::ssize_t n = (py::ssize_t)out.samples.size();
-  StepResult r;
-  r.copy_seconds = out.copy_seconds;
-  r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
-  r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
-  r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
-  std::tie(r.top_ids, r.top_logprobs) = tops_of(out.samples);
-  int32_t *tokens = r.tokens.mutable_data(), *status = r.status.mutable_data();
-  float* logprobs = r.logprobs.mutable_data();
-  for (py::ssize_t i = 0; i < n; i++) {
-    const SampleOutput& s = out.samples[i];
-    tokens[i] = s.token, status[i] = (int32_t)s.status, logprobs[i] = s.logprob;
-  }
-  r.prompt_logprobs = r.prompt_top_ids = r.prompt_top_logprobs = r.hidden = r.logits = py::none();
-  if (!out.scores.empty()) {
-    py::array_t<float> values((py::ssize_t)out.scores.size());
-    for (size_t i = 0; i < out.scores.size(); i++)
-      values.mutable_data()[i] = out.scores[i].status == SampleStatus::kOk ? out.scores[i].logprob : NAN;
-    std::tie(r.prompt_top_ids, r.prompt_top_logprobs) = tops_of(out.scores);
-    r.prompt_logprobs = std::move(values);
-  }
-  if (!out.hidden.empty()) {
-    const py::ssize_t width = out.hidden_width;
-    r.hidden = py::array_t<float>({(py::ssize_t)out.hidden.size() / width, width}, out.hidden.data());
-  }
-  if (want_logits) {
-    const py::ssize_t width = std::max(out.logit_width, 1);
-    r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
-  }
-  return r;
-}
-
 py::list profile_of(const Executor& e) {
   py::list all;
   for (const CpuRunner::Step& step : e.steps()) {
@@ -138,7 +87,7 @@ py::list profile_of(const Executor& e) {
   return all;
 }
 
-void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& executor) {
   executor
       .def(
           "add_matrix",
@@ -306,8 +255,13 @@ void bind_executor(py::module_& m) {
       .def("clear", &Masks::clear, py::arg("row"), "The row is to be written anew: before the plan that names it.")
       .def("fail", &Masks::fail, py::arg("message"), "Ends all waits with an error, for good.");
 
-  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor",
-                                                           "A model's op list, weights and KV cache of one rank.");
+  py::class_<StepModel, std::shared_ptr<StepModel>>(m, "StepModel", "A rank's model, whatever device computes it.");
+  py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Draws from logits of another device.");
+  py::class_<HostSampler, LogitSampler, std::shared_ptr<HostSampler>>(m, "HostSampler",
+                                                                      "The CPU's sampling op, with threads of its own.")
+      .def(py::init<int, std::vector<int>>(), py::arg("threads"), py::arg("cpus") = std::vector<int>{});
+  py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
+      m, "Executor", "A model's op list, weights and KV cache of one rank.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads) {
                  return std::shared_ptr<Executor>(
                      new Executor(rank, world, std::move(window), std::move(cpus), threads), WithoutGil{});
@@ -435,7 +389,7 @@ void bind_executor(py::module_& m) {
       .def(py::init<>())
       .def(
           "submit",
-          [](Stepper& s, std::shared_ptr<Executor> executor, const py::bytes& plan, std::shared_ptr<Window> window,
+          [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan, std::shared_ptr<Window> window,
              int kind, const py::bytes& prefix, int profiling) {
             s.submit([executor, plan = std::string(plan), window, kind, prefix = std::string(prefix), profiling] {
               if (window) window->publish(kind, prefix + plan);

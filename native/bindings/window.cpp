@@ -58,6 +58,9 @@ void bind_window(py::module_& m) {
           "Bytes each rank allocates and zeroes.")
       .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double, double>(), py::arg("rank"), py::arg("size"),
            py::arg("addresses"), py::arg("spin"), py::arg("timeout"), py::arg("beat_seconds") = 1.0)
+      .def_property_readonly("exchange_seconds", &Window::exchange_seconds,
+                             "What thread 0 has spent in the exchanges of steps.")
+      .def_property_readonly("wait_seconds", &Window::wait_seconds, "Of these, waiting for other ranks.")
       .def("close", &Window::close, py::call_guard<py::gil_scoped_release>(),
            "No more beats; before the memory goes away.")
       .def(

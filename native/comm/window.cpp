@@ -106,7 +106,18 @@ void Window::check_silence(int peer, const char* what) {
   throw std::runtime_error(message);
 }
 
+Window::Timed::Timed(std::atomic<int64_t>& nanoseconds, bool counts)
+    : nanoseconds_(nanoseconds), start_(counts ? Clock::now().time_since_epoch() / std::chrono::nanoseconds(1) : -1) {}
+
+Window::Timed::~Timed() {
+  if (start_ < 0) return;
+  const int64_t now = Clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+  nanoseconds_.store(nanoseconds_.load(std::memory_order_relaxed) + now - start_, std::memory_order_relaxed);
+}
+
 void Window::wait(Signal& signal, uint32_t target, int peer, const char* what) {
+  if (reached(signal.value.load(std::memory_order_acquire), target)) return;
+  const Timed timed(waited_, &signal == &segments_[peer]->lanes[0].signal);
   int spins = spin_ ? kSpins * 4 : 0;
   for (; spins > 0; spins--) {
     if (reached(signal.value.load(std::memory_order_acquire), target)) return;
@@ -159,6 +170,7 @@ size_t Window::Scattered::longest(int which) const {
 
 void Window::all_reduce(float* x, size_t n, int thread, int threads) {
   if (size_ == 1) return;
+  const Timed timed(exchanged_, thread == 0);
   if (n * sizeof(float) <= kAtOnceBytes) return all_reduce_at_once(x, n, thread, threads);
   for (size_t begin = 0; begin < n; begin += kBlockFloats) {
     const Scattered shape = scattered(std::min(kBlockFloats, n - begin), 1, sizeof(float));
@@ -168,11 +180,15 @@ void Window::all_reduce(float* x, size_t n, int thread, int threads) {
 }
 
 void Window::reduce_scatter_rows(float* x, size_t rows, size_t width, int thread, int threads) {
-  if (size_ > 1) reduce_scatter(x, scattered(rows, width, sizeof(float)), thread, threads);
+  if (size_ == 1) return;
+  const Timed timed(exchanged_, thread == 0);
+  reduce_scatter(x, scattered(rows, width, sizeof(float)), thread, threads);
 }
 
 void Window::all_gather_rows(void* base, size_t rows, size_t row_bytes, int thread, int threads) {
-  if (size_ > 1) all_gather(static_cast<char*>(base), scattered(rows, row_bytes, 1), thread, threads);
+  if (size_ == 1) return;
+  const Timed timed(exchanged_, thread == 0);
+  all_gather(static_cast<char*>(base), scattered(rows, row_bytes, 1), thread, threads);
 }
 
 // A thread's lanes advance together, piece by piece, so that publishing all comes before waiting for any. How many

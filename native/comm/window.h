@@ -75,7 +75,21 @@ class Window : public Communicator {
   void abort(const std::string& message) override;
   bool aborted(std::string& message) const override;
 
+  // Seconds that thread 0 has spent in exchanges of steps, and of these waiting for other ranks. Any thread.
+  double exchange_seconds() const { return 1e-9 * exchanged_.load(std::memory_order_relaxed); }
+  double wait_seconds() const { return 1e-9 * waited_.load(std::memory_order_relaxed); }
+
  private:
+  // Adds the time of its life to a count that one thread at a time writes.
+  class Timed {
+   public:
+    Timed(std::atomic<int64_t>& nanoseconds, bool counts);
+    ~Timed();
+
+   private:
+    std::atomic<int64_t>& nanoseconds_;
+    int64_t start_;  // -1: it does not count
+  };
   // A part of a message: values, or bytes, [begin, end).
   struct Range {
     size_t begin, end;
@@ -106,6 +120,7 @@ class Window : public Communicator {
   void check_silence(int peer, const char* what);
 
   std::vector<Segment*> segments_;
+  std::atomic<int64_t> exchanged_{0}, waited_{0};  // nanoseconds, of thread 0
   bool spin_;
   double timeout_;
   // Of a lane: the piece that comes next. A line each: different threads count.

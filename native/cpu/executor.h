@@ -16,7 +16,7 @@
 
 namespace as {
 
-class Executor {
+class Executor : public StepModel {
  public:
   Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
   // Another model on the threads of this one: they run in turn.
@@ -42,10 +42,10 @@ class Executor {
   void allocate_host_cache(int spans, int file, size_t offset);
   HostCache& host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
-  StepOutput step(const std::string& plan, bool want_logits);
+  StepOutput step(const std::string& plan, bool want_logits) override;
   // Of rank 0, after allocate(); null where there are none.
   std::shared_ptr<Masks> masks() const { return masks_; }
-  void set_profiling(bool on);
+  void set_profiling(bool on) override;
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
 

@@ -62,19 +62,31 @@ struct Rows {
   }
 };
 
-// total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations. scales: followed by the offsets; as
-// bfloat16 has them, or (if not null) `converted` (scales.h).
-template <int R, int P, typename Chain>
-AS_INLINE void add_group(const uint16_t* scales, const float* converted, const Rows<P>& rows, int g, Chain&& chain,
-                         vf* total) {
-  vf scale[NV], offset[NV];
-  if (converted) {
+// Where a matrix' scales are taken from: its groups' heads, or (if not null) as load_scales() made them of these.
+struct GroupScales {
+  const uint16_t* head;
+  const float* loaded;
+  bool half;  // float16 scales alone, else bfloat16 scales and offsets
+
+  AS_INLINE void load(vf (&scale)[NV], vf (&offset)[NV]) const {
+    if (loaded) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) scale[v] = vload(converted + v * W), offset[v] = vload(converted + NR + v * W);
-  } else {
+      for (int v = 0; v < NV; v++) scale[v] = vload(loaded + v * W), offset[v] = vload(loaded + NR + v * W);
+    } else if (half) {
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
+      for (int v = 0; v < NV; v++) scale[v] = vload_f16(head + v * W), offset[v] = vzero();
+    } else {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) scale[v] = vload_bf16(head + v * W), offset[v] = vload_bf16(head + NR + v * W);
+    }
   }
+};
+
+// total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations
+template <int R, int P, typename Chain>
+AS_INLINE void add_group(const GroupScales& scales, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
+  vf scale[NV], offset[NV];
+  scales.load(scale, offset);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     const vf sum = vset(rows.sum(r, g));
@@ -106,7 +118,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   vf total[R * NV];
   for (vf& t : total) t = vzero();
   alignas(64) float own_scales[2 * NR];
-  const float* converted = w.plain_scales ? nullptr : own_scales;
+  const float* converted = w.plain_scales || w.half_scales ? nullptr : own_scales;
   for (int g = 0, k0 = 0; g < groups; k0 += w.group_k(g), g++) {
     if (converted) load_scales(w, panel, g, own_scales);
     const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
@@ -126,7 +138,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
       add_group<R>(
-          w.scales(panel, g), converted, rows, g,
+          {w.scales(panel, g), converted, w.half_scales}, rows, g,
           [&](int r, int v) {
             return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
           },
@@ -143,7 +155,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
     vi chains[R * L * NV];
     spill(acc, chains);
     add_group<R>(
-        w.scales(panel, g), converted, rows, g,
+        {w.scales(panel, g), converted, w.half_scales}, rows, g,
         [&](int r, int v) __attribute__((always_inline)) {
           const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
           return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
@@ -170,7 +182,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
   alignas(64) vf totals[kBlockRows * NV];
   alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, if they are not plain
   std::fill_n(totals, count * NV, vzero());
-  const bool cut = w.group > kBlockK;
+  const bool cut = w.group > kBlockK, direct = w.plain_scales || w.half_scales;
   const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
             most = cut ? kBlockK : kBlockK / w.group * w.group;
   const size_t group_bytes = w.group_bytes(w.group), ahead = w.weight_bytes(most) / tiles;
@@ -181,7 +193,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
     const char* data = w.weights(panel, g0) + w.weight_bytes(first - begin);
     for (int k0 = first; k0 < end; k0 += w.group, data += group_bytes)
       F::widen(data, std::min(w.group, end - k0), block + (k0 - first) * NR);
-    if (!w.plain_scales)
+    if (!direct)
       for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group)
         load_scales(w, panel, g, own_scales + (g - g0) * 2 * NR);
     const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
@@ -195,8 +207,8 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
         vi* sums = kept + r0 * NV;
         double* wide_sums = wide + r0 * NR;
         const uint16_t* scales = w.scales(panel, g0);
-        const float* converted = w.plain_scales ? nullptr : own_scales;
-        const size_t scale_step = group_bytes / sizeof(*scales), converted_step = w.plain_scales ? 0 : 2 * NR;
+        const float* converted = direct ? nullptr : own_scales;
+        const size_t scale_step = group_bytes / sizeof(*scales), converted_step = direct ? 0 : 2 * NR;
         for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += scale_step, converted += converted_step) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
@@ -207,11 +219,11 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
           if (!ends) return;
           if (P == 2 && cut) {
             add_group<R>(
-                scales, converted, rows, g,
+                {scales, converted, w.half_scales}, rows, g,
                 [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
           } else {
             add_group<R>(
-                scales, converted, rows, g,
+                {scales, converted, w.half_scales}, rows, g,
                 [&](int r, int v) __attribute__((always_inline)) {
                   const vi sum = sums[r * NV + v];
                   return to_float(F::kWideMiddle ? iadd(sum, iset(-F::kWideMiddle * rows.plane_sum(r, 0, g))) : sum);

@@ -1,0 +1,78 @@
+"""Single calls of the service: their first message, their refusal, and what is logged of them."""
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from allspark_client import convert
+from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.errors import AllSparkError, AsStatus
+
+logger = logging.getLogger(__name__)
+
+#: how long a stream may stay without its first message, and other calls, whose message may be large
+HELLO_SECONDS, RECEIVE_SECONDS = 10.0, 60.0
+_QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
+_CODES = {
+    AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
+    AsStatus.ALLSPARK_MEMORY_ERROR: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    AsStatus.ALLSPARK_CACHE_MEMORY_OUT: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    AsStatus.ALLSPARK_INVALID_CALL_ERROR: grpc.StatusCode.FAILED_PRECONDITION,
+    AsStatus.ALLSPARK_REQUEST_DENIED: grpc.StatusCode.PERMISSION_DENIED,
+}
+
+
+class Writer:
+    """The context of a call to servicers that write messages."""
+
+    def __init__(self, context: grpc.aio.ServicerContext):
+        self._context = context
+
+    async def write(self, message: Message) -> None:
+        await self._context.write(message.SerializeToString())
+
+
+class RareLog:
+    """Warns of what clients can bring about as often as they like, but not as often."""
+
+    def __init__(self, text: str):
+        self._text, self._next, self._more = text, 0.0, 0
+
+    def __call__(self, peer: str) -> None:
+        if (now := time.monotonic()) < self._next:
+            self._more += 1
+            return
+        self._next = now + _QUIET_SECONDS
+        logger.warning(self._text + "; %d more before", peer, self._more)
+        self._more = 0
+
+
+async def receive(context: grpc.aio.ServicerContext, seconds: float = RECEIVE_SECONDS) -> bytes:
+    """The first message of a call. Raises ValueError or AllSparkError if none comes."""
+    try:
+        data = await asyncio.wait_for(context.read(), seconds)
+    except asyncio.TimeoutError:
+        raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                            f"a call's first message must come within {seconds:g} s") from None
+    if data is grpc.aio.EOF:
+        raise ValueError("the call ended before its first message")
+    return data
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BaseException) -> None:
+    """End a call with an error that the client raises again as it was; never returns."""
+    message = convert.error_to_pb(error)
+    if message.elsewhere:
+        code = grpc.StatusCode.UNAVAILABLE
+    elif message.kind == pb.ALLSPARK_ERROR:
+        code = _CODES.get(AsStatus(message.status), grpc.StatusCode.INTERNAL)
+    else:
+        code = grpc.StatusCode.INVALID_ARGUMENT
+    await context.abort(code, message.message[:1000],
+                        trailing_metadata=((convert.ERROR_KEY, message.SerializeToString()),))

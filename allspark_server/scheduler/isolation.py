@@ -1,0 +1,41 @@
+"""Steps of one sequence alone: of a request that may be what ended servers."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from .draft import Draft
+from .scheduler import Scheduler
+from .sequence import TOKEN_BYTES, Sequence, State
+from .step import Step
+
+
+class IsolatingScheduler(Scheduler):
+    """A Scheduler that can also plan for one sequence, with nothing beside it."""
+
+    @property
+    def pending_tokens(self) -> int:
+        """About how many tokens of histories are still to be computed. Any thread."""
+        return self._queue.bytes // TOKEN_BYTES + sum(len(s.tokens) - s.planned for s in list(self._prompts))
+
+    def plan_alone(self, sequence: Sequence) -> Optional[Step]:
+        """The next step of one sequence, which was blocked, and nothing else; until it draws. Others lose the slot and
+        the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`."""
+        draft = Draft()
+        self._spans.begin_step(False)
+        budget = self.limits.max_step_tokens
+        if sequence.state is State.BLOCKED:
+            self.unblock(sequence)
+            if not self._free_slots:
+                self._preempt(self._last_of_the_largest())
+            while not self._take_spans(sequence):
+                if sequence.state is not State.WAITING:
+                    return None
+                self._preempt(self._last_of_the_largest())
+            self._start(draft, sequence, budget)
+        elif sequence.state is State.RUNNING:
+            count = min(len(sequence.tokens) - sequence.planned, self.limits.max_chunk, budget)
+            self._plan_chunk(draft, sequence, count)
+        else:
+            return None
+        return self._step(draft, self._spans.take_copies())

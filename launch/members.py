@@ -1,0 +1,203 @@
+"""The groups of a pool as those who run it see them: `allspark pool status`, `allspark top`, and calls to members."""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterable
+
+from allspark_server import access
+
+if TYPE_CHECKING:
+    from allspark_client._proto import allspark_pb2 as pb
+
+CALL_SECONDS = 5.0
+
+
+@dataclass
+class Target:
+    """Where a group is, and how to reach it."""
+    name: str
+    address: str
+    token: str = ""
+    tls_ca: str = ""
+
+
+def add_target_options(p: argparse.ArgumentParser) -> None:
+    """Of commands that look at groups."""
+    p.add_argument("--config", metavar="FILE", help="pool.toml")
+    p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
+                                                                  "default $ALLSPARK_ADDRESS, or where a group serves "
+                                                                  "that was given none)")
+    p.add_argument("--token-file", metavar="FILE", help="present a token of this file: an admin's, if it has one")
+    p.add_argument("--tls-ca", metavar="PEM", help="connect with TLS, trusting these certificates")
+
+
+def targets(options: argparse.Namespace) -> list[Target]:
+    """What the options name."""
+    if options.config:
+        from .pool import Pool
+        return pool_targets(Pool.from_file(options.config), options.token_file, options.tls_ca)
+    token = first_token(options.token_file)
+    addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
+    return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]
+
+
+def pool_targets(pool, token_file: str | None = None, tls_ca: str | None = None) -> list[Target]:
+    """The members of a Pool, of each the Unix socket if it is there: it needs no certificate."""
+    found = []
+    for name, member in pool.members.items():
+        addresses = pool.addresses(name)
+        here = [a for a in addresses if access.is_unix(a) and os.path.exists(a.removeprefix("unix:"))]
+        address = (here or addresses)[0]
+        for anywhere in ("0.0.0.0:", "[::]:"):
+            if address.startswith(anywhere):
+                address = "127.0.0.1:" + address.removeprefix(anywhere)
+        ca = "" if access.is_unix(address) else tls_ca or member.tls_cert
+        found.append(Target(name, address, first_token(token_file or member.token_file), ca))
+    return found
+
+
+def first_token(path: str | None) -> str:
+    """A token of a file, of the role that may most; "" without a file."""
+    if not path:
+        return ""
+    tokens = access.read_tokens(path)
+    return max(tokens, key=lambda token: list(access.Role).index(tokens[token]))
+
+
+def default_address() -> str:
+    """Where the group is that was given no address."""
+    found = access.default_address(guarded=False)
+    return found if os.path.exists(found.removeprefix("unix:")) else access.TCP_ADDRESS
+
+
+class Member:
+    """A connection to one group. Its calls raise grpc.RpcError."""
+
+    def __init__(self, target: Target):
+        import grpc
+        self.target = target
+        options = [("grpc.default_authority", "localhost")] if access.is_unix(target.address) else []
+        if target.tls_ca:
+            credentials = grpc.ssl_channel_credentials(Path(target.tls_ca).read_bytes())
+            self._channel = grpc.secure_channel(target.address, credentials, options)
+        else:
+            self._channel = grpc.insecure_channel(target.address, options)
+        self._metadata = [("authorization", f"Bearer {target.token}")] if target.token else []
+
+    def __enter__(self) -> Member:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._channel.close()
+
+    def _call(self, method: str, request, response):
+        call = self._channel.unary_unary(f"/allspark.Allspark/{method}", type(request).SerializeToString,
+                                         response.FromString)
+        return call(request, timeout=CALL_SECONDS, metadata=self._metadata)
+
+    def info(self) -> pb.ServerInfo:
+        """What the group is, and how it is."""
+        from allspark_client._proto import allspark_pb2 as pb
+        return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo)
+
+    def stat(self, model: str) -> pb.EngineStat:
+        """A model's load and counters."""
+        from allspark_client._proto import allspark_pb2 as pb
+        return self._call("GetStat", pb.ModelRequest(model=model), pb.EngineStat)
+
+    def drain(self, undo: bool = False) -> pb.ServerInfo:
+        """Have it take no new requests, or take them again. Needs an admin's token."""
+        from allspark_client._proto import allspark_pb2 as pb
+        return self._call("Drain", pb.DrainRequest(undo=undo), pb.ServerInfo)
+
+    def serves(self) -> bool:
+        """Whether health checks say so."""
+        import grpc
+        from grpc_health.v1 import health_pb2
+        check = self._channel.unary_unary("/grpc.health.v1.Health/Check",
+                                          health_pb2.HealthCheckRequest.SerializeToString,
+                                          health_pb2.HealthCheckResponse.FromString)
+        try:
+            answer = check(health_pb2.HealthCheckRequest(), timeout=CALL_SECONDS)
+        except grpc.RpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def status(options: argparse.Namespace) -> int:
+    """`allspark pool status`: 0 if all members serve."""
+    import grpc
+    rows = [("member", "address", "state", "ranks", "placed", "requests", "restarts", "models")]
+    bad = 0
+    for target in targets(options):
+        with Member(target) as member:
+            try:
+                info = member.info()
+                state = "draining" if info.draining else "serving" if member.serves() else "not serving"
+                models = [f"{m.name} ({'running' if m.running else 'stopped'}, load {m.load})" for m in info.models]
+                rows.append((target.name, target.address, state, str(info.rank_nums), placed(info), str(info.requests),
+                             str(info.restarts), ", ".join(models) or "-"))
+                bad += state == "not serving"
+            except grpc.RpcError as error:
+                bad += 1
+                refused = error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+                rows.append((target.name, target.address, "refused" if refused else "down", "", "", "", "",
+                             f"{error.code().name}: {error.details()}"))
+    print("\n".join(table(rows)))
+    return 1 if bad else 0
+
+
+def placed(info: pb.ServerInfo) -> str:
+    """The part of the ranks' memory that is on the nodes where it should be."""
+    total = sum(sum(rank.bytes_on_node.values()) for rank in info.ranks)
+    return f"{100 - 100 * sum(rank.misplaced_bytes for rank in info.ranks) / total:.1f}%" if total else "-"
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    """Lines with columns of equal width."""
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip() for row in rows]
+
+
+def top(options: argparse.Namespace) -> int:
+    """`allspark top`."""
+    members = [Member(t) for t in targets(options)]
+    try:
+        while True:
+            lines = _top_table(members)
+            if sys.stdout.isatty() and not options.once:
+                print("\033[H\033[2J", end="")
+            print("\n".join(lines), flush=True)
+            if options.once:
+                return 0
+            time.sleep(max(0.1, options.interval))
+    finally:
+        for member in members:
+            member.__exit__()
+
+
+def _top_table(members: list[Member]) -> list[str]:
+    import grpc
+    rows = [("member", "model", "running", "waiting", "tokens/s", "prefill/s", "cache", "hits", "exchange", "wait", "")]
+    for member in members:
+        try:
+            info = member.info()
+            parts = ("compute", "exchange", "wait")
+            spent = [sum(getattr(rank, f"{part}_seconds") for rank in info.ranks) for part in parts]
+            shares = [f"{100 * part / sum(spent):.1f}%" if sum(spent) else "-" for part in spent[1:]]
+            notes = ["draining"] * info.draining + [f"{info.restarts} restarts"] * (info.restarts > 0)
+            for model in info.models:
+                s = member.stat(model.name)
+                prefill = max(0.0, s.process_token_persec - s.generate_token_persec)
+                rows.append((member.target.name, model.name, str(s.running_request), str(s.pendding_request),
+                             f"{s.generate_token_persec:.1f}", f"{prefill:.1f}", f"{s.token_usage_percentage:.1f}%",
+                             f"{100 * s.prefix_cache_hit_rate:.1f}%", *shares, ", ".join(notes)))
+        except grpc.RpcError as error:
+            rows.append((member.target.name, f"{error.code().name}: {error.details()}", *[""] * 9))
+    return table(rows)

@@ -1,0 +1,78 @@
+"""Processes of a group, as the one that watches over them sees them."""
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+import psutil
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Ids of the living (not zombie) processes of a session."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getsid(pid) == session and psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE,
+                                                                                  psutil.STATUS_DEAD):
+                found.append(pid)
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process (SIGSTOP); one that a debugger holds does not count."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def reap_orphans(session: int = 0) -> None:
+    """Take the exit status of children that have ended: of those of a session, or of all. As process 1 of a container a
+    supervisor inherits the ranks of an mpirun that was killed, and nobody else would. One that leads its session was
+    started here, and is waited for elsewhere."""
+    with contextlib.suppress(ChildProcessError):            # no child at all
+        if not session:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            return
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == session or os.getsid(ended.si_pid) != session:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
+def open_pid(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 on kernels without pidfds (callers then poll).
+    For a process that is gone already, one that is readable at once."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        read_end, write_end = os.pipe()
+        os.close(write_end)
+        return read_end
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            raise
+        return -1
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process; a zombie counts."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def neutral_for_oom() -> None:
+    """Called in a new process: where the supervisor is to be spared by the kernel's out-of-memory killer, that is not
+    inherited."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            if int(file.read()) < 0:
+                file.seek(0)
+                file.write("0")

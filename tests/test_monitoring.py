@@ -1,0 +1,146 @@
+"""What a pool tells those who watch it: metrics, alert rules, a dashboard, logs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from allspark_launch.members import Member, Target, placed
+from prometheus_client.parser import text_string_to_metric_families
+
+import allspark_launch
+from allspark_client import ClientEngine
+from allspark_server.http.metrics import Metrics, of_members
+from allspark_server.report import GroupReport
+from allspark_server.timings import Histogram
+from fake_engine import FakeEngine
+from fake_service import serving, tokens
+
+FOLDER = Path(allspark_launch.__file__).parent / "monitoring"
+REPORT = {"restarts": 3, "ranks": [
+    {"node": 0, "bytes_on_node": {"0": 900, "1": 100}, "misplaced_bytes": 100, "steps": 7, "step_seconds": 10.0,
+     "exchange_seconds": 3.0, "wait_seconds": 1.0},
+    {"node": 1, "bytes_on_node": {"1": 1000}, "misplaced_bytes": 0, "steps": 7, "step_seconds": 10.0},
+]}
+
+
+@pytest.fixture()
+def member(tmp_path, monkeypatch):
+    """A group that has answered a few requests, of whose ranks its supervisor has reported."""
+    monkeypatch.setenv("ALLSPARK_SUPERVISOR", str(tmp_path / "heartbeat"))
+    (tmp_path / "group.json").write_text(json.dumps(REPORT))
+    with serving(f"unix:{tmp_path}/s", FakeEngine(0.01)) as (_, address), ClientEngine(address) as client:
+        for i in range(3):
+            assert len(tokens(client.start_request("m", {"input_ids": [7] * 40}, {"max_new_tokens": 10})[2])) == 10
+        yield client, address
+
+
+def samples(text: str) -> dict:
+    return {(sample.name, *sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def metrics_of(address: str) -> str:
+    from allspark_client._proto import allspark_pb2 as pb
+
+    with Member(Target("a", address)) as member:
+        return member._call("GetMetrics", pb.MetricsRequest(), pb.Metrics).text
+
+
+def test_metrics_of_a_group(member):
+    found = samples(metrics_of(member[1]))
+    model = ("model", "m")
+    assert found[("allspark_generated_tokens_total", model)] == 30
+    assert found[("allspark_prompt_tokens_total", model)] == 120
+    assert found[("allspark_prefix_hit_tokens_total", model, ("tier", "memory"))] == 64
+    assert found[("allspark_requests_running", model)] == 0 and found[("allspark_healthy",)] == 1
+    assert found[("allspark_first_token_seconds_count", model)] == 3
+    assert found[("allspark_between_tokens_seconds_count", model)] == 27
+    assert 0.05 < found[("allspark_between_tokens_seconds_sum", model)] < 5
+    assert found[("allspark_restarts_total",)] == 3
+    parts = [found[("allspark_rank_seconds_total", ("part", part), ("rank", "0"))] for part in ("compute", "exchange",
+                                                                                                "wait")]
+    assert parts == [7.0, 2.0, 1.0]
+    assert found[("allspark_rank_misplaced_share", ("rank", "0"))] == 0.1
+    assert found[("allspark_rank_memory_bytes", ("node", "1"), ("rank", "0"))] == 100
+
+
+def test_server_info_tells_of_ranks(member):
+    with Member(Target("a", member[1])) as one:
+        info = one.info()
+        assert placed(info) == "95.0%" and info.restarts == 3 and info.ranks[1].steps == 7
+
+
+def test_a_door_tells_of_all_members(member):
+    text = of_members({"a": metrics_of(member[1]), "b": metrics_of(member[1]), "c": None}).decode()
+    found = samples(text)
+    assert [found[("allspark_up", ("member", m))] for m in "abc"] == [1, 1, 0]
+    assert found[("allspark_generated_tokens_total", ("member", "b"), ("model", "m"))] == 30
+    assert text.count("# TYPE allspark_first_token_seconds histogram") == 1
+
+
+def test_histograms_count_by_bounds():
+    histogram = Histogram((1.0, 2.0))
+    histogram.add([0.5, 1.0, 1.5, 2.5])
+    histogram.add([])
+    assert histogram.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)] and histogram.sum == 5.5
+
+
+def test_a_report_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.delenv("ALLSPARK_SUPERVISOR", raising=False)
+    assert GroupReport().read() == {}
+    monkeypatch.setenv("ALLSPARK_SUPERVISOR", str(tmp_path / "heartbeat"))
+    assert GroupReport().read() == {}
+
+
+def expressions() -> dict[str, str]:
+    """Of alerts and panels, by what they belong to."""
+    found = {}
+    dashboard = json.loads((FOLDER / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            found[f"{panel['title']} {target['refId']}"] = target["expr"]
+    for variable in dashboard["templating"]["list"][1:]:
+        found[variable["name"]] = variable["definition"]
+    yaml = pytest.importorskip("yaml")
+    for rule in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert {"summary", "description"} == set(rule["annotations"])
+        found[rule["alert"]] = rule["expr"]
+    return found
+
+
+def test_alerts_and_panels_ask_for_metrics_that_there_are(member):
+    door = Metrics()
+    door.request("chat", 200, 0.1)
+    door.generated("m", 1, 0, 1, 0.1)
+    text = of_members({"a": metrics_of(member[1])}).decode() + door.text().decode()
+    labels: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    for where, expression in expressions().items():
+        names = re.findall(r"\ballspark_\w+", expression)
+        assert names and set(names) <= set(labels), where
+        for name, matchers in re.findall(r"\b(allspark_\w+)\{([^}]*)\}", expression):
+            assert set(re.findall(r"(\w+)\s*=", matchers)) <= labels[name], where
+        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}"), where
+
+
+def test_the_dashboard_is_one_to_grafana():
+    """By the types that Grafana generates from its schema."""
+    dashboards = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    given = json.loads((FOLDER / "dashboard.json").read_text())
+    read = json.loads(encoder.JSONEncoder(sort_keys=True).encode(dashboards.Dashboard.from_json(given)))
+    unknown = set(given) - set(read) - {"version", "links", "weekStart", "liveNow"}
+    assert not unknown and len(read["panels"]) == len(given["panels"])
+    for kept, panel in zip(read["panels"], given["panels"]):
+        assert set(panel) <= set(kept) and kept["gridPos"] == panel["gridPos"] and kept["title"] == panel["title"]
+    ids = [panel["id"] for panel in given["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = [(x, y) for panel in given["panels"] for p in [panel["gridPos"]]
+             for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24, "no panel covers another"

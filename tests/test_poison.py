@@ -1,0 +1,161 @@
+"""Requests that end their servers: each is retried alone and refused, and no other one suffers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
+from allspark_client.affinity import PrefixMemory, beginnings
+from allspark_client.config import GenerateConfig
+from allspark_client.request import RequestSpec
+from allspark_server.prepare import MOST_DEATHS
+from fake_engine import FakeEngine
+from fake_service import expected, server_process, serving, tokens, wait_until
+
+
+@contextlib.contextmanager
+def supervised(address):
+    """A server that is started again whenever it ends; yields the list of its lives."""
+    lives, over = [], threading.Event()
+
+    def run():
+        while not over.is_set():
+            with server_process(address) as (process, _):
+                lives.append(process)
+                while process.poll() is None and not over.wait(0.02):
+                    pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: lives, 10)
+        yield lives
+    finally:
+        over.set()
+        thread.join()
+
+
+def finish(started, count):
+    for prompt, queue in started:
+        assert tokens(queue) == expected(prompt, count)
+        assert queue.GenerateStatus() is GenerateRequestStatus.GenerateFinished
+
+
+@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_a_poisoned_request_is_refused_and_bystanders_finish(tmp_path, after):
+    """One that ends its server at its first token, and one that does so later. It is tried beside others at first, then
+    twice alone."""
+    address = f"unix:{tmp_path}/s"
+    with supervised(address) as lives, contextlib.closing(connect(address)) as client:
+        started = []
+        for i in range(6):
+            started.append(([i, 1], client.start_request("m", {"input_ids": [i, 1]}, {"max_new_tokens": 60})[2]))
+        wait_until(lambda: all(queue.GeneratedLength() > 2 for _, queue in started), 10)
+        poisoned = client.start_request("m", {"input_ids": [998, after]}, {"max_new_tokens": 30})[2]
+        for i in range(6):      # and some that wait, or begin with it
+            prompt = [i, 2]
+            started.append((prompt, client.start_request("m", {"input_ids": prompt}, {"max_new_tokens": 60})[2]))
+        with pytest.raises(AllSparkError, match="2 servers were lost while they ran this request alone"):
+            tokens(poisoned)
+        assert poisoned.GenerateStatus() is GenerateRequestStatus.InternalError
+        finish(started, 60)
+        # Its tokens count: dying after some of them, it is resumed beside others once more.
+        assert len(lives) == 1 + 1 + MOST_DEATHS + (1 if after else 0)
+
+
+def connect(address):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return ClientEngine(address, reconnect_timeout=30)
+        except AllSparkError:
+            assert time.monotonic() < deadline
+
+
+def test_what_is_suspected_is_computed_alone_until_its_first_token(tmp_path):
+    core = FakeEngine(0.01)
+    with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
+        running = client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 100})[2]
+        running.Get()
+        request = client._register(RequestSpec("m", input_ids=[5, 6], deaths=1, config=GenerateConfig(max_new_tokens=50)))
+        request.deaths = 1
+        client._submit(request)
+        assert tokens(request.queue) == expected([5, 6], 50)
+        tokens(running)
+        assert running.GeneratedLength() == 100 and request.begun
+    plans = [plan for plan in core._group.executors["m"].plans if plan.work]
+    first = next(i for i, plan in enumerate(plans) if any(new.history[:2] == [5, 6] for new in plan.new))
+    assert len(plans[first].work) == 1, "nothing else is in that step"
+    assert {len(plan.work) for plan in plans[first + 1:first + 20]} == {2}
+
+
+def test_a_suspect_needs_spans_of_others(tmp_path):
+    """They give way, and go on afterwards."""
+    from fake_group import FakeGroup
+
+    core = FakeEngine(group=FakeGroup(delay=0.005, num_spans=4))
+    with serving(f"unix:{tmp_path}/s", core) as (_, address), ClientEngine(address) as client:
+        prompts = [[i] * 20 for i in range(2)]
+        queues = [client.start_request("m", {"input_ids": p}, {"max_new_tokens": 40})[2] for p in prompts]
+        for queue in queues:
+            queue.Get()
+        request = client._register(RequestSpec("m", input_ids=[7] * 30, config=GenerateConfig(max_new_tokens=10)))
+        request.deaths = 2
+        client._submit(request)
+        from fake_group import expected_output
+
+        assert tokens(request.queue) == expected_output([7] * 30, 10)
+        for prompt, queue in zip(prompts, queues):
+            tokens(queue)
+            assert queue.GeneratedLength() == 40
+
+
+def test_a_request_that_was_alone_often_enough_is_refused(tmp_path):
+    with serving(f"unix:{tmp_path}/s") as (_, address), ClientEngine(address) as client:
+        request = client._register(RequestSpec("m", input_ids=[5]))
+        request.deaths = MOST_DEATHS + 1
+        with pytest.raises(AllSparkError, match="it seems to be what ends them"):
+            client._submit(request)
+
+
+# --- which member of a pool gets a request ---
+
+
+def test_beginnings_of_prompts():
+    ids = list(range(300))
+    one, other = (beginnings(RequestSpec("m", input_ids=p)) for p in (ids, ids[:200] + [7] * 100))
+    assert [tokens for _, tokens in one] == [64, 128, 256]
+    assert one[:2] == other[:2] and one[2] != other[2]
+    salted = beginnings(RequestSpec("m", input_ids=ids, config=GenerateConfig(cache_salt="s")))
+    assert not {digest for digest, _ in one} & {digest for digest, _ in salted}
+    turns = [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y" * 400}]
+    first, second = (beginnings(RequestSpec("m", messages=turns[:n])) for n in (1, 2))
+    assert second[:len(first)] == first and len(second) == 2
+    assert len(beginnings(RequestSpec("m", text="t" * 1024))) == 3 and not beginnings(RequestSpec("m", text="t"))
+    memory = PrefixMemory()
+    memory.note(other, "b")
+    assert memory.find(one) == ("b", 128) and memory.find(salted) == ("", 0)
+
+
+def test_a_pool_keeps_conversations_where_they_are_and_shares_the_rest(tmp_path):
+    with serving(f"unix:{tmp_path}/a", FakeEngine(0.001)) as (a, first), \
+            serving(f"unix:{tmp_path}/b", FakeEngine(0.001)) as (b, second), ClientEngine([first, second]) as client:
+        def ask(prompt):
+            return tokens(client.start_request("m", {"input_ids": prompt}, {"max_new_tokens": 2})[2])
+
+        common = [i % 500 for i in range(600)]
+        for i in range(8):
+            assert ask(common + [i]) == expected(common + [i], 2)
+        assert sorted((len(a.submitted), len(b.submitted))) == [0, 8], "the prefix is where it was computed"
+        # While that member is busy, they are better off elsewhere.
+        home, away = (a, b) if a.submitted else (b, a)
+        home.interval = 1000
+        with ClientEngine(first if home is a else second) as other:
+            for i in range(12):
+                other.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 9})
+            time.sleep(0.6)     # until the member's load is asked for again
+            assert ask(common + [9]) == expected(common + [9], 2) and len(away.submitted) == 1

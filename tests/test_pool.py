@@ -1,0 +1,288 @@
+"""A pool's file, its systemd units, and the commands that manage it; systemctl is one that takes notes."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from allspark_launch.cli import EXIT_CONFIG, main
+from allspark_launch.notify import Notifier
+from allspark_launch.options import GroupOptions
+from allspark_launch.pool import Pool
+from allspark_launch.units import TEMPLATES, unit_files
+
+SYSTEMCTL = """#!/bin/sh
+echo "$@" >>$(dirname $0)/calls
+[ "$1" = is-active ] && echo active
+exit 0
+"""
+
+
+@pytest.fixture()
+def systemctl(tmp_path, monkeypatch):
+    """Returns the calls so far, and forgets them."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "systemctl").write_text(SYSTEMCTL)
+    (folder / "systemctl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    def calls() -> list[str]:
+        file = folder / "calls"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return found
+
+    return calls
+
+
+def toml() -> None:
+    pytest.importorskip("tomllib") if sys.version_info >= (3, 11) else pytest.importorskip("tomli")
+
+
+def words(tmp_path: Path, action: str, *more: str) -> list[str]:
+    return ["pool", action, "--config", str(tmp_path / "pool.json"), "--unit-dir", str(tmp_path / "u"),
+            "--config-dir", str(tmp_path / "c"), *more]
+
+
+def write(tmp_path: Path, members: list[dict], **more) -> None:
+    (tmp_path / "pool.json").write_text(json.dumps({"user": "nobody", "member": members, **more}))
+
+
+# --- the file ---
+
+
+def test_the_example(tmp_path, capsys):
+    toml()
+    example = TEMPLATES / "pool.toml"
+    arguments = ["pool", "install", "--config", str(example), "--unit-dir", str(tmp_path / "u"),
+                 "--config-dir", str(tmp_path / "c")]
+    assert main(arguments) == 0
+    assert "systemctl" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "u").iterdir()} == {"allspark-default@.service", "allspark-default.target"}
+    for path in (tmp_path / "u").iterdir():
+        assert not re.search(r"\{\w+\}", path.read_text())
+    unit = (tmp_path / "u/allspark-default@.service").read_text()
+    assert f"serve --config {tmp_path}/c/default/%i.json --state-file /var/lib/allspark/default/%i.json" in unit
+    member = json.loads((tmp_path / "c/default/b.json").read_text())
+    assert member["numa_nodes"] == [2, 3]
+    assert main(["serve", "--config", str(tmp_path / "c/default/a.json"), "--numa-nodes", "0", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("pool,message", [
+    ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
+    ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
+    ({"user": 5}, "user 5 must be of letters"),
+    ({"usr": "x"}, "unknown key 'usr'; known: name, user, defaults, member"),
+    ({"defaults": {"rank": 2}}, "defaults: unknown key 'rank'"),
+    ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
+    ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),
+    ({"member": [{"address": ["x:1", 2]}]}, r"member '0': address is \['x:1', 2\]; it must be of type list\[str\]"),
+    ({"member": [{"address": "x:1\ny"}]}, r"address is \['x:1\\ny'\]"),
+    ({"member": [{"address": "x:1", "ranks": "2"}]}, "ranks is '2'; it must be of type int"),
+    ({"member": [{"address": "x:1", "ranks": True}]}, "ranks is True; it must be of type int"),
+    ({"member": [{"drain_limit": -1}]}, "drain_limit is -1; it must be a number of seconds, at least 0, or inf"),
+    ({"member": [{"drain_limit": "1"}]}, "drain_limit is '1'; it must be of type float"),
+    ({"member": [{"address": "x:1", "numa_nodes": ["0"]}]}, r"numa_nodes is \['0'\]; it must be of type list\[int\]"),
+    ({"member": [{"address": "x:1", "models": [3]}]}, r"models is \[3\]; it must be of type list\[dict \| str\]"),
+    ({"member": [{"address": "x:1", "models": [{"model_name": "m", "model_path": "/m", "engine_max_batch": "many"}]}]},
+     "member '0': models: .*engine_max_batch"),
+    ({"member": [{"name": "a", "address": "unix:/x"}, {"name": "b", "address": "unix:/x"}]}, "have address unix:/x"),
+    ({"member": [{"address": "0.0.0.0:1"}]}, "member '0': refusing to serve on 0.0.0.0:1"),
+    ({"member": []}, r"has no \[\[member\]\]"),
+])  # fmt: skip
+def test_a_pool_file_with_something_wrong_writes_no_unit(tmp_path, capsys, pool, message):
+    write(tmp_path, [{"address": "unix:/x"}], **pool)
+    assert main(words(tmp_path, "install")) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error) and str(tmp_path / "pool.json") in error
+    assert not (tmp_path / "u").exists() and not (tmp_path / "c").exists()
+
+
+POOL = """# a pool
+name = "x"
+
+[defaults]
+log_level = "debug"
+
+[[member]]
+name = "a"
+
+[[member]]
+name = "b"      # a second one
+models = [
+    "/a",
+    "/b",
+]
+"""
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ('name = "x"', 'nam = "x"', "line 2: unknown key 'nam'"),
+    ('name = "x"', 'name = "x y"', "line 2: name 'x y' must be"),
+    ('log_level = "debug"', "log_level = 3", "line 5: defaults: log_level is 3; it must be of type str"),
+    ('name = "a"', 'name = "a"\nranks = "2"', "line 9: member 'a': ranks is '2'; it must be of type int"),
+    ('"/b",', '"/b", 3', "line 12: member 'b': models is"),
+    ('name = "a"', 'name = "a"\naddress = "0.0.0.0:1"', "line 9: member 'a': refusing to serve on 0.0.0.0:1"),
+    ('name = "b"', 'name = "a"', "line 11: member name 'a' must be unique"),
+    ('name = "b" ', 'name = "b\n', "line 11, column"),
+])  # fmt: skip
+def test_mistakes_have_a_line(tmp_path, old, new, message):
+    toml()
+    path = tmp_path / "pool.toml"
+    path.write_text(POOL)
+    assert list(Pool.from_file(str(path)).members) == ["a", "b"]
+    path.write_text(POOL.replace(old, new))
+    with pytest.raises(ValueError) as caught:
+        Pool.from_file(str(path))
+    assert f"{path}, {message}" in str(caught.value) or message in str(caught.value) and "column" in message
+
+
+def test_defaults_of_members(tmp_path):
+    write(tmp_path, [{"name": "a"}, {"name": "b", "drain_limit": 5, "address": ["127.0.0.1:1", "unix:/x"]}],
+          defaults={"token_file": "/tokens", "drain_limit": 30})
+    pool = Pool.from_file(str(tmp_path / "pool.json"))
+    a, b = pool.members.values()
+    assert (a.token_file, a.drain_limit, b.drain_limit) == ("/tokens", 30, 5)
+    assert pool.addresses("a") == ["unix:/run/allspark/default/a/socket"] and pool.addresses("b") == b.address
+
+
+# --- units ---
+
+
+def systemd_values(text: str) -> dict[str, configparser.SectionProxy]:
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str
+    unit.read_string(text)
+    return unit
+
+
+def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
+    """Read as systemd reads it: a supervisor that fails at once must reach the limit, for it is started every
+    RestartSec seconds; and a configuration error is not tried again at all."""
+    pool = Pool("default", "daemon", {"a": GroupOptions(drain_limit=90), "b": GroupOptions(drain_limit=10)})
+    files = unit_files(pool, tmp_path)
+    unit = systemd_values(files["allspark-default@.service"])
+    limits, service = unit["Unit"], unit["Service"]
+    assert int(limits["StartLimitBurst"]) * (int(service["RestartSec"]) + 60) < int(limits["StartLimitIntervalSec"])
+    assert str(EXIT_CONFIG) in service["RestartPreventExitStatus"].split()
+    assert service["OOMPolicy"] == "continue" and int(service["OOMScoreAdjust"]) < 0
+    assert int(service["TimeoutStopSec"]) > 90
+    assert files["allspark-default.target"].count("allspark-default@") == 2
+    endless = Pool("default", "daemon", {"a": GroupOptions(drain_limit=float("inf"))})
+    assert "TimeoutStopSec=infinity" in unit_files(endless, tmp_path)["allspark-default@.service"]
+
+
+@pytest.mark.parametrize("options, has, lacks", [
+    ({}, ["IPAddressDeny=any", "ProtectHome="], ["SupplementaryGroups", "ReadWritePaths", "@chown"]),
+    ({"address": ["0.0.0.0:1"], "insecure": True}, [], ["IPAddressDeny"]),
+    ({"http": "10.0.0.1:1", "insecure": True}, [], ["IPAddressDeny"]),
+    ({"models": ["Qwen/Qwen2.5-0.5B"]}, [], ["IPAddressDeny"]),
+    ({"models": ["/home/me/model"]}, ["ProtectHome=read-only"], []),
+    ({"models": [{"model_path": "/m", "host_cache_dir": '/a "b"%'}]}, ['ReadWritePaths="/a \\"b\\"%%"'], []),
+    ({"socket_group": "adm"}, ["SupplementaryGroups=adm", "SystemCallFilter=@chown"], []),
+])  # fmt: skip
+def test_units_allow_what_members_need(tmp_path, options, has, lacks):
+    pool = Pool("p", "daemon", {"a": GroupOptions(**options)})
+    text = unit_files(pool, tmp_path)["allspark-p@.service"]
+    assert all(line in text for line in has) and not any(line in text for line in lacks)
+
+
+@pytest.mark.parametrize("user", ["root", "nobody", "allspark"])
+def test_systemd_thinks_well_of_the_units(tmp_path, user):
+    """With every relaxation that a member may need at once."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("needs systemd-analyze")
+    widest = GroupOptions(address=["0.0.0.0:1"], insecure=True, socket_group="adm", models=["/home/m"])
+    for name, text in unit_files(Pool("p", user, {"a": widest}), tmp_path).items():
+        (tmp_path / name).write_text(text)
+    instance = tmp_path / "allspark-p@a.service"
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", instance, tmp_path / "allspark-p.target"],
+                          capture_output=True, text=True, timeout=60)
+    complaints = [line for line in done.stderr.splitlines() if "allspark" in line and "Special user nobody" not in line]
+    assert done.returncode == 0 and not complaints, done.stderr
+    done = subprocess.run(["systemd-analyze", "security", "--offline=yes", "--threshold=25", "--no-pager",
+                           tmp_path / "allspark-p@.service"], capture_output=True, text=True, timeout=60)
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze reads no files")
+    assert done.returncode == 0, done.stdout[-200:]
+
+
+# --- commands ---
+
+
+def test_install_and_uninstall(tmp_path, systemctl, capsys):
+    write(tmp_path, [{"name": "a"}, {"name": "b"}])
+    assert main(words(tmp_path, "install")) == 0 and systemctl() == []
+    assert main(words(tmp_path, "install", "--now")) == 0
+    assert systemctl() == ["daemon-reload", "enable allspark-default@a.service allspark-default@b.service "
+                           "allspark-default.target", "start allspark-default.target"]
+    write(tmp_path, [{"name": "b"}])    # what was installed counts, not what the file says by now
+    assert main(words(tmp_path, "uninstall")) == 0
+    assert systemctl() == ["disable --now allspark-default.target allspark-default@a.service "
+                           "allspark-default@b.service", "daemon-reload"]
+    assert not list((tmp_path / "u").iterdir()) and not list((tmp_path / "c").iterdir())
+
+
+def test_apply_does_what_the_change_needs(tmp_path, systemctl, capsys):
+    write(tmp_path, [{"name": "a"}, {"name": "b"}, {"name": "c"}])
+    assert main(words(tmp_path, "install")) == 0
+    assert main(words(tmp_path, "apply")) == 0
+    assert [call for call in systemctl() if call.split()[0] not in ("daemon-reload", "enable", "is-active")] == \
+        [f"reload allspark-default@{m}.service" for m in "abc"]
+    # b's limits are told to it; c is gone, d is new.
+    write(tmp_path, [{"name": "a"}, {"name": "b", "log_level": "debug"}, {"name": "d"}])
+    capsys.readouterr()
+    assert main(words(tmp_path, "apply")) == 0
+    calls, said = systemctl(), capsys.readouterr().out
+    assert "disable --now allspark-default@c.service" in calls
+    assert "start allspark-default@d.service" in calls and "reload allspark-default@b.service" in calls
+    assert not any(call.startswith("restart") for call in calls)
+    assert "a: as it was" in said and "b: told of what changed" in said and "d: started" in said
+    assert not (tmp_path / "c/default/c.json").exists()
+
+
+def test_status_of_a_group_that_is_down(capsys, tmp_path):
+    assert main(["pool", "status", "--address", f"unix:{tmp_path}/none"]) == 1
+    assert "down" in capsys.readouterr().out
+
+
+def test_an_unknown_member_is_told(tmp_path, capsys):
+    write(tmp_path, [{"name": "a"}])
+    assert main(["pool", "restart", "--config", str(tmp_path / "pool.json"), "z"]) == 1
+    assert "there is no member 'z'; members: a" in capsys.readouterr().err
+
+
+# --- what systemd is told ---
+
+
+def test_systemd_is_told(tmp_path):
+    path = tmp_path / "notify"
+    environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "300000", "WATCHDOG_PID": str(os.getpid())}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(path))
+        listener.setblocking(False)
+        notifier = Notifier.from_environment(environment)
+        assert environment == {}, "nothing of it is for the ranks"
+        notifier.ready()
+        notifier.status("serving:\n1 request")
+        notifier.status("serving:\n2 requests")     # too soon
+        notifier.alive()
+        notifier.alive()                            # not due yet
+        notifier.stopping()
+        said = [listener.recv(100) for _ in range(4)]
+        assert said == [b"READY=1", b"STATUS=serving: 1 request", b"WATCHDOG=1", b"STOPPING=1"]
+        with pytest.raises(BlockingIOError):
+            listener.recv(100)
+    notifier.ready()        # nobody listens any more
+    Notifier.from_environment({}).ready()
+    other = Notifier.from_environment({"WATCHDOG_USEC": "300000", "WATCHDOG_PID": "1"})
+    assert other._interval == 0, "it is another process that systemd watches"

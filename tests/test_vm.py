@@ -1,0 +1,35 @@
+"""The pool where it counts: systemd as init, two NUMA nodes, in a virtual machine (tests/vm/prove.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROVE = Path(__file__).parent / "vm" / "prove.py"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+@pytest.fixture(scope="module")
+def image() -> Path:
+    """Built for the sources as they are, in $ALLSPARK_VM: the folder says that the machine may be used up for it."""
+    folder = os.environ.get("ALLSPARK_VM")
+    if not folder:
+        pytest.skip("set ALLSPARK_VM to a folder for the machine's image; the run takes 20 minutes and all cores")
+    for tool in ("mmdebstrap", "qemu-system-x86_64", "mke2fs", "openssl"):
+        if not shutil.which(tool):
+            pytest.skip(f"needs {tool}")
+    subprocess.run([sys.executable, str(PROVE), "build", folder], check=True)
+    return Path(folder)
+
+
+@pytest.mark.parametrize("part", ["group", "pool"])
+@pytest.mark.parametrize("user", ["nobody", "root"])
+def test_a_pool_under_systemd(image, user, part):
+    done = subprocess.run([sys.executable, str(PROVE), "run", str(image), user, part], check=False)
+    assert done.returncode == 0, (image / f"{user}-{part}.log").read_text()[-4000:]
