@@ -326,8 +326,8 @@ class ModelRunner:
         elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
         self.placement = {"node": min(own, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
         if own and total and elsewhere > MISPLACED_SHARE * total:
-            message = (f"{mib(elsewhere)} ({elsewhere / total:.0%}) of rank {self.rank}'s memory are on other NUMA nodes "
-                       f"than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")
+            message = (f"{mib(elsewhere)} ({100 * elsewhere / total:.0f} %) of rank {self.rank}'s memory are on other "
+                       f"NUMA nodes than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")
             if memory.strict:
                 raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{message}, and the group is strict about it; free "
                                     "memory on that node, or give the model less (cache_memory)")
