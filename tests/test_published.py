@@ -155,7 +155,6 @@ def test_a_normalized_head_is_as_torch_rounds_it(dtype, tmp_path):
     ("baichuan-13b", {"model_max_length": None}, "'model_max_length'.* is missing"),
     ("baichuan-13b", {"hidden_act": "gelu"}, "'hidden_act'.* is 'gelu': only 'silu'"),
     ("baichuan2-7b", {"tie_word_embeddings": True}, "'tie_word_embeddings'.* is True: only False is served"),
-    ("baichuan2-7b", {"quantization_config": {"bits": 4}}, "quantization_config"),
 ])  # fmt: skip
 def test_configs_that_are_refused(name, change, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name], **change}))
