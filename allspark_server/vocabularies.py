@@ -1,8 +1,8 @@
 """Vocabularies of tiktoken and sentencepiece as a tokenizer.json: of checkpoints that have no such file of their own.
 
-Their tokenizers are code of the checkpoint, which is never run. What it adds to the vocabulary (special tokens, a prefix,
-a chat template) is here, by the class that tokenizer_config.json names. Ids are those of the libraries tiktoken and
-sentencepiece, which tests compare with.
+Their tokenizers are code of the checkpoint, which is never run. What it adds to the vocabulary (special tokens, a
+prefix, a chat template) is here, by the class that tokenizer_config.json names. Ids are those of the libraries tiktoken
+and sentencepiece, which tests compare with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Family:
 
 
 _CHATML = ("{% if messages[0]['role'] != 'system' %}"
-           "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}{% for message in messages %}"
+           "{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"
+           "{% for message in messages %}"
            "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -65,7 +66,8 @@ def _baichuan_chat(generation: Mapping[str, Any], vocab: Mapping[str, int]) -> s
     if user is None or assistant is None:
         return None
     return ("{% for message in messages %}{% if message['role'] == 'user' %}" + user
-            + "{% elif message['role'] == 'assistant' %}" + assistant + "{% endif %}{{ message['content'] }}{% endfor %}"
+            + "{% elif message['role'] == 'assistant' %}" + assistant
+            + "{% endif %}{{ message['content'] }}{% endfor %}"
             "{% if add_generation_prompt %}" + assistant + "{% endif %}")
 
 
@@ -96,8 +98,9 @@ def tokenizer_json(directory: str | Path) -> bytes:
     file = vocabulary_file(directory)
     if file is None:
         raise FileNotFoundError(
-            f"{Path(directory) / JSON} does not exist; a tokenizer needs a tokenizer.json, or the vocabulary of one of these "
-            f"classes: {', '.join(FAMILIES)} (another one's is not enough: save it once with transformers' fast tokenizer)")
+            f"{Path(directory) / JSON} does not exist; a tokenizer needs a tokenizer.json, or the vocabulary of one of "
+            f"these classes: {', '.join(FAMILIES)} (another one's is not enough: save it once with transformers' fast "
+            "tokenizer)")
     return read_file(file, MAX_TOKENIZER_BYTES) if file.name == JSON else json.dumps(_converted(file)).encode()
 
 
@@ -112,8 +115,8 @@ def _converted(file: Path) -> dict[str, Any]:
     listed = config.get("added_tokens_decoder")
     for i, token in listed.items() if isinstance(listed, dict) else ():
         if not re.fullmatch(r"[0-9]{1,7}", i) or _text(token) is None:
-            raise ValueError(f"added_tokens_decoder of {directory / 'tokenizer_config.json'} holds {i!r}: {token!r}: expected "
-                             "an id and its token")
+            raise ValueError(f"added_tokens_decoder of {directory / 'tokenizer_config.json'} holds {i!r}: {token!r}: "
+                             "expected an id and its token")
         special[_text(token)] = int(i)
     vocab.update(special)
     known = {token["id"] for token in found["added_tokens"]}
@@ -126,7 +129,8 @@ def _converted(file: Path) -> dict[str, Any]:
     if prefix:
         found["post_processor"] = {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": t, "type_id": 0}} for t in prefix] + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "single": [{"SpecialToken": {"id": t, "type_id": 0}} for t in prefix]
+            + [{"Sequence": {"id": "A", "type_id": 0}}],
             "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
             "special_tokens": {t: {"id": t, "ids": [vocab[t]], "tokens": [t]} for t in prefix}}
     return found
@@ -154,8 +158,8 @@ def _text(token: Any) -> str | None:
 
 
 def _added(identity: int, text: str, special: bool) -> dict[str, Any]:
-    return {"id": identity, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": special}
+    return {"id": identity, "content": text, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": special}
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **more: Any) -> dict[str, Any]:
@@ -246,7 +250,8 @@ def _sentencepiece(file: Path, data: bytes) -> dict[str, Any]:
     if normal.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": BLANK})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": BLANK})
-    back = [{"type": "Replace", "pattern": {"String": BLANK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    back = [{"type": "Replace", "pattern": {"String": BLANK}, "content": " "}, {"type": "ByteFallback"},
+            {"type": "Fuse"}]
     if normal.add_dummy_prefix:
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     merges = _merges(made, sorted(made, key=made.__getitem__))

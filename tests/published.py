@@ -233,7 +233,7 @@ class Published:
 
 # -- transformers' models with the same numbers ------------------------------------------------------------------------
 def twin(directory: Path):
-    """Qwen2, GLM or Llama of transformers with a checkpoint's numbers, in float32; None where its settings have none."""
+    """Qwen2, GLM or Llama of transformers with a checkpoint's numbers, in float32; None where there is none."""
     config = json.loads((directory / "config.json").read_text())
     s, names, t = Sizes(config), NAMES[config["model_type"]], load_file(directory / "model.safetensors")
     if s.alibi or config.get("use_logn_attn") or config.get("use_dynamic_ntk"):

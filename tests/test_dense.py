@@ -1,5 +1,5 @@
-"""Dense families whose networks are not Llama's (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3) against transformers, and their
-properties: the same bits in every batch, any number of ranks, every weight format, and serialized.
+"""Dense families whose networks are not Llama's (Phi-3, GLM-4, Gemma 2 and 3, OLMo 2 and 3) against transformers, and
+their properties: the same bits in every batch, any number of ranks, every weight format, and serialized.
 
 By default a part of it runs; all with -m "slow or not slow".
 """
@@ -112,7 +112,7 @@ def greedy(name, length):
 # -- beyond the original length ----------------------------------------------------------------------------------------
 @torch.inference_mode()
 def grown(directory, prompt, n):
-    """As reference_greedy, all positions anew for each token: what transformers' generate does at the original length."""
+    """As reference_greedy, all positions anew for each token: what transformers does at the original length."""
     model, ids, gaps = reference_model(directory, torch.float64), list(prompt), []
     for _ in range(n):
         logits = model(torch.tensor([ids])).logits[0, -1].double()
@@ -136,7 +136,8 @@ def test_a_history_that_grows_beyond_the_original_length_is_computed_anew(engine
         engine.start_model(name)
         for again in range(1 + ("enable_prefix_cache" in more)):
             first = engine.start_request(name, {"input_ids": prompt}, {**config, "do_sample": False})[2]
-            second = engine.start_request(name, {"input_ids": other}, {**config, "seed": 5, "stop_words_ids": [[1, 1]]})[2]
+            careful = {**config, "seed": 5, "stop_words_ids": [[1, 1]]}
+            second = engine.start_request(name, {"input_ids": other}, careful)[2]
             found = []
             for answer in (first, second):
                 parts = list(answer)

@@ -216,7 +216,8 @@ def test_only_known_classes_are_tokenizers(qwen, tmp_path):
     (b"IQ== 0\nIg== 0\n", "ranks that are not different numbers"),
     (b"\xff\xff\xff\xff", "is neither a sentencepiece model nor tiktoken's ranks"),
     (b"", "no sentencepiece model of 1 to"),
-    (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256)) + base64.b64encode(b"a" * 2000) + b" 256\n",
+    (b"".join(base64.b64encode(bytes([b])) + b" %d\n" % b for b in range(256))
+     + base64.b64encode(b"a" * 2000) + b" 256\n",
      "a token of 2000 bytes"),
 ])
 def test_damaged_files(data, problem, tmp_path):

@@ -14,12 +14,13 @@ class SpanKeys:
 
     The chain begins with the salt of the request, so that requests share spans only within one salt, and, where the
     model's rotary embedding depends on the prompt's length once past the original length, with that length (dynamic
-    scaling); or, where it depends on the history's (LongRoPE), with that it is past it. Equal keys therefore mean equal keys and values, to the bit.
+    scaling); or, where it depends on the history's (LongRoPE), with that it is past it. Equal keys
+    therefore mean equal keys and values, to the bit.
     """
 
     def __init__(self, span_size: int, dynamic_rope_original: int = 0, long_rope_original: int = 0):
-        """dynamic_rope_original, long_rope_original: the length that the model was trained for, if its rotary scaling is
-        dynamic, or LongRoPE; otherwise 0."""
+        """dynamic_rope_original, long_rope_original: the length that the model was trained for, if its rotary scaling
+        is dynamic, or LongRoPE; otherwise 0."""
         self.span_size = span_size
         self._dynamic_rope_original = dynamic_rope_original
         self._long_rope_original = long_rope_original

@@ -61,9 +61,10 @@ def _gemma(fields: Fields, caps: tuple[float, float] = (0.0, 0.0)) -> dict[str, 
         return otherwise if name not in fields.values else 0.0 if fields.get(name, float) is None else (
             fields.need_positive(name, float))
 
-    query = 256.0 if "query_pre_attn_scalar" not in fields.values else fields.need_positive("query_pre_attn_scalar", float)
-    return {"embedding_scale": float(scale), "query_scale": query**-0.5, "score_cap": cap("attn_logit_softcapping", caps[0]),
-            "logit_cap": cap("final_logit_softcapping", caps[1])}
+    name = "query_pre_attn_scalar"
+    query = fields.need_positive(name, float) if name in fields.values else 256.0
+    return {"embedding_scale": float(scale), "query_scale": query**-0.5,
+            "score_cap": cap("attn_logit_softcapping", caps[0]), "logit_cap": cap("final_logit_softcapping", caps[1])}
 
 
 def _gemma2(fields: Fields) -> dict[str, Any]:
@@ -169,6 +170,7 @@ def served_table() -> str:
     rows: dict[tuple[str, str], list[str]] = {}
     for name, architecture in ARCHITECTURES.items():
         rows.setdefault((architecture.served, architecture.checked), []).append(f"`{name}`")
-    lines = ["| Family | config.json's `architectures` | Logits and greedy output checked against |", "| --- | --- | --- |"]
+    lines = ["| Family | config.json's `architectures` | Logits and greedy output checked against |",
+             "| --- | --- | --- |"]
     lines += [f"| {served} | {', '.join(names)} | {checked} |" for (served, checked), names in rows.items()]
     return "\n".join(lines) + "\n"

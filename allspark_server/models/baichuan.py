@@ -1,5 +1,5 @@
-"""Baichuan and Baichuan 2: Llama's network with queries, keys and values as one tensor; 13B with ALiBi (Press et al., 2022)
-instead of rotary embedding. The rows of Baichuan 2's head are normalized (weights/checkpoint.py)."""
+"""Baichuan and Baichuan 2: Llama's network with queries, keys and values as one tensor; 13B with ALiBi (Press et al.,
+2022) instead of rotary embedding. The rows of Baichuan 2's head are normalized (weights/checkpoint.py)."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
                    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensor:
-    """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of its
-    features of each: the ranks' are to be added. names: of an expert's gate, up and down."""
+    """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of
+    its features of each: the ranks' are to be added. names: of an expert's gate, up and down."""
     config, hidden = graph.config.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
     rows = graph.row_set("routed", config.per_token)

@@ -59,7 +59,8 @@ def config_of(fields: Fields, eos_token_ids: tuple[int, ...], rope_scaling: dict
         max_position_embeddings=fields.need_positive("max_position_embeddings", most=MAX_POSITIONS),
         tie_word_embeddings=fields.get("tie_word_embeddings", bool, architecture.tied),
         attention_bias=(fields.get("qkv_bias", bool, True) if name == "Qwen2MoeForCausalLM" else
-                        architecture.has_bias_fields and fields.get("attention_bias", bool, architecture.attention_bias)),
+                        architecture.has_bias_fields and fields.get("attention_bias", bool,
+                                                                    architecture.attention_bias)),
         mlp_bias=architecture.has_bias_fields and fields.get("mlp_bias", bool, False),
         eos_token_ids=eos_token_ids,
         experts=architecture.experts and architecture.experts(fields, layers), **more)

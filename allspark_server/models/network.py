@@ -12,8 +12,8 @@ ROPE_TYPES = (*PLAIN_ROPE_TYPES, "longrope")
 
 
 def _said_by_ops(default: Any) -> Any:
-    """A field that only the model files read: a graph's ops and weights say the same. An .asgraph does not store it, and
-    a model's hash does not have it beside them."""
+    """A field that only the model files read: a graph's ops and weights say the same. An .asgraph does not store it,
+    and a model's hash does not have it beside them."""
     return field(default=default, repr=False)
 
 

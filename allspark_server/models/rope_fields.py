@@ -1,5 +1,5 @@
-"""The rotary embedding of a config.json: `rope_parameters` (transformers 5, nested by kinds of layers where these differ)
-or `rope_theta` and `rope_scaling` (transformers 4)."""
+"""The rotary embedding of a config.json: `rope_parameters` (transformers 5, nested by kinds of layers where these
+differ) or `rope_theta` and `rope_scaling` (transformers 4)."""
 
 from __future__ import annotations
 

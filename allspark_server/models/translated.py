@@ -26,7 +26,7 @@ def _translated(fields: Fields, **values: Any) -> Fields:
 
 
 def gemma3(fields: Fields) -> Fields:
-    """The text part of a Gemma 3 with a vision tower: its text_config holds what differs from transformers' defaults."""
+    """The text part of a Gemma 3 with a vision tower: its text_config holds what differs from the defaults."""
     values = fields.need("text_config", dict)
     defaults = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
                 "max_position_embeddings": 131_072}
@@ -51,8 +51,8 @@ def qwen(fields: Fields) -> Fields:
 def chatglm(fields: Fields) -> Fields:
     """ChatGLM2, ChatGLM3 and GLM-4: rope_ratio multiplies the rotary base."""
     if "inner_hidden_size" in fields.values:
-        raise fields.error("inner_hidden_size", "is of the first ChatGLM, which is not supported: ChatGLM2, ChatGLM3 and "
-                                                "GLM-4 are")
+        raise fields.error("inner_hidden_size", "is of the first ChatGLM, which is not supported: ChatGLM2, ChatGLM3 "
+                                                "and GLM-4 are")
     _refuse(fields, {"add_bias_linear": False, "rmsnorm": True, "post_layer_norm": True, "multi_query_attention": True,
                      "apply_residual_connection_post_layernorm": False, "original_rope": True, "pre_seq_len": None,
                      "quantization_bit": 0, "tie_word_embeddings": False, "interleaved_qkv": False})
@@ -60,7 +60,8 @@ def chatglm(fields: Fields) -> Fields:
         raise fields.error("pre_seq_len", f"is {fields.values['pre_seq_len']}: prefix tuning is not served")
     ratio = fields.need_positive("rope_ratio", float) if fields.get("rope_ratio", float) is not None else 1.0
     if ratio != 1 and "chatglm2" in fields.get("_name_or_path", str, "").lower():
-        raise fields.error("rope_ratio", f"is {ratio}: of ChatGLM2, whose code divides positions by it, only 1 is served")
+        raise fields.error("rope_ratio", f"is {ratio}: of ChatGLM2, whose code divides positions by it, only 1 is "
+                                         "served")
     return _translated(
         fields, intermediate_size=fields.need_positive("ffn_hidden_size"),
         num_hidden_layers=fields.need_positive("num_layers", most=MAX_LAYERS),

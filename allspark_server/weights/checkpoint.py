@@ -228,8 +228,8 @@ class UnitHead(Changed):
     def form(self, name: str) -> WeightFormat | None:
         form = self.source.form(name)
         if form is not None and name == self.HEAD:
-            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a head in "
-                             "floats is served here")
+            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a "
+                             "head in floats is served here")
         return form
 
 
