@@ -291,3 +291,10 @@ def test_blocks_are_recovered_as_ggml_s_own_library_does():
     for kind, (values, size, _) in BLOCKS.items():
         raw = random_blocks(kind, 5, 3 * 256, rng)
         np.testing.assert_array_equal(recover(kind, raw), quants.dequantize(raw, quants.GGMLQuantizationType(NUMBERS[kind])))
+
+
+def test_a_model_is_called_as_its_file(tmp_path):
+    from allspark_server.__main__ import model_config as of_argument
+
+    found = of_argument(str(_file(tmp_path)))
+    assert (found.model_name, found.model_path) == ("x", str(tmp_path / "x.gguf"))
