@@ -6,15 +6,23 @@
     python setup.py build_ext --inplace    native library only, into the source tree (for development)
     tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
+The CUDA backend, a library of its own, is built where there is an nvcc: $NVCC, on the PATH, below $CUDA_HOME, or of the
+wheels (pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl, of one version
+that the driver takes; with --no-build-isolation). ALLSPARK_CUDA=1 insists on it, ALLSPARK_CUDA=0 leaves it out.
+
 Kernels in native/cpu/kernels are compiled once per instruction set from one source; which of them runs is
 decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that happens to build.
 """
 import concurrent.futures
+import functools
 import os
 import platform
+import re
 import runpy
 import shlex
+import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -27,6 +35,7 @@ ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("ALLSPARK_CLIENT_ONLY", "0") not in ("", "0")
 VERSION = runpy.run_path(str(ROOT / "allspark_client" / "version.py"))["__version__"]
 LOOPBACK = "allspark_launch._loopback"      # not a Python module: preloaded into mpirun (launch/mpi.py)
+CUDA = "allspark_server._cuda"
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c", "-mbmi2",
@@ -36,6 +45,10 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfm
 ARM = ["-fno-schedule-insns", "-DAS_ISA_ARM"]
 # Folders of native/ with the sources that are compiled once; cpu/kernels is compiled for every instruction set.
 ROOMS = ("batch", "bindings", "comm", "common", "cpu", "cpu/ops", "program", "sampling")
+# What the CUDA backend needs of other rooms, and the chips that its kernels are compiled for: machine code, and PTX that
+# the driver compiles for later ones.
+CUDA_ROOMS = ("batch", "program", "sampling")
+CHIPS = ("arch=compute_80,code=sm_80", "arch=compute_90a,code=sm_90a", "arch=compute_80,code=compute_80")
 # The list of instruction sets, of each architecture from worst to best: name -> compiler flags. The name becomes the C++
 # namespace of the kernels (AS_ISA) and has a function has_NAME() in native/cpu/isa.cpp; everything else reads this.
 ISAS = {
@@ -87,6 +100,37 @@ def sanitizers() -> list[str]:
     more = ["-fsanitize=float-cast-overflow"] if "undefined" in named else []
     return [f"-fsanitize={','.join(named)}", *more, "-fno-sanitize-recover=undefined,float-cast-overflow",
             "-fno-omit-frame-pointer", "-g1", "-O1"]
+
+
+def find_nvcc() -> Path | None:
+    """The CUDA compiler, as this file's docstring says; None: the CUDA backend is not built."""
+    wanted = os.environ.get("ALLSPARK_CUDA", "")
+    if wanted == "0" or (sanitizers() and wanted != "1"):
+        return None
+    places = [os.environ.get("NVCC"), shutil.which("nvcc")]
+    places += [Path(home, "bin/nvcc") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    places += [found for folder in sys.path if folder for found in sorted(Path(folder, "nvidia").glob("cu*/bin/nvcc"))]
+    missing = "there is no nvcc on the PATH, in $NVCC, below $CUDA_HOME or among the installed wheels (nvidia-cuda-nvcc)"
+    for place in filter(None, places):
+        if os.access(place, os.X_OK):
+            if cuda_runtime(Path(place)) is not None:
+                return Path(place)
+            missing = f"{place} comes without libcudart_static.a: install nvidia-cuda-runtime of its version"
+            if wanted != "1":
+                print(f"no CUDA backend is built: {missing}", file=sys.stderr)
+    if wanted == "1":
+        raise SystemExit(f"ALLSPARK_CUDA=1, but {missing}")
+    return None
+
+
+@functools.cache
+def cuda_runtime(nvcc: Path) -> Path | None:
+    """The library that CUDA programs are linked with, in the toolkit that a compiler, or a wrapper of it, belongs to."""
+    with tempfile.NamedTemporaryFile(suffix=".cu") as source:
+        shown = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True)
+    home = re.search(r"^#\$ TOP=(.*)$", shown.stderr, re.M)
+    found = [Path(home[1], folder, "libcudart_static.a").resolve() for folder in ("lib64", "lib")] if home else []
+    return next((path for path in found if path.exists()), None)
 
 
 def chosen(isas: dict) -> dict:
@@ -162,7 +206,6 @@ class BuildExt(build_ext):
         if sanitize and self.inplace:
             raise SystemExit("a library with sanitizers loads only under their runtime and does not belong into the "
                              "source tree: tests/sanitize builds it elsewhere")
-        temporary = Path(self.build_temp)
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
@@ -175,41 +218,46 @@ class BuildExt(build_ext):
             for name, flags in chosen(isas).items()
             if name not in OPTIONAL or self.accepts(compiler, flags, OPTIONAL[name])
         }
-        kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))
-        headers = sorted(str(p) for p in (ROOT / "native").rglob("*.h"))
-        jobs = []
-        for name, flags in isas.items():
-            for source in kernels:
-                jobs.append(
-                    (
-                        source,
-                        temporary / name,
-                        [*COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}", f"-DAS_ISA_{name.upper()}"],
-                    )
-                )
+        temporary = Path(self.build_temp)
         best_first = " ".join(f"X({name})" for name in reversed(isas))
-        for source in map(Path, ext.sources):
-            jobs.append(
-                (ROOT / source, temporary / "base" / source.parent,
-                 [*COMMON, *EMULATED, *sanitize, f"-DAS_FOR_EACH_ISA(X)={best_first}"])
-            )
+        base = [*COMMON, *EMULATED, *sanitize, f"-DAS_FOR_EACH_ISA(X)={best_first}"]
+        jobs = [(ROOT / source, temporary / "base" / source.parent, [*compiler, *base, "-fPIC", "-pthread"])
+                for source in map(Path, ext.sources)]
+        libraries, includes = ["-pthread"], list(ext.include_dirs)
+        if ext.name == CUDA:
+            nvcc = find_nvcc()
+            static = cuda_runtime(nvcc)
+            includes.append(str(static.parents[1] / "include"))
+            chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
+            flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+            jobs += [(source, temporary / "cuda", [str(nvcc), *flags])
+                     for source in sorted((ROOT / "native/cuda/kernels").glob("*.cu"))]
+            libraries += [str(static), "-ldl", "-lrt"]
+        else:
+            kernels = sorted((ROOT / "native/cpu/kernels").glob("*.cpp"))
+            jobs += [(source, temporary / name, [*compiler, *COMMON, *EMULATED, *sanitize, *flags, f"-DAS_ISA={name}",
+                                                 f"-DAS_ISA_{name.upper()}", "-fPIC", "-pthread"])
+                     for name, flags in isas.items() for source in kernels]
+        objects = self.compiled(jobs, includes)
+        self.spawn([*compiler, *sanitize, "-shared", *objects, *libraries, "-o", str(target)])
 
-        includes = [
-            f"-I{d}" for d in [*ext.include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
-        ]
+    def compiled(self, jobs, include_dirs) -> list[str]:
+        """The objects of jobs, each a source, the folder for its object, and a compiler with its flags; those that are
+        newer than all they are made of are kept."""
+        headers = [p for pattern in ("*.h", "*.cuh") for p in (ROOT / "native").rglob(pattern)]
+        includes = [f"-I{d}" for d in [*include_dirs, sysconfig.get_path("include"), sysconfig.get_path("platinclude")]]
         newest_header = max(Path(p).stat().st_mtime for p in [ROOT / "setup.py", *headers])
 
         def compile_one(job):
-            source, directory, flags = job
+            source, directory, command = job
             directory.mkdir(parents=True, exist_ok=True)
             target = directory / (source.stem + ".o")
             if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, newest_header):
-                self.spawn([*compiler, *flags, "-fPIC", "-pthread", *includes, "-c", str(source), "-o", str(target)])
+                self.spawn([*command, *includes, "-c", str(source), "-o", str(target)])
             return str(target)
 
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            objects = list(pool.map(compile_one, jobs))
-        self.spawn([*compiler, *sanitize, "-shared", "-pthread", *objects, "-o", str(target)])
+            return list(pool.map(compile_one, jobs))
 
 
 class ClientDistribution(Distribution):
@@ -236,6 +284,8 @@ def requirements() -> dict:
         "transformers>=5.20",
         "hypothesis>=6.90",
         "jsonschema>=4.20",
+        "sentencepiece>=0.2",
+        "tiktoken>=0.7",
         "matplotlib>=3.7",
         "httpx>=0.27",
         "openai>=1.66",
@@ -248,7 +298,8 @@ def requirements() -> dict:
                "playwright>=1.40",
                "fschat>=0.2.36"]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"]}}
+            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"],
+                               "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 
 def options() -> dict:
@@ -256,12 +307,15 @@ def options() -> dict:
         return {"packages": find_packages(include=["allspark_client", "allspark_client.*"]),
                 "package_data": {"allspark_client": ["py.typed"]}}
     import pybind11
-    native = Extension(
-        "allspark_server._native",
-        sorted(str(p.relative_to(ROOT)) for room in ROOMS for p in (ROOT / "native" / room).glob("*.cpp")),
-        include_dirs=[str(ROOT / "native"), pybind11.get_include()],
-        language="c++",
-    )
+
+    def extension(name: str, rooms: tuple[str, ...], *more: str) -> Extension:
+        sources = [str(p.relative_to(ROOT)) for room in rooms for p in (ROOT / "native" / room).glob("*.cpp")]
+        return Extension(name, sorted([*sources, *more]), language="c++",
+                         include_dirs=[str(ROOT / "native"), pybind11.get_include()])
+
+    extensions = [extension("allspark_server._native", ROOMS)]
+    if find_nvcc() is not None:
+        extensions.append(extension(CUDA, (*CUDA_ROOMS, "cuda"), "native/bindings/step_result.cpp"))
     launch = [p.replace("launch", "allspark_launch", 1) for p in find_packages(include=["launch", "launch.*"])]
     return {
         "packages": find_packages(include=["allspark_client*", "allspark_server*"]) + launch,
@@ -271,7 +325,7 @@ def options() -> dict:
             "allspark_server": ["py.typed", "assets/*", "assets/*/*", "http/*.html"],
             "allspark_launch": ["*", "systemd/*", "monitoring/*", "examples/*"],
         },
-        "ext_modules": [native, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
+        "ext_modules": [*extensions, Extension(LOOPBACK, ["native/launcher/loopback.cpp"], language="c++")],
         "entry_points": {"console_scripts": ["allspark = allspark_launch.cli:main"]},
     }
 

@@ -34,6 +34,11 @@ class ChatOptions:
         return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
 
     @property
+    def strict(self) -> bool:
+        """Whether there is a tool whose calls must follow its schema though none need be made."""
+        return any(tool["function"].get("strict") for tool in self.offered)
+
+    @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools
@@ -77,6 +82,8 @@ def _check_tools(tools: Any) -> None:
         if name in seen:
             raise ValueError(f"tools[{i}].function.name={name!r} is the name of another tool, too")
         seen.add(name)
+        if not isinstance(function.get("strict", False), (bool, type(None))):
+            raise wrong_type(f"tools[{i}].function.strict", function["strict"], "a bool")
         if not isinstance(function.get("parameters", {}), (dict, type(None))):
             raise wrong_type(f"tools[{i}].function.parameters", function["parameters"], "a JSON schema: a dict")
     _plain_json("tools", tools)

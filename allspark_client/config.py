@@ -89,9 +89,9 @@ class AsModelConfig(Checked):
     host_cache_dir: str = path_field("")
     #: for AsCacheDefault
     cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
-    #: token budget of a step; 0: chosen
+    #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
     max_step_tokens: int = int_field(0, 0, 1 << 20)
-    #: inter-token latency in ms that the token budget is chosen to hold; 0: none
+    #: inter-token latency in ms that the token budget is chosen to hold; 0: none given
     target_token_latency: float = float_field(0.0, 0.0)
     #: requests that may wait before new ones are refused
     max_queue: int = int_field(10_000, 0, INT32_MAX)
@@ -136,6 +136,11 @@ class AsModelConfig(Checked):
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation='draft' needs draft_model, a checkpoint directory")
         return self
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether compute_unit names GPUs."""
+        return self.compute_unit.startswith("CUDA:")
 
     @property
     def device_ids(self) -> list[int]:
@@ -460,8 +465,8 @@ _ONLY = {
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
-        if config.compute_unit.startswith("CUDA"):
-            raise not_available(f"compute_unit={config.compute_unit!r}")
+        if config.on_gpus and len(config.device_ids) > 1:
+            raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
         if config.lora_names:
             raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():

@@ -13,16 +13,17 @@ from .runtime.digest import results_digest
 from .weights.files import MAX_TOKENIZER_BYTES, read_file
 
 # Files that text becomes ids and ids become text by, the chat templates among them.
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens*", "added_tokens*", "chat_template*",
+_TOKENIZER_FILES = ("tokenizer*", "qwen.tiktoken", "special_tokens*", "added_tokens*", "chat_template*",
                     "additional_chat_templates/*.jinja")
 
 
-def fingerprint(info: ModelInfo) -> str:
-    """Equal for two groups only if a request gives the same bytes on both."""
+def fingerprint(info: ModelInfo, gpu: int | None = None) -> str:
+    """Equal for two groups only if a request gives the same bytes on both. gpu: that computes; None: CPUs do."""
     # Not in it: engine_max_length. Dynamic rotary scaling goes by a prompt's length and a row's position, nothing else
     # by any length.
-    facts = (results_digest(), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
+    facts = (results_digest(gpu), info.ranks, info.weight_dtype, info.weight_group_size, info.quantize_head,
              info.cache_dtype, info.span_size, info.model_hash, _tokenizer_digest(info.tokenizer_dir),
+             sorted(info.eos_token_ids),
              importlib.metadata.version("llguidance"))  # grammars become masks by it
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 

@@ -18,25 +18,26 @@ from allspark_client.types import RoPEScaleMethod, TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
+from allspark_server.vocabularies import JSON, vocabulary_file
 from allspark_server.weights.asgraph import STORED_TYPES, read_graph, write_graph, write_params
 from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
-from allspark_server.weights.formats import SCALE_TYPE, Quantization, StoredQuantization, quantization_of
+from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import ITEM_BYTES
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+                   "vocab.json", "merges.txt", "tokenizer.model", "qwen.tiktoken", "chat_template.jinja", "chat_template.json",
                    "generation_config.json")
 MEMORY_FOLDER = Path("/dev/shm")
 ROPE_SCALINGS = {RoPEScaleMethod.YaRN: "yarn", RoPEScaleMethod.NTK: "dynamic"}
 
 
 class HuggingFaceModel:
-    """Loader, converter and serializer of a checkpoint directory. Methods that return nothing else return the object,
-    so that calls can be chained. Code in a checkpoint is never run."""
+    """Loader, converter and serializer of a checkpoint directory or a GGUF file. Methods that return nothing else
+    return the object, so that calls can be chained. Code in a checkpoint is never run."""
 
     def __init__(self, path: str | os.PathLike, name: str, user_set_data_type: str | None = "auto",
                  in_memory_serialize: bool = False, trust_remote_code: bool = False):
@@ -79,14 +80,17 @@ class HuggingFaceModel:
             self.data_type = self._checked_type("override_data_type", override_data_type)
         if load_format not in ("auto", "safetensors", "pt"):
             raise ValueError(f"load_format={load_format!r} is not known; allowed: auto, safetensors, pt")
-        self._model = open_model(str(self._directory()), rope_scaling=self._rope_scaling)
+        self._model = open_model(str(self._checkpoint()), rope_scaling=self._rope_scaling)
         self._unquantized = unquantized_type(self._model.graph, self._model.source)
         self.model_config = self._model.graph.config
         return self
 
     def read_model_config(self) -> "HuggingFaceModel":
-        """Reads config.json into `model_config`."""
-        self.model_config = read_config(self._directory(), self._rope_scaling)
+        """Reads config.json (or a GGUF file's metadata) into `model_config`."""
+        if self._checkpoint().is_dir():
+            self.model_config = read_config(self.path, self._rope_scaling)
+        else:
+            self.model_config = self._opened().graph.config
         return self
 
     def get_model_context_length(self) -> int:
@@ -119,7 +123,7 @@ class HuggingFaceModel:
             path = self._directory() / "config.json"
             if "quantization_config" not in read_json(path):
                 raise ValueError(f"{path} has no quantization_config: give a customized_quant_config")
-            self.read_model_config()    # which says that quantized checkpoints are not available yet
+            self.load_model()   # which says what is wrong: it is serialized as it is
         self._customized = customized_quant_config if enable else None
         return self
 
@@ -129,15 +133,21 @@ class HuggingFaceModel:
         return self
 
     def init_tokenizer(self, padding_side: str = "left") -> "HuggingFaceModel":
-        """Loads the tokenizer: transformers' where that is installed, otherwise this package's, which never pads."""
-        self._directory()
+        """Loads the tokenizer: transformers' where that is installed and has it, otherwise this package's, which never
+        pads."""
+        directory = self._checkpoint() if self.path.is_dir() else self._opened().tokenizer_dir
+        if directory is None:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"{self.path} holds no tokenizer that is known")
+        file = vocabulary_file(directory)
         try:
             from transformers import AutoTokenizer
         except ImportError:
+            AutoTokenizer = None
+        if AutoTokenizer is None or (file is not None and file.name != JSON):
             from allspark_server.text import Tokenizer
-            self._tokenizer = Tokenizer.from_dir(self.path)
+            self._tokenizer = Tokenizer.from_dir(directory)
         else:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(self.path), padding_side=padding_side,
+            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), padding_side=padding_side,
                                                             trust_remote_code=False, local_files_only=True)
         return self
 
@@ -234,13 +244,14 @@ class HuggingFaceModel:
     def _is_written(self, graph_path: Path, how: Quantization | None) -> bool:
         """Whether a serialized model has the rotary scaling and the quantization that are wanted."""
         graph = read_graph(graph_path)
-        stored = graph.quantization
-        return graph.config.rope == self._config().rope and \
-            (stored and (stored.format, stored.quantize_head)) == (how and (how.format, how.quantize_head))
+        stored, wanted = graph.quantization, how or self._opened().graph.quantization
+        return repr(graph.config.rope) == repr(self._config().rope) and \
+            (stored and (stored.format, stored.quantize_head)) == (wanted and (wanted.format, wanted.quantize_head))
 
     def _copy_tokenizer(self, folder: Path) -> None:
-        found = [self.path / name for name in TOKENIZER_FILES if (self.path / name).exists()]
-        if (self.path / "tokenizer.json") in found:
+        if self._opened().tokenizer_dir is not None:
+            directory = Path(self._opened().tokenizer_dir)
+            found = [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
             folder.mkdir(exist_ok=True)
             for file in found:
                 with open_regular(file) as source, open(folder / file.name, "wb") as target:
@@ -251,6 +262,9 @@ class HuggingFaceModel:
         graph = self._opened().graph
         if how is None:
             return graph
+        if graph.quantization is not None:
+            raise ValueError(f"enable_quant: {self.path} is quantized already ({graph.quantization.format}); without "
+                             "enable_quant it is serialized as it is")
         unquantized = (
             self._unquantized if self.data_type == "auto" else "bfloat16" if self.data_type == "bfloat16" else "float32"
         )
@@ -260,14 +274,16 @@ class HuggingFaceModel:
 
     def _serialized_bytes(self, how: Quantization | None) -> int:
         graph, source = self._graph(how), self._opened().source
-        stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
+        stored = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
         total = 0
-        for name, form in stored.items():
-            tensor = source.get(name)
+        for name, (weight, part) in stored.items():
+            form, columns = weight.stored, weight.columns
             if form is not None:
-                rows, columns = tensor.shape
-                total += rows * (form.row_bytes(columns) + 2 * ITEM_BYTES[SCALE_TYPE] * form.groups(columns))
+                row = form.row_bytes(columns) + sum(ITEM_BYTES[kind] * width
+                                                    for kind, width in form.scale_tensors(columns).values())
+                total += part.stored_rows * row + 4 * columns
                 continue
+            tensor = source.get(name)
             kind = tensor.dtype if self.data_type == "auto" else STORED_TYPES[self.data_type]
             total += ITEM_BYTES[kind] * tensor.data.size
         return total
@@ -286,7 +302,7 @@ class HuggingFaceModel:
             raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
                                 "set_rope_scale_method is for what is serialized: call serialize_to_path first")
         else:
-            builder.model_dir(str(self._directory()))
+            builder.model_dir(str(self._checkpoint()))
         config = self._config()
         if max_context_length != -1:
             builder.max_length(max_context_length)
@@ -321,6 +337,10 @@ class HuggingFaceModel:
         return self
 
     # ------------------------------------------------------------------------------------------------------------------
+    def _checkpoint(self) -> Path:
+        """The directory, or the GGUF file."""
+        return self.path if self.path.suffix == ".gguf" and self.path.is_file() else self._directory()
+
     def _directory(self) -> Path:
         if not self.path.is_dir():
             raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"{self.path} is not a directory: expected a Hugging Face "

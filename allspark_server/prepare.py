@@ -200,9 +200,11 @@ def _matchers(
     """Where each sample is in the grammar of its output; None: it has none."""
     config, field = spec.config, None  # what the caller has given, if not response_format
     response_format = config.response_format
-    if chat_format is not None and spec.chat.forced:
-        tokenizer, field = need_tokenizer(tokenizer, spec.model), "tools"
-        response_format = chats.forced_calls(tokenizer, chat_format, spec.chat, spec.input_ids)
+    if chat_format is not None and (spec.chat.forced or tokenizer is not None):
+        calls = chats.guided_calls(need_tokenizer(tokenizer, spec.model), chat_format, spec)
+        if calls is not None:
+            field = "tools" if response_format is None else "tools and response_format"
+            response_format = calls
     if response_format is None or response_format["type"] == "text" or config.pooling is not None:
         return None
     if guide is None:

@@ -54,7 +54,8 @@ class ServedModel:
         self.live: set[Request] = set()
         self.throughput = Throughput()
         self.timings = Timings()
-        self.budget = StepBudget(info.max_step_tokens, info.max_batch, config.target_token_latency)
+        self.budget = StepBudget(
+            info.max_step_tokens, info.max_batch, config.target_token_latency, fixed=config.max_step_tokens > 0)
         self._output = output
         pool = SpanPool(info.num_spans)
         prefix = None
@@ -62,7 +63,7 @@ class ServedModel:
         self.keys: Optional[SpanKeys] = None
         self.tier: Optional[HostTier] = None
         if config.enable_prefix_cache:
-            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original)
+            self.keys = SpanKeys(info.span_size, info.dynamic_rope_original, info.long_rope_original)
             if info.host_spans:
                 self.tier = HostTier(info.host_spans, info.span_size, held, bool(config.host_cache_dir))
             prefix = PrefixCache(pool, self.keys, config.prefix_cache_ttl, tier=self.tier)
@@ -73,7 +74,7 @@ class ServedModel:
         self._post = post
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
-            masks=len(masks.bits) // DEPTH if masks is not None else 0,
+            masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
         )
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -91,10 +92,12 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
+            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
-        return cls(config, info, tokenizer, fingerprint(info), output, held, guide, masks, post)
+        gpu = config.device_ids[0] if config.on_gpus else None
+        return cls(config, info, tokenizer, fingerprint(info, gpu), output, held, guide, masks, post)
 
     # Any thread.
 
@@ -285,9 +288,7 @@ class ServedModel:
         """The next step, if one can be planned before results of those that run."""
         if self._deadlines:
             self.expire()
-        budget = self.budget
-        step = self.scheduler.plan(budget.rows, budget.price) if budget.adaptive else self.scheduler.plan()
-        return self._planned(step)
+        return self._planned(self.scheduler.plan(self.budget))
 
     def plan_alone(self) -> Optional[Step]:
         """The next step of the `suspect`, when no other is under way. Its client is told before the first."""

@@ -574,7 +574,7 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
 def _guided(request: pb.GenerateRequest) -> bool:
     """Whether it has a grammar, which may take a second to compile."""
     forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
-    return forced or request.config.HasField("response_format_json")
+    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
 def _denied(what: str, roles: frozenset[Role], role: Role) -> AllSparkError:

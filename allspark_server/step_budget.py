@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -33,7 +34,12 @@ class Throughput:
 
 
 class StepBudget:
-    """What a step may cost, chosen to keep its time under a target. What a request outputs does not depend on it.
+    """What a step may cost. What a request outputs does not depend on it.
+
+    With a target a step's time is kept under it. Without one, and unless the number of rows is fixed, a step with
+    prompts may take a time that no reader notices. Where steps take longer anyhow, those that stream and those that
+    wait for their first token share its time by their numbers: a few prompts make the time between others' tokens two
+    and a half times as long, whatever their length; a crowd of them is computed at nearly full speed.
 
     The unit is a row at the beginning of its context; `price` is what each position before it adds. Steps of running
     sequences alone tell what a step takes in any case; the others, what a prompt's rows add to that. So the first
@@ -43,24 +49,32 @@ class StepBudget:
     _MEMORY = 0.95  # of what was learned, how much stays with each step
     _MARGIN, _STRIDE = 0.9, 1.25  # of the target; how much the cost may grow from one step to the next
     _FIRST = 4  # times the fewest rows: a step's cost while nothing is known
+    _UNNOTICED = 0.05  # seconds between tokens
+    _PART = 1.5  # of what running sequences take alone, for prompts that are not more than these; less costs throughput
 
-    def __init__(self, max_rows: int, min_rows: int, target_ms: float):
+    def __init__(self, max_rows: int, min_rows: int, target_ms: float, fixed: bool = False):
         self._min, self._max, self._target = min(min_rows, max_rows), max_rows, target_ms / 1e3
+        self._learns = self._target > 0 or not fixed
         self.price = 0.0
-        self.rows = max_rows if not self.adaptive else min(max_rows, self._FIRST * self._min)
+        self._rows = min(max_rows, self._FIRST * self._min)  # that hold the target
         self._base = np.zeros(3)  # of steps without a prompt: rows, positions before them, seconds
         self._row = 0.0  # seconds; 0: unknown
         self._sums = np.zeros(5)  # of rows^2, rows * context, context^2, rows * seconds, context * seconds
 
-    @property
-    def adaptive(self) -> bool:
-        """Whether there is a target."""
-        return self._target > 0
+    def for_prompts(self, decoding: int, context: int, prompts: int) -> float:
+        """What rows of prompts may cost in a step in which so many running sequences, with so many positions before
+        their rows, get their next one. `prompts`: how many of these want rows, the waiting ones included."""
+        if self._target > 0:
+            return self._rows - decoding - self.price * context
+        base = float(self._base[2])
+        if not decoding or not base or not self._row:
+            return math.inf
+        return max(self._PART * base * max(1.0, prompts / decoding), self._UNNOTICED - base) / self._row
 
     def learn(self, rows: int, context: int, seconds: float, decoding: int = 0) -> None:
         """Takes notice of a step of so many rows, with so many positions before them in all, that took so long.
         `decoding`: of the rows, those of running sequences."""
-        if not self.adaptive or rows < 1:
+        if not self._learns or rows < 1:
             return
         found = np.array([rows, context, seconds])
         if rows == decoding:
@@ -69,12 +83,12 @@ class StepBudget:
             self._base = self._MEMORY * self._base + (1 - self._MEMORY) * found if known else found
         else:
             self._learn_prompt(*np.maximum(found - self._base * (decoding > 0), (1, 0, 0)).tolist())
-        if self._row:
+        if self._row and self._target > 0:
             base_rows, base_context, base = self._base.tolist() if decoding else (0.0, 0.0, 0.0)
             left = (self._MARGIN * self._target - base) / self._row
             wanted = left + base_rows + self.price * base_context
-            limit = max(self.rows, self._STRIDE * (rows + self.price * context))
-            self.rows = max(self._min, min(int(wanted), int(limit), self._max))
+            limit = max(self._rows, self._STRIDE * (rows + self.price * context))
+            self._rows = max(self._min, min(int(wanted), int(limit), self._max))
 
     def _learn_prompt(self, rows: float, context: float, seconds: float) -> None:
         """Least squares of seconds = a * rows + b * context."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import tokenizers
 
-from . import decoders
+from . import decoders, vocabularies
 from .templates import renderer
 from .text_size import characters_per_token
-from .weights.files import MAX_TOKENIZER_BYTES, MIB, parse_json, read_file
+from .weights.files import MIB, parse_json, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +33,18 @@ class Tokenizer:
         special_tokens: dict[str, Any] | None = None,
         chat_templates: dict[str, str] | None = None,
         source: str = "tokenizer",
+        stop_ids: Sequence[int] = (),
     ):
         """backend: of the `tokenizers` package. special_tokens: e.g. {"eos_token": "</s>"}, seen by chat templates by
         these names. chat_templates: jinja sources by name, the usual one "default". source: named in error messages.
+        stop_ids: that end an answer, beside what the model's config has.
         """
         backend.no_padding()
         backend.no_truncation()
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
+        self.stop_ids = list(stop_ids)
         self._source = source
         with decoders.named_errors(f"{source} has a decoder that is unknown"):
             # Its own form alone: writing all of a tokenizer goes through every id up to the highest, which may be any.
@@ -57,28 +60,26 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Load tokenizer.json of a Hugging Face directory; tokenizer_config.json, special_tokens_map.json and the chat
-        template (chat_template.jinja, chat_template.json or inside of tokenizer_config.json) if they are there.
+        """Load tokenizer.json of a Hugging Face directory, or the vocabulary that stands for it (vocabularies.py);
+        tokenizer_config.json, special_tokens_map.json and the chat template (chat_template.jinja, chat_template.json or
+        inside of tokenizer_config.json) if they are there.
 
-        Raises FileNotFoundError without tokenizer.json, ValueError for a file that cannot be read as what it should be,
+        Raises FileNotFoundError without either, ValueError for a file that cannot be read as what it should be,
         AllSparkError for one that is no regular file or too large.
         """
         path = Path(path)
-        file = path / "tokenizer.json"
-        if not os.path.lexists(file):
-            raise FileNotFoundError(
-                f"{file} does not exist; a tokenizer needs a tokenizer.json (a slow tokenizer's vocabulary files are "
-                f"not enough: save it once with transformers' fast tokenizer)"
-            )
-        data = read_file(file, MAX_TOKENIZER_BYTES)
+        data, file = vocabularies.tokenizer_json(path), vocabularies.vocabulary_file(path)
         with decoders.named_errors(f"{file} is not a tokenizer that tokenizers {tokenizers.__version__} can read"):
             backend = tokenizers.Tokenizer.from_buffer(data)
         config = _read_object(path / "tokenizer_config.json")
         special = _special_tokens({**_read_object(path / "special_tokens_map.json"), **config})
         templates = _chat_templates(path, config)
+        chat = vocabularies.chat_of(path, backend.get_vocab())
+        if chat is not None:
+            templates.setdefault("default", chat[0])
         if templates:
             renderer().start()
-        return cls(backend, special, templates, str(path))
+        return cls(backend, special, templates, str(path), chat[1] if chat else ())
 
     @property
     def vocab_size(self) -> int:

@@ -112,10 +112,10 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure, socket_mode,
-socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level, log_format, log_requests, http, http_workers. SIGHUP has it read
-again: drain_limit and log_level count at once, the rest from the next start; tokens are read again whenever their file
-changes.""")
+ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure,
+socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level,
+log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once, the rest
+from the next start; tokens are read again whenever their file changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
                         "clients install what they need")
@@ -198,6 +198,8 @@ def _placement_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--ranks", type=int, default=0, metavar="N",
                    help="server processes (default: one per NUMA node; $AS_NUMA_NUM)")
     g.add_argument("--numa-nodes", type=_numbers, default=None, metavar="LIST", help="nodes to use, such as 0,1")
+    g.add_argument("--gpus", type=_numbers, default=None, metavar="LIST",
+                   help="compute on these GPUs, one rank each (one, so far)")
     g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
                    help="compute threads of a rank (default: every physical core of its share)")
     g.add_argument("--use-siblings", action="store_true", help="put threads on second hardware threads too")
@@ -305,6 +307,8 @@ def _own_group(options: argparse.Namespace) -> Iterator[str]:
     for flag in ("ranks", "cpus_per_rank"):
         if getattr(options, flag):
             arguments += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
+    if options.gpus:
+        arguments += ["--gpus", format_list(options.gpus)]
     if options.numa_nodes is not None:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
     if options.use_siblings:

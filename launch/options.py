@@ -35,6 +35,7 @@ class GroupOptions:
     address: list[str] = field(default_factory=list)
     ranks: int = 0
     numa_nodes: list[int] | None = None
+    gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
     cpus_per_rank: int = 0
     use_siblings: bool = False
     strict: bool = False            # refuse to serve with memory on wrong nodes

@@ -88,6 +88,12 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
         except ValueError as error:
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
     ranks = options.ranks
+    if options.gpus:
+        if len(options.gpus) > 1:
+            raise ValueError(f"gpus={options.gpus}: a group of several GPUs is not available yet; start one for each")
+        if ranks not in (0, len(options.gpus)):
+            raise ValueError(f"ranks={ranks} and gpus={options.gpus}: there is one rank for each GPU")
+        ranks = len(options.gpus)
     if not ranks and options.numa_nodes is None and os.environ.get("AS_NUMA_NUM"):
         text = os.environ["AS_NUMA_NUM"]
         if not text.isdigit() or int(text) < 1:
@@ -111,6 +117,9 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
     if inner:
         words += ["--inner-address", inner]
     for model in options.models:
+        if options.gpus:
+            table = {"model_name": Path(model).stem, "model_path": model} if isinstance(model, str) else model
+            model = {"compute_unit": f"CUDA:{','.join(map(str, options.gpus))}", **table}
         words += ["--model", model if isinstance(model, str) else json.dumps(model)]
     for root in options.model_root:
         words += ["--model-root", root]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import shutil
 import tempfile
 import zlib
@@ -23,6 +24,8 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
+#: what suites of the whole engine compute on: ALLSPARK_TEST_UNIT=CUDA:0 runs them on a GPU
+UNIT = {"compute_unit": os.environ.get("ALLSPARK_TEST_UNIT", "CPU:0")}
 VOCAB = 1031  # prime: divides among no number of ranks
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
@@ -81,6 +84,8 @@ STORED = {
     "qwen2-bf16": Spec("qwen2", CONFIGS["qwen2-gqa-tied"].fields, "bfloat16"),
     "qwen3-bf16-sharded": Spec("qwen3", CONFIGS["qwen3-tied"].fields, "bfloat16", "100KB"),
     "llama-bf16": Spec("llama", CONFIGS["llama3"].fields, "bfloat16"),
+    # Heads that the CUDA backend attends with on tensor cores.
+    "llama-bf16-heads-of-64": Spec("llama", _sizes(144, 6, 2, 251, head_dim=64, attention_bias=True), "bfloat16"),
     "llama-fp16-sharded": Spec("llama", CONFIGS["llama-linear"].fields, "float16", "200KB"),
 }
 
@@ -105,6 +110,46 @@ EXPERTS = {
 }
 """Models with experts, stored as float32."""
 
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256,
+             "partial_rotary_factor": 0.75, "short_factor": [1.0 + 0.07 * i for i in range(9)],
+             "long_factor": [1.0 + 0.9 * i for i in range(9)]}
+
+DENSE = {
+    "phi3-longrope": Spec("phi3", _sizes(144, 6, 2, 151, tie_word_embeddings=True, pad_token_id=0,
+                                         original_max_position_embeddings=256) | {"rope_parameters": _LONGROPE}),
+    "phi3-window": Spec("phi3", _sizes(72, 6, 6, 137, sliding_window=61, pad_token_id=0)),
+    "glm": Spec("glm", _sizes(72, 6, 2, 151, head_dim=20, pad_token_id=0)),
+    "glm-plain": Spec("glm", _sizes(96, 8, 8, 131, head_dim=12, attention_bias=False, tie_word_embeddings=True,
+                                    pad_token_id=0) | _rope("default", 1e5, partial_rotary_factor=1.0)),
+    "glm4": Spec("glm4", _sizes(72, 14, 2, 151, head_dim=20, pad_token_id=0)),
+    "glm4-yarn": Spec("glm4", _sizes(88, 6, 3, 131, head_dim=24, pad_token_id=0) | _rope(
+        "yarn", 1e4, factor=4.0, original_max_position_embeddings=512, partial_rotary_factor=0.5)),
+    "gemma2": Spec("gemma2", _sizes(84, 6, 2, 151, 4, head_dim=18, sliding_window=61, query_pre_attn_scalar=23,
+                                    attn_logit_softcapping=3.0, final_logit_softcapping=3.0, tie_word_embeddings=False,
+                                    pad_token_id=0)),
+    "gemma2-uncapped": Spec("gemma2", _sizes(72, 4, 4, 131, head_dim=24, sliding_window=33, query_pre_attn_scalar=24,
+                                             attn_logit_softcapping=None, final_logit_softcapping=4.0, layer_types=[
+                                                 "full_attention", "full_attention", "sliding_attention"],
+                                             attention_bias=True, pad_token_id=0)),
+    "gemma3": Spec("gemma3_text", _sizes(84, 14, 2, 151, 7, head_dim=20, sliding_window=61, query_pre_attn_scalar=31,
+                                         pad_token_id=0) | {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "gemma3-capped": Spec("gemma3_text", _sizes(72, 6, 3, 131, head_dim=18, sliding_window=33, layer_types=[
+        "sliding_attention", "full_attention", "sliding_attention"], final_logit_softcapping=7.0,
+        attention_bias=True, tie_word_embeddings=False, pad_token_id=0)),
+    "olmo2": Spec("olmo2", _sizes(112, 14, 2, 151, pad_token_id=0)),
+    "olmo2-mha": Spec("olmo2", _sizes(72, 6, 6, 131, attention_bias=True, tie_word_embeddings=True, pad_token_id=0)
+                      | _rope("default", 5e5)),
+    "olmo3": Spec("olmo3", _sizes(96, 6, 2, 151, 4, sliding_window=61, pad_token_id=0) | {"rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5,
+                           "original_max_position_embeddings": 256},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}}),
+    "olmo3-mha": Spec("olmo3", _sizes(72, 6, 6, 131, sliding_window=33, layer_types=[
+        "full_attention", "sliding_attention", "full_attention"], pad_token_id=0)),
+}
+"""Dense families whose networks are not Llama's, stored as float32."""
+
 PROMPT_LENGTHS = (1, 2, 7, 33, 64, 129, 300, 700)
 
 _CLASSES = {
@@ -117,6 +162,13 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "glm": (transformers.GlmConfig, transformers.GlmForCausalLM),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
 }
 
 
@@ -129,8 +181,8 @@ def _root() -> Path:
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """The directory of a checkpoint of CONFIGS, EXPERTS or STORED, written on first use and removed when the process ends."""
-    spec = CONFIGS.get(name) or EXPERTS.get(name) or STORED[name]
+    """The directory of a checkpoint of one of the tables, written on first use and removed when the process ends."""
+    spec = (CONFIGS | DENSE | EXPERTS | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -139,6 +191,7 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     config_class, model_class = _CLASSES[spec.family]
     fields = {**spec.fields, "eos_token_id": 2, "bos_token_id": 1}
     model = model_class(config_class(**fields))
+    gemma = spec.family.startswith("gemma")
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: torch.Tensor, std: float, mean: float = 0.0) -> None:
@@ -147,11 +200,11 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                normal(parameter, 0.2, 1.0)
+                normal(parameter, 0.2, 0.0 if gemma else 1.0)  # Gemma's are 1 + w
             elif name.endswith("bias"):
                 normal(parameter, 0.3)
             elif "embed_tokens" in name:
-                normal(parameter, 0.5)
+                normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             else:
                 normal(parameter, 1.3 * parameter.shape[-1] ** -0.5)
     model = model.to(getattr(torch, spec.dtype))

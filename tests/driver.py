@@ -80,3 +80,31 @@ class Driver:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def together(driver, prompts, chunk):
+    """Logits after each prompt and after three more tokens, of all prompts in the same steps of `chunk` rows each."""
+    size, done = driver.info.span_size, [0] * len(prompts)
+    found, spans = [[] for _ in prompts], 0
+    new = [NewSlot(i, [*p, 5, 6, 7], SamplingParams(do_sample=False, prompt_len=len(p)).encode())
+           for i, p in enumerate(prompts)]
+    for ahead in range(4):
+        while any(d < len(p) + ahead for d, p in zip(done, prompts)):
+            work, drawing = [], []
+            for slot, p in enumerate(prompts):
+                rows = min(chunk, len(p) + ahead - done[slot])
+                if not rows:
+                    continue
+                fresh = -(-(done[slot] + rows) // size) - -(-done[slot] // size)
+                last = done[slot] + rows == len(p) + ahead
+                work.append(WorkItem(slot, rows, DRAW if last and ahead == 3 else 0,
+                                     spans=list(range(spans, spans + fresh))))
+                spans, done[slot] = spans + fresh, done[slot] + rows
+                drawing += [slot] if last and ahead == 3 else []
+            results = driver._each(lambda runner: runner.step(StepPlan(new=new, work=work).encode(), True))
+            new = []
+            logits = np.concatenate([result.logits for result in results], 1)
+            for slot, row in zip(drawing, logits):
+                found[slot].append(row)
+    driver._each(lambda runner: runner.step(StepPlan(free=list(range(len(prompts)))).encode(), False))
+    return [row[0] for row in found]

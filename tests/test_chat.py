@@ -10,11 +10,13 @@ import jsonschema
 import pytest
 import tokenizers
 
+from allspark_client import GenerateConfig
 from allspark_client.chat import ChatOptions, check_messages
+from allspark_client.request import RequestSpec
 from allspark_server.chat import Content, Reasoning, ToolCallArguments, ToolCallBegin, chat_format, chat_format_of
 from allspark_server.chat.formats import opened_in
-from allspark_server.chat.prompt import forced_calls, opened, render
-from allspark_server.guided import Guide
+from allspark_server.chat.prompt import guided_calls, opened, render
+from allspark_server.guided import Guide, MatcherError
 from allspark_server.text import Tokenizer
 from test_guided import EOS, FABLE, VOCAB, walk
 
@@ -278,12 +280,17 @@ def check_calls(calls, tools=TOOLS):
         jsonschema.validate(json.loads(arguments), schemas[name])
 
 
+def calls_of(tokenizer, name, options, prompt, **config):
+    spec = RequestSpec("m", input_ids=tokenizer.encode(prompt), chat=options.check(), config=GenerateConfig(**config))
+    return guided_calls(tokenizer, chat_format(name), spec)
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45"])
 def test_forced_calls_are_calls(guide, name):
     tokenizer = with_template("")
     for choice in ("required", {"type": "function", "function": {"name": "now"}}):
-        options = ChatOptions(tools=TOOLS, tool_choice=choice).check()
-        grammar = guide.compile(forced_calls(tokenizer, chat_format(name), options, tokenizer.encode("Hello")))
+        options = ChatOptions(tools=TOOLS, tool_choice=choice)
+        grammar = guide.compile(calls_of(tokenizer, name, options, "Hello", response_format={"type": "json_object"}))
         for seed in range(6):
             text = tokenizer.decode(walk(grammar.matcher([EOS]), seed, longest=3000))
             content, reasoning, calls = parse(name, text, choice=choice)
@@ -293,12 +300,67 @@ def test_forced_calls_are_calls(guide, name):
                 assert [called for called, _ in calls] == ["now"]
 
 
+#: arguments of the first are held to their schema, those of the other not
+STRICT = [TIME | {"function": TIME["function"] | {"strict": True}}, WEATHER]
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>\n'
+              '<tool_call>\n{"name": "get_weather", "arguments": {"place": "x"}}\n</tool_call>',
+    "llama3": '{"name": "now", "parameters": {"zone": "UTC"}}; {"name": "get_weather", "parameters": {"place": "x"}}',
+    "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "UTC"}}, '
+               '{"name": "get_weather", "arguments": {"place": "x"}}]',
+    "glm45": "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>\"UTC\"</arg_value>\n</tool_call>",
+}
+
+
+def takes(grammar, tokenizer, text):
+    try:
+        return grammar.matcher([EOS], tokenizer.encode(text)).may_stop
+    except MatcherError:
+        return False
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_need_not_be_made_is_as_its_strict_tool_says(guide, name):
+    tokenizer, text = with_template(""), CALLS[name]
+    grammar = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=STRICT), "Hello"))
+    for fit in ("", "A <tool or [TOOL_CALL is no call.", text, "I shall look.\n" + text):
+        assert takes(grammar, tokenizer, fit), fit
+    for other in (text.replace("UTC", "UTX"), text.replace("now", "nox")):
+        assert not takes(grammar, tokenizer, other), other
+    assert calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello") is None
+    assert calls_of(tokenizer, name, ChatOptions(tools=STRICT, tool_choice="none"), "Hello") is None
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("form, fits, others", [
+    ({"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+                                             "required": ["a"]}}, ['{"a": 1}'], ['{"a": "b"}', "a"]),
+    ({"type": "json_object"}, ["{}"], ["[]", "a"]),
+    ({"type": "regex", "regex": "a/b\\/c+"}, ["a/b/cc"], ["a/b"]),
+    ({"type": "choice", "choice": ["yes", "no"]}, ["yes"], ["perhaps"]),
+], ids=lambda value: value.get("type") if isinstance(value, dict) else None)
+def test_an_answer_is_a_call_or_as_its_format_says(guide, name, form, fits, others):
+    tokenizer = with_template("")
+    if name == "llama3" and "json" in form["type"]:
+        with pytest.raises(ValueError, match="JSON is a call in the chat format 'llama3'"):
+            calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello", response_format=form)
+        return
+    grammar = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello", response_format=form))
+    for text in [*fits, CALLS[name]]:
+        assert takes(grammar, tokenizer, text), text
+    for text in others:
+        assert not takes(grammar, tokenizer, text), text
+    with pytest.raises(ValueError, match="a grammar cannot stand beside tools"):
+        calls_of(tokenizer, name, ChatOptions(tools=TOOLS), "Hello",
+                 response_format={"type": "grammar", "grammar": "start: /a/"})
+
+
 def test_forced_calls_after_what_the_prompt_has_begun(guide):
     tokenizer = with_template("<think>")
     options = ChatOptions(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
 
     def grammar(prompt):
-        return guide.compile(forced_calls(tokenizer, chat_format("hermes"), options, tokenizer.encode(prompt)))
+        return guide.compile(calls_of(tokenizer, "hermes", options, prompt))
 
     text = 'Let me think.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'
     assert grammar("assistant\n<think>\n").matcher([EOS], tokenizer.encode(text)).must_stop
@@ -321,12 +383,17 @@ def test_marks_that_are_special_tokens():
             form = chat_format(name)
             ids = tokenizer.encode(text)
             assert ids[0] >= 1536
-            grammar = guide.compile(forced_calls(tokenizer, form, options, tokenizer.encode("Hello")))
+            grammar = guide.compile(calls_of(tokenizer, name, options, "Hello"))
             assert grammar.matcher([EOS], ids).may_stop
             assert grammar.matcher([EOS]).forced()[0] == ids[0]
             stream = tokenizer.detokenizer(form.markers)
             pieces = [stream.push([i]) for i in ids] + [stream.finish()]
             assert parse(name, pieces) == ("", "", [("now", '{"zone": "UTC"}')])
+            free = guide.compile(calls_of(tokenizer, name, ChatOptions(tools=STRICT), "Hello"))
+            assert free.matcher([EOS], tokenizer.encode("It is late, I think.")).may_stop
+            assert free.matcher([EOS], tokenizer.encode("I look: ") + ids).may_stop
+            with pytest.raises(MatcherError):
+                free.matcher([EOS], tokenizer.encode("I look: " + text.replace("UTC", "UTX")))
         # Spelled in text, they are text.
         matcher = guide.compile({"type": "choice", "choice": ["a<tool_call>b"]}).matcher([EOS])
         assert len(walk(matcher, 0)) > 4 and matcher.must_stop

@@ -319,7 +319,7 @@ INERT = (
         *[
             a.AsModelConfig("m", "p", **v)
             for v in (
-                {"compute_unit": "CUDA:0"},
+                {"compute_unit": "CUDA:0,1"},
                 {"lora_names": ["x"]},
                 *INERT,
             )

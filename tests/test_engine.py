@@ -286,7 +286,7 @@ def test_not_available_yet(make_engine):
     engine = make_engine()
     for call in (engine.load_lora, engine.unload_lora):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0", "lora_names": ["x"]}
+    later = {"compute_unit": "CUDA:0,1", "lora_names": ["x"]}
     for name, value in later.items():
         wanted = config("x", **{name: value})
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")

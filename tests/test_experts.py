@@ -13,13 +13,13 @@ pytest.importorskip("transformers")
 
 from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import HuggingFaceModel  # noqa: E402
-from allspark_server.models.config import read_config  # noqa: E402
+from allspark_server.models import read_config  # noqa: E402
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
 from checkpoints import (EXPERTS, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits)
-from driver import Driver  # noqa: E402
+from driver import Driver, together  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
 
 
@@ -82,34 +82,6 @@ def test_more_ranks_than_experts_are_refused():
 
 # -- bits --------------------------------------------------------------------------------------------------------------
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
-
-
-def together(driver, prompts, chunk):
-    """Logits after each prompt and after three more tokens, of all prompts in the same steps of `chunk` rows each."""
-    size, done = driver.info.span_size, [0] * len(prompts)
-    found, spans = [[] for _ in prompts], 0
-    new = [NewSlot(i, [*p, 5, 6, 7], SamplingParams(do_sample=False, prompt_len=len(p)).encode())
-           for i, p in enumerate(prompts)]
-    for ahead in range(4):
-        while any(d < len(p) + ahead for d, p in zip(done, prompts)):
-            work, drawing = [], []
-            for slot, p in enumerate(prompts):
-                rows = min(chunk, len(p) + ahead - done[slot])
-                if not rows:
-                    continue
-                fresh = -(-(done[slot] + rows) // size) - -(-done[slot] // size)
-                last = done[slot] + rows == len(p) + ahead
-                work.append(WorkItem(slot, rows, DRAW if last and ahead == 3 else 0,
-                                     spans=list(range(spans, spans + fresh))))
-                spans, done[slot] = spans + fresh, done[slot] + rows
-                drawing += [slot] if last and ahead == 3 else []
-            results = driver._each(lambda runner: runner.step(StepPlan(new=new, work=work).encode(), True))
-            new = []
-            logits = np.concatenate([result.logits for result in results], 1)
-            for slot, row in zip(drawing, logits):
-                found[slot].append(row)
-    driver._each(lambda runner: runner.step(StepPlan(free=list(range(len(prompts)))).encode(), False))
-    return [row[0] for row in found]
 
 
 @pytest.mark.parametrize("form, group", FORMATS)

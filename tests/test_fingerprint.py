@@ -32,7 +32,7 @@ def test_it_is_the_same_for_the_same():
 
 @pytest.mark.parametrize("field, value", [("ranks", 3), ("weight_dtype", "int8"), ("weight_group_size", 64),
                                           ("quantize_head", False), ("cache_dtype", "int8"), ("span_size", 64),
-                                          ("model_hash", "abd")])
+                                          ("model_hash", "abd"), ("eos_token_ids", [7])])
 def test_it_changes_with_what_the_model_is(field, value):
     assert fingerprint(dataclasses.replace(INFO, **{field: value})) != fingerprint(INFO)
 

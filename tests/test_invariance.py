@@ -1,7 +1,7 @@
 """Same request, same bytes: a request's ids and the bits of its logprobs do not depend on anything but the request.
 
 Runs against one process and against a group of two ranks, each compared with itself; and an Engine against a group of
-one rank. Every probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
+one rank. With ALLSPARK_TEST_UNIT=CUDA:0 on a GPU, alone and behind a server. Every probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import pytest
 
 from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
-from checkpoints import checkpoint, prompt_of
+from checkpoints import UNIT, checkpoint, prompt_of
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
+SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
+if UNIT["compute_unit"].startswith("CUDA"):
+    MODELS += ("llama-bf16-heads-of-64",)
 NEW_TOKENS = 20
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
 PROBES: list[tuple[list[int], dict[str, Any]]] = [
@@ -31,7 +34,7 @@ PROBES: list[tuple[list[int], dict[str, Any]]] = [
 ]
 OTHERS = [(prompt_of(3 + 19 * i, seed=i), {"seed": 100 + i}) for i in range(17)]
 ALWAYS = {"max_new_tokens": NEW_TOKENS, "eos_token_id": -1, "logprobs": True, "top_logprobs": 3}
-PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 24}
+PLAIN = {"num_threads": 1, "enable_prefix_cache": False, "max_step_tokens": 1024, "engine_max_batch": 24, **UNIT}
 
 _names = (f"invariance-{i}" for i in itertools.count())
 
@@ -97,12 +100,12 @@ def first_run(engine: AbstractEngine, model: str) -> list[dict]:
     return _first_runs[key]
 
 
-@pytest.fixture(scope="module", params=["engine", "client-2"])
+@pytest.fixture(scope="module", params=["engine", "client-2" if UNIT["compute_unit"] == "CPU:0" else "client-1"])
 def engine(request, engine_of):
     return engine_of(request.param)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=[*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)])
 def model(request):
     return request.param
 

@@ -11,7 +11,7 @@ import pytest
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_server.runtime import memory, runner
+from allspark_server.runtime import device, memory, runner
 from allspark_server.runtime.runner import ModelRunner
 
 pytest.importorskip("torch")
@@ -28,7 +28,7 @@ def make(**fields) -> ModelRunner:
 
 
 def with_available(monkeypatch, size: int) -> None:
-    monkeypatch.setattr(runner, "available_memory", lambda world: size)
+    monkeypatch.setattr(device, "available_memory", lambda world: size)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -37,16 +37,16 @@ def test_cache_holds_every_request_at_full_length():
     spans = one.load()
     info = one.allocate_cache(spans)
     assert spans == info.num_spans == 5 * 7
-    assert info.cache_bytes <= spans * one._model.span_bytes()
-    assert info.weight_bytes >= one._model.weight_bytes()
+    assert info.cache_bytes <= spans * one._span_bytes
+    assert info.weight_bytes >= one._model.weight_bytes(one._device)
     one.close()
 
 
 def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
     probe = make()
     probe.load()
-    step = probe._rows_of_step(), probe._outputs_of_step(), 1
-    fixed, span = probe._model.weight_bytes() + probe._model.activation_bytes(*step), probe._model.span_bytes()
+    step, cpus = (probe._rows_of_step(), probe._outputs_of_step()), probe._device
+    fixed, span = probe._model.weight_bytes(cpus) + cpus.activation_bytes(probe._model, *step), probe._span_bytes
     probe.close()
     with_available(monkeypatch, fixed + 200 * span)
     assert make().load() == 120
@@ -61,7 +61,7 @@ def test_cache_is_a_share_of_what_is_free(monkeypatch, caplog):
 
 def test_cache_memory_is_taken_as_given(monkeypatch, caplog):
     one = make(cache_memory=10 * MIB)
-    assert one.load() == 10 * MIB // one._model.span_bytes()
+    assert one.load() == 10 * MIB // one._span_bytes
     with pytest.raises(AllSparkError, match=r"rank 0 of 1 needs .* for weights \(float32\) and activations and .* for "
                                             r"a cache of cache_memory=\d+ bytes, .* MiB are available"):
         make(cache_memory=1 << 50).load()

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from allspark_server.models.config import read_config  # noqa: E402
+from allspark_server.models import read_config  # noqa: E402
 from allspark_server.models.rotary import rotary_of  # noqa: E402
 from checkpoints import (CONFIGS, PROMPT_LENGTHS, STORED, check_greedy, check_logits, checkpoint,  # noqa: E402
                          prompt_of, reference_greedy, reference_logits, reference_model)
@@ -28,7 +28,8 @@ GREEDY_PROMPTS = (1, 90)
 # -- the description of the network, without native code ---------------------------------------------------------------
 @pytest.mark.parametrize("name", CONFIGS)
 def test_frequencies_are_those_of_transformers(name):
-    rotary = rotary_of(read_config(checkpoint(name)))
+    config = read_config(checkpoint(name))
+    rotary = rotary_of(config.rope, config.head_dim)
     expected = reference_model(checkpoint(name)).model.rotary_emb
     np.testing.assert_array_max_ulp(rotary.inv_freq, expected.inv_freq.numpy(), 2)
     assert rotary.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)

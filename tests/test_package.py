@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +48,11 @@ def test_native_library_that_cannot_be_had(monkeypatch, result, problem):
     monkeypatch.setattr(importlib, "import_module", import_module)
     with pytest.raises(ImportError, match=problem):
         native_library()
+
+
+def test_readme_has_the_table_of_what_is_served():
+    from allspark_server.models import MODELS
+    from allspark_server.models.architectures import ARCHITECTURES, served_table
+
+    assert served_table() in (Path(__file__).parents[1] / "README.md").read_text(), "README.md: put in served_table()"
+    assert ARCHITECTURES.keys() == MODELS.keys()

@@ -175,10 +175,13 @@ def test_pool_counts_references_and_evicts_the_least_recently_used():
         SpanPool(0)
 
 
-def test_prefix_chain_depends_on_ids_salt_and_dynamic_length():
+def test_prefix_chain_depends_on_ids_salt_and_length():
     cache = SpanKeys(2, dynamic_rope_original=10)
     assert cache.root("", 5) == cache.root("", 10) != cache.root("x", 5)
     assert cache.root("", 11) != cache.root("", 12) != cache.root("", 5)
+    long = SpanKeys(2, long_rope_original=10)
+    assert long.root("", 5) == long.root("", 10) != long.root("", 11) == long.root("", 12)
+    assert long.root("", 5, 10) == long.root("", 5) != long.root("", 5, 11) == long.root("", 11)
     plain = SpanKeys(2)
     assert plain.root("", 11) == plain.root("", 12)
     one, two, three = [], [], []

@@ -360,7 +360,7 @@ def test_graphs_that_cannot_be(directory, tmp_path):
     for change, problem in (
         (lambda: matrix.stored.__setattr__("dtype", "int3"), "unknown format 'int3' in groups of 64"),
         (lambda: matrix.stored.__setattr__("dtype", "float32"), "unknown format 'float32'"),
-        (lambda: matrix.stored.__setattr__("group_size", 48), "unknown format 'int4' in groups of 48"),
+        (lambda: matrix.stored.__setattr__("group_size", 44), "unknown format 'int4' in groups of 44"),
         (lambda: vector.stored.CopyFrom(matrix.stored), "is quantized, which this model or a vector cannot be"),
         (lambda: message.quantization.__setattr__("unquantized", "int8"), "of the unknown type 'int8'"),
         (lambda: message.ClearField("quantization"), "is quantized, which this model"),

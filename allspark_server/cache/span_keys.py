@@ -13,20 +13,28 @@ class SpanKeys:
     """A hash chain: a span's key is the hash of its token ids and of the key of the span before it. Any thread.
 
     The chain begins with the salt of the request, so that requests share spans only within one salt, and, where the
-    model's rotary embedding depends on the prompt's length (dynamic scaling, once past the original length), with that
-    length. Equal keys therefore mean equal keys and values, to the bit.
+    model's rotary embedding depends on the prompt's length once past the original length, with that length (dynamic
+    scaling); or, where it depends on the history's (LongRoPE), with that it is past it. Equal keys therefore mean equal keys and values, to the bit.
     """
 
-    def __init__(self, span_size: int, dynamic_rope_original: int = 0):
-        """`dynamic_rope_original`: the length that the model was trained for, if its rotary scaling is dynamic,
-        otherwise 0."""
+    def __init__(self, span_size: int, dynamic_rope_original: int = 0, long_rope_original: int = 0):
+        """dynamic_rope_original, long_rope_original: the length that the model was trained for, if its rotary scaling is
+        dynamic, or LongRoPE; otherwise 0."""
         self.span_size = span_size
         self._dynamic_rope_original = dynamic_rope_original
+        self._long_rope_original = long_rope_original
         self._pack = struct.Struct(f"<{span_size}i").pack
 
-    def root(self, salt: str, prompt_len: int) -> bytes:
-        """The key before the first span."""
+    @property
+    def depends_on_history(self) -> bool:
+        """Whether a history's root changes as it grows."""
+        return self._long_rope_original > 0
+
+    def root(self, salt: str, prompt_len: int, history: int = 0) -> bytes:
+        """The key before the first span, of a sequence with a history of so many tokens."""
         length = prompt_len if 0 < self._dynamic_rope_original < prompt_len else 0
+        if 0 < self._long_rope_original < max(prompt_len, history):
+            length = 1
         return hashlib.blake2b(struct.pack("<q", length) + salt.encode(), digest_size=_DIGEST_SIZE).digest()
 
     def extend(self, keys: list[bytes], root: bytes, tokens: Sequence[int], count: int) -> None:

@@ -27,6 +27,8 @@ class ChatFormat:
     _parser: Type[OutputParser]
     #: the Lark rules `calls` (one or several calls) of functions that rules `name_I` and `arguments_I` describe
     _calls: Optional[Callable[[list[dict[str, Any]], bool, Literal], str]]
+    #: what calls begin with; "{": the answer is a call if it begins so, and none otherwise
+    _trigger: str = ""
     #: texts that matter here even where they are special tokens
     markers: tuple[str, ...] = ()
 
@@ -39,26 +41,50 @@ class ChatFormat:
         return (self._parser if tools else _plain(self._parser))(tools, opened)
 
     def grammar(
-        self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, thinks: bool, literal: Literal
+        self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, thinks: bool,
+        literal: Literal, answer: Optional[str] = None,
     ) -> str:
-        """A Lark grammar of answers that call a tool, as tool_choice "required" or a named function demands, after a
-        rendered prompt. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
+        """A Lark grammar of answers after a rendered prompt. With tool_choice "required" or a named function: of those
+        that call a tool. Otherwise of all answers in which calls are as their functions say, or that are as the Lark rule
+        `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
         if self._calls is None:
-            raise ValueError(f"tool_choice: the chat format {self.name!r} has no tool calls; allowed: 'auto', 'none'")
-        if isinstance(tool_choice, dict):
+            raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may be "
+                             "'none', or 'auto' where no tool is strict and no response_format given")
+        named = isinstance(tool_choice, dict)
+        if named:
             tools = [t for t in tools if t["function"]["name"] == tool_choice["function"]["name"]]
         functions = [tool["function"] for tool in tools]
-        rules = [self._calls(functions, parallel and not isinstance(tool_choice, dict), literal)]
-        start = "calls"
+        forced = named or tool_choice == "required"
+        if not forced:  # only who asks for it is held to its schema
+            functions = [f if f.get("strict") else {**f, "parameters": None} for f in functions]
+        body, rules = "calls", [self._calls(functions, parallel and not named, literal)]
+        if self._trigger != "{":
+            free = not forced and answer is None
+            rules.append(_after_text("begin", self._trigger, literal) if free else f"begin: {literal(self._trigger)}")
+        if answer and self._trigger == "{" and "%json" in answer:
+            raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside tools "
+                             "that may be called or not; tool_choice must be 'none'")
+        if not forced:
+            body = "(calls | answer)"
+            rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
+        start = body
         begin, end = self._parser.REASONING[-1]
         if match := _THINKS.search(prompt):
             end = dict(self._parser.REASONING).get(match[1], end)
-            start = "reasoning calls"
+            start = f"reasoning {body}"
         elif thinks and not _HAS_THOUGHT.search(prompt):
-            start = f"({literal(begin)} reasoning)? calls"
+            start = f"({literal(begin)} reasoning)? {body}"
         if "reasoning" in start:
-            rules.append(_reasoning_rule(end, literal))
+            rules.append("reasoning: thought /\\s{0,4}/\n" + _after_text("thought", end, literal))
         return "\n".join([f"start: {start}", *rules])
+
+    def _text(self, literal: Literal) -> str:
+        """The Lark text for an answer without calls."""
+        if self._trigger == "{":
+            return r"/(\s*[^{\s](?s:.*))?/"
+        if _is_token(self._trigger, literal):
+            return "/(?s:.*)/"
+        return f"/(?s:.*)/ & ~/(?s:.*){_escaped(self._trigger)}(?s:.*)/"
 
 
 def opened_in(prompt: str) -> str:
@@ -72,16 +98,26 @@ def _plain(parser: Type[OutputParser]) -> Type[OutputParser]:
     return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
 
 
-def _reasoning_rule(end: str, literal: Literal) -> str:
-    if literal(end).startswith("<"):  # a special token is no part of a lexeme
-        return f"reasoning: THOUGHT {literal(end)} /\\s{{0,4}}/\nTHOUGHT: /(?s:.*)/"
-    pattern = re.escape(end).replace("/", r"\/")
-    return f"reasoning: thought /\\s{{0,4}}/\nthought[lazy]: /(?s:.*){pattern}/"
+def _is_token(mark: str, literal: Literal) -> bool:
+    """Such a one is no part of a lexeme."""
+    return literal(mark).startswith("<")
 
 
-def _json_rule(schema: Any) -> str:
+def _after_text(name: str, mark: str, literal: Literal) -> str:
+    """The Lark rule of this name: any text up to a mark, and that."""
+    if _is_token(mark, literal):
+        return f"{name}: {name.upper()} {literal(mark)}\n{name.upper()}: /(?s:.*)/"
+    return f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def json_rule(schema: Any, options: dict[str, Any] = _JSON) -> str:
+    """The Lark rule of a JSON schema."""
     schema = schema if isinstance(schema, dict) and schema else {"type": "object"}
-    return "%json " + json.dumps({**schema, "x-guidance": _JSON})
+    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _objects(functions: list[dict[str, Any]], key: str) -> str:
@@ -90,14 +126,14 @@ def _objects(functions: list[dict[str, Any]], key: str) -> str:
     for i, function in enumerate(functions):
         head = json.dumps(json.dumps({"name": function["name"]})[:-1] + f', "{key}": ')
         lines.append(f'object_{i}: {head} arguments_{i} "}}"')
-        lines.append(f"arguments_{i}: {_json_rule(function.get('parameters'))}")
+        lines.append(f"arguments_{i}: {json_rule(function.get('parameters'))}")
     return "\n".join(lines)
 
 
 def _hermes(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
-    call = rf'{literal("<tool_call>")} "\n" object "\n" {literal("</tool_call>")}'
-    several = r' ("\n" call)*' if parallel else ""
-    return f"calls: call{several}\ncall: {call}\n{_objects(functions, 'arguments')}"
+    several = rf' ("\n" {literal("<tool_call>")} call)*' if parallel else ""
+    call = rf'"\n" object "\n" {literal("</tool_call>")}'
+    return f"calls: begin call{several}\ncall: {call}\n{_objects(functions, 'arguments')}"
 
 
 def _llama(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
@@ -107,16 +143,19 @@ def _llama(functions: list[dict[str, Any]], parallel: bool, literal: Literal) ->
 
 def _mistral(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
     several = ' (", " object)*' if parallel else ""
-    return f'calls: {literal("[TOOL_CALLS]")} "[" object{several} "]"\n{_objects(functions, "arguments")}'
+    return f'calls: begin "[" object{several} "]"\n{_objects(functions, "arguments")}'
 
 
 def _glm(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> str:
-    several = r' ("\n" call)*' if parallel else ""
-    lines = [f"calls: call{several}",
-             f'call: {literal("<tool_call>")} ({" | ".join(f"call_{i}" for i in range(len(functions)))}) '
+    several = rf' ("\n" {literal("<tool_call>")} call)*' if parallel else ""
+    lines = [f"calls: begin call{several}",
+             f'call: ({" | ".join(f"call_{i}" for i in range(len(functions)))}) '
              f'{literal("</tool_call>")}']
     for i, function in enumerate(functions):
-        schema = function.get("parameters") or {}
+        schema = function.get("parameters")
+        if schema is None:
+            lines.append(f"call_{i}: {json.dumps(function['name'] + chr(10))} pair*")
+            continue
         parts = [json.dumps(function["name"] + "\n")]
         for j, (key, value) in enumerate((schema.get("properties") or {}).items()):
             part = (rf'{literal("<arg_key>")} {json.dumps(key)} {literal("</arg_key>")} "\n" '
@@ -124,6 +163,9 @@ def _glm(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> s
             parts.append(part if key in schema.get("required", ()) else f"({part})?")
             lines.append(f"value_{i}_{j}: {_glm_value(value, schema)}")
         lines.append(f"call_{i}: " + " ".join(parts))
+    if any(function.get("parameters") is None for function in functions):
+        lines += [rf'pair: {literal("<arg_key>")} /[^<]+/ {literal("</arg_key>")} "\n" {literal("<arg_value>")} value "\n"',
+                  _after_text("value", "</arg_value>", literal)]
     return "\n".join(lines)
 
 
@@ -135,20 +177,21 @@ def _glm_value(value: Any, schema: dict[str, Any]) -> str:
         most = value.get("maxLength", "")
         return f"/[^<]{{{value.get('minLength', 0)},{most}}}/"
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return _json_rule({**value, **definitions} if isinstance(value, dict) else value)
+    return json_rule({**value, **definitions} if isinstance(value, dict) else value)
 
 
 FORMATS: dict[str, ChatFormat] = {
     f.name: f
     for f in (
-        ChatFormat("hermes", HermesParser, _hermes, ("<tool_call>", "</tool_call>", "<think>", "</think>")),
-        ChatFormat("llama3", LlamaParser, _llama, ("<|python_tag|>", "<think>", "</think>")),
-        ChatFormat("mistral", MistralParser, _mistral,
+        ChatFormat("hermes", HermesParser, _hermes, "<tool_call>",
+                   ("<tool_call>", "</tool_call>", "<think>", "</think>")),
+        ChatFormat("llama3", LlamaParser, _llama, "{", ("<|python_tag|>", "<think>", "</think>")),
+        ChatFormat("mistral", MistralParser, _mistral, "[TOOL_CALLS]",
                    ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "<think>", "</think>")),
-        ChatFormat("glm45", GlmParser, _glm,
+        ChatFormat("glm45", GlmParser, _glm, "<tool_call>",
                    ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
                     "<think>", "</think>")),
-        ChatFormat("plain", OutputParser, None, ("<think>", "</think>")),
+        ChatFormat("plain", OutputParser, None, "", ("<think>", "</think>")),
     )
 }
 

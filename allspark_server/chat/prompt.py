@@ -1,14 +1,16 @@
-"""Rank 0's part of a chat: its prompt, and the grammar of an answer that must be a tool call."""
+"""Rank 0's part of a chat: its prompt, and the grammar of an answer that must be, or may be, a tool call."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Optional, Sequence
 
 from allspark_client.chat import ChatOptions
+from allspark_client.request import RequestSpec
 
-from .formats import ChatFormat, opened_in
+from ..guided import schema_of
+from .formats import ChatFormat, json_rule, opened_in
 
 if TYPE_CHECKING:
     from ..text import Tokenizer
@@ -20,7 +22,8 @@ TAIL_IDS = 16  # of a prompt, that show what it has begun of the answer
 
 def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
     """The prompt's text. ValueError from the template, or without one."""
-    tools = options.offered
+    tools = [{**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+             for tool in options.offered]
     kwargs = dict(options.chat_template_kwargs)
     template = tokenizer.chat_template(bool(tools))
     shown = [_shown(message, bool(_TAKES_PARTS.search(template))) for message in messages]
@@ -49,18 +52,39 @@ def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     return opened_in(tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False))
 
 
-def forced_calls(
-    tokenizer: Tokenizer, chat_format: ChatFormat, options: ChatOptions, prompt: Sequence[int]
-) -> dict[str, Any]:
-    """The response_format of an answer that must be a tool call. ValueError if the format has none."""
+def guided_calls(
+    tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
+) -> Optional[dict[str, Any]]:
+    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema; None: the
+    request asks for neither. ValueError if the format has none."""
+    options, wanted = spec.chat, spec.config.response_format
+    if wanted is not None and wanted["type"] == "text":
+        wanted = None
+    if not options.forced and not (options.offered and (wanted or options.strict)):
+        return None
 
     def literal(text: str) -> str:
         mark = tokenizer.mark_id(text)
         return json.dumps(text) if mark is None else f"<[{mark}]>"
 
-    tail = tokenizer.decode(prompt[-TAIL_IDS:], skip_special_tokens=False)
+    tail = tokenizer.decode(spec.input_ids[-TAIL_IDS:], skip_special_tokens=False)
     thinks = any("<think>" in t or "[THINK]" in t for t in tokenizer.chat_templates.values())
     grammar = chat_format.grammar(
-        options.tools, options.tool_choice, options.parallel_tool_calls, tail, thinks, literal
+        options.tools, options.tool_choice, options.parallel_tool_calls, tail, thinks, literal,
+        None if wanted is None or options.forced else _answer_rule(wanted),
     )
     return {"type": "grammar", "grammar": grammar}
+
+
+def _answer_rule(response_format: dict[str, Any]) -> str:
+    """The Lark rule of a response_format."""
+    kind = response_format["type"]
+    if kind == "regex":
+        return "/" + re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", response_format["regex"], flags=re.S) + "/"
+    if kind == "choice":
+        return " | ".join(map(json.dumps, response_format["choice"]))
+    if kind == "grammar":
+        raise ValueError("a grammar cannot stand beside tools that may be called or not; tool_choice must be 'none'")
+    schema, lenient = schema_of(response_format["json_schema"]) if kind == "json_schema" else ({}, False)
+    flexible = not response_format.get("disable_any_whitespace", False)
+    return json_rule(schema, {"whitespace_flexible": flexible, "lenient": lenient})

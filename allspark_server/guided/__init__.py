@@ -5,7 +5,8 @@ which gives each sequence a `Matcher`; `MaskWriter` is the thread that keeps the
 Nothing here knows requests or devices.
 """
 
+from .checker import schema_of
 from .grammar import Grammar, Guide, Matcher, MatcherError
 from .masks import Guidance, MaskWriter
 
-__all__ = ["Grammar", "Guidance", "Guide", "MaskWriter", "Matcher", "MatcherError"]
+__all__ = ["Grammar", "Guidance", "Guide", "MaskWriter", "Matcher", "MatcherError", "schema_of"]

@@ -54,7 +54,7 @@ def grammar_text(response_format: dict[str, Any]) -> str:
     if kind == "json_object":
         return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options)
     if kind == "json_schema":
-        schema, lenient = _schema(response_format["json_schema"])
+        schema, lenient = schema_of(response_format["json_schema"])
         if not isinstance(schema, dict):
             schema = {"allOf": [schema]}
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides={**options, "lenient": lenient})
@@ -74,7 +74,7 @@ def grammar_text(response_format: dict[str, Any]) -> str:
     return llguidance.LLMatcher.grammar_from_lark(text)
 
 
-def _schema(given: Any) -> tuple[Any, bool]:
+def schema_of(given: Any) -> tuple[Any, bool]:
     """The schema itself, and whether keywords that are not known are passed over."""
     if isinstance(given, str):
         given = json.loads(given)

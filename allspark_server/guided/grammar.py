@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from allspark_client.types import VocabType
 
-from ..weights.files import MAX_TOKENIZER_BYTES, read_file
+from ..vocabularies import tokenizer_json
 from .checker import Checker, new_matcher, read_tokenizer
 from .vocabulary import tokenizer_of_vocab, without_marks
 
@@ -146,9 +146,8 @@ class Guide:
 
     @classmethod
     def from_dir(cls, path: str, vocab_size: int, eos_ids: Iterable[int]) -> "Guide":
-        """Of the tokenizer.json in a directory."""
-        data = read_file(Path(path) / "tokenizer.json", MAX_TOKENIZER_BYTES)
-        return cls(data.decode(), vocab_size, eos_ids)
+        """Of the tokenizer in a directory."""
+        return cls(tokenizer_json(path).decode(), vocab_size, eos_ids)
 
     def start(self) -> None:
         """Reads the tokenizer, here and in the checker's process, so that the first request need not wait for it.

@@ -206,7 +206,7 @@ def _text(content: None | str | list[TextBlock]) -> str:
 def options_of(request: Prompt) -> dict[str, Any]:
     """The rest of the prompt, as ChatOptions."""
     tools = [{"type": "function", "function": {
-        "name": tool.name, "parameters": tool.input_schema,
+        "name": tool.name, "parameters": tool.input_schema, **({"strict": True} if tool.strict else {}),
         **({"description": tool.description} if tool.description is not None else {})}} for tool in request.tools or ()]
     choice, parallel = None, None
     if tools and request.tool_choice is not None:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from math import gcd
 
-from allspark_server.models.config import ModelConfig
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph, Part, Tensor, Weight
+from allspark_server.models.ops import Attribute
 from allspark_server.models.rotary import rotary_of
 from allspark_server.weights.shard import Split
 
 
-def begin(config: ModelConfig) -> tuple[Graph, Tensor]:
-    """An empty graph with the rotary table and the token embedding, and the residual stream."""
+LOCAL = 1  # the number of the rotary table that layers with a window have, where it is their own
+
+
+def begin(config: ModelConfig, name: str = "model.embed_tokens.weight") -> tuple[Graph, Tensor]:
+    """An empty graph with the rotary tables and the token embedding, and the residual stream."""
     graph = Graph(config)
-    graph.rotary_table(rotary_of(config))
-    embedding = graph.matrix("model.embed_tokens.weight", config.vocab_size, config.hidden_size, row_split=graph.vocab)
-    return graph, graph.embedding(embedding)
+    if not config.alibi:
+        graph.rotary_table(rotary_of(config.rope, config.head_dim))
+    if config.local_rope is not None:
+        graph.rotary_table(rotary_of(config.local_rope, config.head_dim), LOCAL)
+    embedding = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
+    scaled = {} if config.embedding_scale == 1 else {"scale": config.embedding_scale}
+    return graph, graph.embedding(embedding, **scaled)
 
 
 def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tensor:
@@ -25,16 +33,29 @@ def qkv_projection(graph: Graph, x: Tensor, prefix: str, *, bias: bool) -> Tenso
     return graph.linear(x, weight, added, out="qkv")
 
 
-def output_projection(graph: Graph, attended: Tensor, prefix: str, *, bias: bool = False) -> Tensor:
-    return graph.row_parallel_linear(attended, f"{prefix}.o_proj", graph.q_heads, bias, out="branch")
+def sliced_qkv(graph: Graph, x: Tensor, name: str, *, bias: bool = False) -> Tensor:
+    """The same of a checkpoint that holds them as one matrix."""
+    weight, added = graph.sliced(name, (graph.q_heads, graph.kv_heads, graph.kv_heads), graph.config.hidden_size, bias)
+    return graph.linear(x, weight, added, out="qkv")
 
 
-def gated_mlp(graph: Graph, x: Tensor, prefix: str, *, bias: bool = False) -> Tensor:
-    """down(silu(gate(x)) * up(x)), gate and up packed into one matrix."""
-    weight, added = graph.packed(prefix, ("gate_proj", "up_proj"), (graph.intermediate, graph.intermediate),
-                                 graph.config.hidden_size, bias)
-    activated = graph.silu_mul(graph.linear(x, weight, added, out="gate_up"))
-    return graph.row_parallel_linear(activated, f"{prefix}.down_proj", graph.intermediate, bias, out="branch")
+def output_projection(graph: Graph, attended: Tensor, prefix: str, name: str = "o_proj", *,
+                      bias: bool = False) -> Tensor:
+    return graph.row_parallel_linear(attended, f"{prefix}.{name}", graph.q_heads, bias, out="branch")
+
+
+def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), *,
+              bias: bool = False, gelu: bool = False) -> Tensor:
+    """down(silu(gate(x)) * up(x)), gate and up packed into one matrix. names: of gate, up and down, or of a matrix that
+    holds gate and up in the checkpoint, and of down. gelu: by tanh, instead of silu."""
+    halves = (graph.intermediate, graph.intermediate)
+    if len(names) == 2:
+        weight, added = graph.sliced(f"{prefix}.{names[0]}", halves, graph.config.hidden_size, bias)
+    else:
+        weight, added = graph.packed(prefix, names[:2], halves, graph.config.hidden_size, bias)
+    gate_up = graph.linear(x, weight, added, out="gate_up")
+    activated = graph.gelu_tanh_mul(gate_up) if gelu else graph.silu_mul(gate_up)
+    return graph.row_parallel_linear(activated, f"{prefix}.{names[-1]}", graph.intermediate, bias, out="branch")
 
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
@@ -76,12 +97,15 @@ def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:
     return graph.sigmoid_mul(y, graph.linear(x, gate, None, out="shared_gate"))
 
 
-def finish(graph: Graph, x: Tensor) -> Graph:
-    """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample."""
+def finish(graph: Graph, x: Tensor, norm: str = "model.norm.weight", head: str = "lm_head.weight",
+           **more: Attribute) -> Graph:
+    """Final norm, head (the embedding itself when tied) and sampling, for the rows that sample. more: attributes of the
+    norm."""
     config = graph.config
-    normed = graph.rms_norm(graph.select_rows(x), "model.norm.weight")
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    head = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
+    normed = graph.rms_norm(graph.select_rows(x), norm, **more)
+    name = "model.embed_tokens.weight" if config.tie_word_embeddings else head
+    weight = graph.matrix(name, config.vocab_size, config.hidden_size, row_split=graph.vocab)
     graph.hidden_states(normed)
-    graph.sample(graph.linear(normed, head, None, out="logits"))
+    logits = graph.linear(normed, weight, None, out="logits")
+    graph.sample(graph.soft_cap(logits, config.logit_cap) if config.logit_cap else logits)
     return graph

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Mapping
 
-from allspark_server.models.config import ModelConfig
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.models.rotary import Rotary
 from allspark_server.weights.formats import StoredQuantization, WeightFormat
@@ -297,9 +297,15 @@ class Graph:
         """Cosines and sines of every position; one for each number, first."""
         name = f"rotary.{table}.inv_freq" if table else "rotary.inv_freq"
         frequencies = self.weight(Weight(name, values=tuple(float(f) for f in rotary.inv_freq)))
+        long = None
         if table:
             more["table"] = table
-        self._op("rotary_table", weights=(frequencies,), attention_factor=rotary.attention_factor,
+        if rotary.growth != "linear":
+            more["growth"] = rotary.growth
+        if rotary.long_inv_freq is not None:
+            more["long_table"] = 1
+            long = self.weight(Weight(f"{name}.long", values=tuple(float(f) for f in rotary.long_inv_freq)))
+        self._op("rotary_table", weights=(frequencies, long), attention_factor=rotary.attention_factor,
                  dynamic=int(rotary.dynamic), base=rotary.base, factor=rotary.factor,
                  original_max=rotary.original_max, rotary_dim=rotary.dim, **more)
 
@@ -314,9 +320,9 @@ class Graph:
         self._op("all_reduce", (x,), (x,))
         return x
 
-    def rms_norm(self, x: Tensor, name: str, **more: Attribute) -> Tensor:
+    def rms_norm(self, x: Tensor, name: str, out: str = "normed", **more: Attribute) -> Tensor:
         weight = self.weight(Weight(name, (Part(name, self.config.hidden_size),)))
-        y = self.tensor("logit_normed" if x.logit_rows else "normed", x.blocks, x.rows)
+        y = self.tensor(f"logit_{out}" if x.logit_rows else out, x.blocks, x.rows)
         self._op("rms_norm", (x,), (y,), (weight,), eps=self.config.rms_norm_eps, **more)
         return y
 
@@ -330,6 +336,18 @@ class Graph:
     def row_parallel_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
         """A linear layer whose input is divided among ranks, and the all_reduce that makes its result whole."""
         return self.all_reduce(self.partial_linear(x, prefix, split, bias, out))
+
+    def sliced(self, name: str, splits: tuple[Split, ...], columns: int, bias: bool) -> tuple[Weight, Weight | None]:
+        """Column-parallel layers that the checkpoint holds as one, NAME.weight (and NAME.bias): its rows are these, one
+        after the other."""
+        of = sum(split.width for split in splits)
+        firsts = [sum(split.width for split in splits[:i]) for i in range(len(splits))]
+
+        def parts(tensor: str) -> tuple[Part, ...]:
+            return tuple(Part(tensor, s.width, s, first, of) for s, first in zip(splits, firsts))
+
+        weight = self.weight(Weight(f"{name}.weight", parts(f"{name}.weight"), columns))
+        return weight, self.weight(Weight(f"{name}.bias", parts(f"{name}.bias"))) if bias else None
 
     def partial_linear(self, x: Tensor, prefix: str, split: Split, bias: bool, out: str) -> Tensor:
         """A linear layer whose input is divided among ranks: each has a part of its result, which are to be added."""
@@ -352,9 +370,24 @@ class Graph:
                  **more)
         return qkv
 
+    def qk_square_sums(self, qkv: Tensor) -> Tensor:
+        """Of all query heads, and of all key heads, the sum of their values' squares, each head counted on one rank."""
+        sums = self.tensor("square_sums", (Block(2),), qkv.rows)
+        self._op("qk_square_sums", (qkv,), (sums,))
+        return self.all_reduce(sums)
+
+    def qk_norm(self, qkv: Tensor, q_name: str, k_name: str) -> Tensor:
+        """RMS norm of all queries as one vector, and of all keys, in place."""
+        queries, keys = qkv.blocks[:2]
+        weights = [self.weight(Weight(name, (Part(name, block.width, block.split),)))
+                   for name, block in ((q_name, queries), (k_name, keys))]
+        self._op("qk_norm", (qkv, self.qk_square_sums(qkv)), (qkv,), weights, eps=self.config.rms_norm_eps,
+                 q_width=queries.width, k_width=keys.width)
+        return qkv
+
     def rope(self, qkv: Tensor, **more: Attribute) -> Tensor:
-        """Rotates query and key heads (the two halves of a head are the pairs), in place."""
-        dims = {"head_dim": self.config.head_dim, "rotary_dim": more.get("head_dim", self.config.head_dim)}
+        """Rotates query and key heads (the two halves of a head's rotated features are the pairs), in place."""
+        dims = {"head_dim": self.config.head_dim, "rotary_dim": more.get("head_dim", self.config.rotary_dim)}
         self._op("rope", (qkv,), (qkv,), **{**dims, **more})
         return qkv
 

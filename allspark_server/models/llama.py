@@ -4,7 +4,7 @@ a sliding window on all layers, some or none. SmolLM3: with layers (every fourth
 from __future__ import annotations
 
 from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
-from allspark_server.models.config import ModelConfig
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
 
 

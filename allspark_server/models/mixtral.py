@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allspark_server.models.blocks import begin, finish, output_projection, qkv_projection, routed_experts
-from allspark_server.models.config import ModelConfig
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from allspark_server.models.blocks import (begin, finish, gated_mlp, output_projection, qkv_projection, routed_experts,
                                            shared_expert)
-from allspark_server.models.config import ModelConfig
+from allspark_server.models.network import ModelConfig
 from allspark_server.models.graph import Graph
 
 

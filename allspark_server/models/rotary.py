@@ -14,14 +14,14 @@ from decimal import Decimal
 
 import numpy as np
 
-from allspark_server.models.config import ModelConfig, RopeConfig
+from allspark_server.models.network import RopeConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
     """dim: rotated features of a head; inv_freq: float32 [dim / 2], radians per position; attention_factor multiplies
-    cosines and sines. With `dynamic`, positions beyond original_max use base * (factor * length / original_max -
-    (factor - 1)) ** (dim / (dim - 2)) instead of base, length = max(prompt length, position + 1)."""
+    cosines and sines. long_inv_freq: instead, for rows whose length (max(prompt length, position + 1)) is beyond
+    original_max. With `dynamic`, such rows use a base that grows with the length: see the table of ops."""
 
     dim: int
     base: float
@@ -30,25 +30,33 @@ class Rotary:
     dynamic: bool = False
     factor: float = 1.0
     original_max: int = 0
+    growth: str = "linear"
+    long_inv_freq: np.ndarray | None = None
 
 
-def rotary_of(config: ModelConfig) -> Rotary:
-    """The rotary embedding of a model; ValueError when its fields do not describe one."""
+def rotary_of(rope: RopeConfig, head_dim: int) -> Rotary:
+    """The rotary embedding of heads of that size; ValueError when its fields do not describe one."""
     try:
         with np.errstate(all="ignore"):
-            rotary = _rotary_of(config)
-        sound = math.isfinite(rotary.attention_factor) and bool(np.isfinite(rotary.inv_freq).all())
+            rotary = _rotary_of(rope, rope.dim or head_dim)
+        sound = math.isfinite(rotary.attention_factor) and bool(np.isfinite(rotary.inv_freq).all()) and (
+            rotary.long_inv_freq is None or bool(np.isfinite(rotary.long_inv_freq).all()))
     except (ArithmeticError, ValueError):  # a division by zero, an overflow, a logarithm of nothing
         sound = False
     if not sound:
-        raise ValueError(f"the rotary embedding of head_dim {config.head_dim} and {config.rope} is not finite")
+        raise ValueError(f"the rotary embedding of head_dim {head_dim} and {rope} is not finite")
     return rotary
 
 
-def _rotary_of(config: ModelConfig) -> Rotary:
-    rope, dim = config.rope, config.head_dim
+def _rotary_of(rope: RopeConfig, dim: int) -> Rotary:
     if rope.type == "yarn":
         return Rotary(dim, rope.theta, _yarn(rope, dim), _yarn_attention_factor(rope))
+    if rope.type == "longrope":
+        powers = _powers(rope.theta, dim)
+        short, long = (np.float32(1) / (np.array(factors, np.float32) * powers)
+                       for factors in (rope.short_factors, rope.long_factors))
+        return Rotary(dim, rope.theta, short, _longrope_attention_factor(rope), original_max=rope.original_max,
+                      long_inv_freq=long)
     inv_freq = np.float32(1) / _powers(rope.theta, dim)
     if rope.type == "linear":
         inv_freq = inv_freq / np.float32(rope.factor)
@@ -56,7 +64,7 @@ def _rotary_of(config: ModelConfig) -> Rotary:
         inv_freq = _llama3(rope, inv_freq)
     dynamic = rope.type == "dynamic"
     return Rotary(dim, rope.theta, inv_freq.astype(np.float32), 1.0, dynamic, rope.factor if dynamic else 1.0,
-                  rope.original_max if dynamic else 0)
+                  rope.original_max if dynamic else 0, rope.growth)
 
 
 def _powers(base: float, dim: int) -> np.ndarray:
@@ -111,3 +119,9 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + _log(rope.factor) / _log(rope.original_max))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from typing import Callable
 
 import numpy as np
 
-from allspark_server.runtime.native import native_library
+from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
@@ -38,10 +39,14 @@ def fixed_values(shape: tuple[int, ...], seed: int) -> np.ndarray:
     return (x.astype(np.float32) * np.float32(2**-23) - np.float32(1)).reshape(shape)
 
 
-def _executor(weights: str, group: int, cache: str, experts: bool = False):
-    """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP."""
-    native = native_library()
-    e = native.Executor(num_threads=1)
+def _on_cpu():
+    return native_library().Executor(num_threads=1)
+
+
+def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu):
+    """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP. empty: makes an
+    executor of a device."""
+    native, e = native_library(), empty()
     seeds = iter(range(1, 100))
 
     def matrix(rows: int, columns: int, stack: int = 1, dtype: str = weights) -> int:
@@ -145,7 +150,20 @@ def expert_digests() -> dict[str, str]:
             for weights, group in WEIGHTS}
 
 
-def results_digest() -> str:
-    """One digest of all."""
-    facts = sorted({**result_digests(), **expert_digests()}.items())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+@functools.lru_cache(maxsize=8)
+def gpu_digests(index: int) -> dict[str, str]:
+    """The same of a GPU, by format of weights and type of cache."""
+    def empty():
+        return cuda_library().Executor(index, native_library().HostSampler(1))
+
+    found = {f"weights {weights}": _run(_executor(weights, 0, "float32", empty=empty), (3, 37, 1, 290))
+             for weights in ("float32", "bfloat16")}
+    found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,))
+              for cache in ("float32", "bfloat16")}
+    return {**found, "vocabulary": _draw()}
+
+
+def results_digest(gpu: int | None = None) -> str:
+    """One digest of all: of the CPU, or of a GPU."""
+    found = {**result_digests(), **expert_digests()} if gpu is None else gpu_digests(gpu)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

@@ -33,6 +33,12 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
     elif op.type == "head_norm":
         block = int(attrs.pop("block"))
         attrs["offset"], attrs["heads"] = sum(widths[:block]), widths[block] // head_dim
+    elif op.type == "qk_square_sums":  # a KV head that two ranks hold counts on the first of them
+        begin, end = blocks[1].range_of(rank, world)
+        first = max(begin, blocks[1].range_of(rank - 1, world)[1]) if rank else begin
+        attrs["q_columns"], attrs["k_offset"], attrs["k_columns"] = widths[0], widths[0] + first - begin, end - first
+    elif op.type == "qk_norm":
+        attrs["q_columns"], attrs["k_columns"] = widths[:2]
     elif op.type == "rope":
         attrs["offset"], attrs["heads"] = 0, (widths[0] + widths[1]) // head_dim
     elif op.type == "span_attention":

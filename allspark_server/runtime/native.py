@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from allspark_client.errors import AllSparkError, AsStatus
+
 
 def native_library() -> ModuleType:
     """The module `allspark_server._native`; ImportError saying what to do when it is missing, cannot be loaded, or has
@@ -21,3 +23,18 @@ def native_library() -> ModuleType:
         raise ImportError("this CPU has none of the instruction sets that the native library has kernels for "
                           "(x86-64: AVX2 with FMA and F16C, or AVX-512; 64-bit Arm: NEON)")
     return module
+
+
+def cuda_library() -> ModuleType:
+    """The module `allspark_server._cuda`, which only GPUs need; AllSparkError saying what to do when it is missing or
+    cannot be loaded."""
+    native_library()  # whose types it shares
+    try:
+        return importlib.import_module("allspark_server._cuda")
+    except ModuleNotFoundError:
+        why = ("this installation has no CUDA backend: build it where there is an nvcc (CUDA's toolkit, or pip install "
+               "nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl), with "
+               "ALLSPARK_CUDA=1 pip install --no-build-isolation .")
+    except ImportError as error:
+        why = f"the CUDA backend cannot be loaded: {error}"
+    raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR, f"compute_unit 'CUDA': {why}")

@@ -7,12 +7,13 @@ import logging
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
-from allspark_server.models.graph import OUTPUT_ROWS, Weight
+from allspark_server.models.graph import Weight
+from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
-from allspark_server.runtime.native import native_library
 from allspark_server.weights.checkpoint import open_model
-from allspark_server.weights.formats import WeightFormat, group_of_slice, wanted_formats
-from allspark_server.weights.loader import Loader, Progress, unquantized_type
+from allspark_server.weights.formats import WeightFormat, wanted_formats
+from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
+from allspark_server.weights.quantized import ColumnSlice
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class RankModel:
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
+        self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
         self._choose_types(unquantized_type(self.graph, self.source))
         self._warn_about_length()
@@ -53,49 +55,29 @@ class RankModel:
         self.cache_dtype = QUANTIZED_CACHES.get(config.cache_mode, plain)
 
     # -- sizes -----------------------------------------------------------------------------------------------------
-    def weight_bytes(self) -> int:
+    def weight_bytes(self, device: Device) -> int:
         def size(weight: Weight) -> int:
             if not weight.is_matrix:
                 return 4 * weight.elements_of(self.rank, self.world)
             begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
-            return native_library().matrix_bytes(weight.rows_of(self.rank, self.world), *self._slice(weight),
-                                                 end - begin)
+            return device.matrix_bytes(weight.rows_of(self.rank, self.world), self.slice_of(weight), end - begin)
 
         return sum(size(weight) for weight in self.graph.weights.values())
 
-    def activation_bytes(self, rows: int, outputs: int, threads: int) -> int:
-        """What a step of so many rows needs, so many of them with outputs."""
-        def rows_of(row_set: str) -> int:
-            formed = self.graph.row_sets.get(row_set)
-            return formed.times * rows_of(formed.of) if formed else outputs if row_set == OUTPUT_ROWS else rows
-
-        tensors = sum(tensor.width_of(self.rank, self.world) * rows_of(tensor.rows)
-                      for tensor in self.graph.tensors.values())
-        attention = native_library().attention_bytes(threads, self.config.engine_max_length,
-                                                     self.graph.config.head_dim, self.cache_dtype)
-        # Layers of different windows share out their work, and keep their partial results, each for themselves.
-        windows = {op.attrs.get("window", 0) for op in self.graph.ops if op.type == "span_attention"}
-        products = {(self._slice(self.graph.weights[op.weights[0]]), self.graph.tensors[op.outputs[0]].rows)
-                    for op in self.graph.ops if op.type in ("linear", "expert_linear")}
-        prepared = 0
-        for one, row_set in products:
-            gathered = 4 * one[0] if row_set in self.graph.row_sets else 0  # rows of experts, as floats
-            size = native_library().prepared_bytes(*one) or gathered
-            prepared = max(prepared, size * max(rows_of(row_set), threads))
-        return 4 * tensors + len(windows) * attention + 2 * prepared  # a product's own rows, and attention's
-
-    def span_bytes(self) -> int:
+    def span_bytes(self, device: Device) -> int:
         """Keys and values of one span in every layer, in this rank's heads."""
         net = self.graph.config
-        head = native_library().span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
+        head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
         return head * (end - begin) * net.num_layers
 
-    def _slice(self, weight: Weight) -> tuple[int, str, int]:
-        """(in_features, type, group size) of this rank's part of a matrix."""
-        first, last = weight.column_range_of(self.rank, self.world)
-        form = self.formats[weight.name]
-        return last - first, form.dtype, group_of_slice(form.group_size, first)
+    def slice_of(self, weight: Weight) -> ColumnSlice:
+        """This rank's columns of a matrix."""
+        found = self._slices.get(weight.name)
+        if found is None:
+            form = self.formats[weight.name]
+            found = self._slices[weight.name] = column_slice(self.source, weight, form, self.rank, self.world)
+        return found
 
     # -- loading ---------------------------------------------------------------------------------------------------
     def load(self, executor, progress: Progress | None) -> None:

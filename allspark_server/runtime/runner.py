@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Iterator, Sequence
 
 from allspark_client.config import AsModelConfig, check_available
-from allspark_client.errors import AllSparkError, AsStatus
+from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime import memory
 from allspark_server.runtime.binding import pages_by_node
+from allspark_server.runtime.device import Device, device_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
-from allspark_server.runtime.memory import available_memory, bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
-from allspark_server.runtime.native import native_library
+from allspark_server.runtime.memory import bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
@@ -27,12 +27,6 @@ from allspark_server.weights.loader import Progress
 
 logger = logging.getLogger(__name__)
 
-# Rows of a step unless told otherwise: enough for matrix products to be bound by arithmetic, few enough that a long
-# prompt does not hold up the other requests' tokens.
-DEFAULT_STEP_TOKENS = 256
-# Of the memory that is left beside the weights, what a cache of unspecified size takes at most; and what it may take if
-# that is needed for even one request of full length.
-CACHE_SHARE, LARGEST_CACHE_SHARE = 0.6, 0.9
 MISPLACED_SHARE = 0.05
 _PAGE = 4096
 PROGRESS_SECONDS = 5.0
@@ -66,6 +60,7 @@ class ModelRunner:
         self.cpus = list(cpus or [])
         #: called during load with (elements done, of how many)
         self.progress: Progress | None = None
+        self._device: Device | None = None
         self._executor = None
         self._reservation: Reservation | None = None  # of memory that is not touched yet
         self._model: RankModel | None = None
@@ -86,25 +81,27 @@ class ModelRunner:
     def load(self) -> int:
         """Opens and loads the model; returns how many spans of cache this rank can hold. AllSparkError if it cannot."""
         began = time.perf_counter()
-        native = native_library()
         check_available(self.config.validate())
         config = self.config
+        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self.threads)
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world)
         models = [model]
         if config.speculation == "draft":
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world)
             check_draft(self._draft, model)
             models.append(self._draft)
-        step = self._rows_of_step(), self._outputs_of_step(), self.threads
-        fixed = sum(each.weight_bytes() + each.activation_bytes(*step) for each in models)
-        self._span_bytes = sum(each.span_bytes() for each in models)
+        for each in models:
+            device.check(config, {each.formats[name].dtype for name in each.formats}, each.cache_dtype)
+        step = self._rows_of_step(), self._outputs_of_step()
+        fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
+        self._span_bytes = sum(each.span_bytes(device) for each in models)
         self.host_spans = self._count_host_spans()
         if not config.host_cache_dir:
             fixed += config.host_cache_memory
         with planning():
-            spans = self._spans(available_memory(self.world), fixed)
-            self._reservation = Reservation(config.model_name, fixed + spans * self._span_bytes, bound_nodes())
-        self._executor = native.Executor(self.rank, self.world, self.window, self._pinned(), self.threads)
+            spans = self._spans(device.available(self.world), fixed)
+            self._reservation = device.reserve(config.model_name, fixed + spans * self._span_bytes)
+        self._executor = device.executor(self.rank, self.world, self.window)
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
@@ -129,13 +126,13 @@ class ModelRunner:
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
-            self._executor.allocate(rows, *sizes, model.cache_dtype, outputs, draft=self._draft_executor,
-                                    masks=DEPTH * outputs)
+            self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
+                                  DEPTH * outputs)
         hash_of_model = model_hash(model.opened, model.formats, digests or [self.digest])
         if host_spans:
             with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
-        if self.rank == 0:
+        if self.rank == 0 and self._device.profiled:
             self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
         self._check_placement()
         net = model.graph.config
@@ -144,11 +141,12 @@ class ModelRunner:
             eos_token_ids=list(net.eos_token_ids), max_length=config.engine_max_length, num_spans=num_spans,
             span_size=config.cache_span_size, max_step_tokens=rows, max_batch=config.engine_max_batch,
             weight_bytes=self._executor.weight_bytes(), cache_bytes=self._executor.cache_bytes(), ranks=self.world,
-            isa=native_library().isa(), weight_dtype=model.weight_dtype, cache_dtype=model.cache_dtype,
+            isa=self._device.isa, weight_dtype=model.weight_dtype, cache_dtype=model.cache_dtype,
             model_hash=hash_of_model, host_spans=host_spans,
             host_cache_bytes=self._executor.host_cache_bytes(host_spans) if host_spans else 0,
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
+            long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
@@ -204,16 +202,21 @@ class ModelRunner:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
         done."""
         self._loaded()
+        if self._meter is None:
+            raise not_available("A profile of ops on CUDA")
         return self._meter.measure()
 
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
+        if self._profiler is None:
+            raise not_available("A profile of ops on CUDA")
         return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
-        self._executor = self._draft_executor = self._model = self._draft = self._profiler = self._meter = None
+        self._device = self._executor = self._draft_executor = None
+        self._model = self._draft = self._profiler = self._meter = None
         if self._host_file is not None:
             self._host_file.close()
         if self._reservation is not None:
@@ -232,7 +235,7 @@ class ModelRunner:
             return config.max_step_tokens
         if config.engine_max_prefill_length:
             return config.engine_max_prefill_length + config.engine_max_batch
-        return max(DEFAULT_STEP_TOKENS, 2 * config.engine_max_batch)
+        return max(step_tokens(config), 2 * config.engine_max_batch)
 
     def _outputs_of_step(self) -> int:
         """How many of them may have outputs."""
@@ -283,9 +286,9 @@ class ModelRunner:
             return spans
         left = max(0, available - fixed)
         wanted = one_request * config.engine_max_batch
-        spans = min(wanted, int(left * CACHE_SHARE) // span_bytes)
+        spans = min(wanted, int(left * self._device.cache_share) // span_bytes)
         if spans < one_request:
-            spans = min(one_request, int(left * LARGEST_CACHE_SHARE) // span_bytes)
+            spans = min(one_request, int(left * self._device.largest_cache_share) // span_bytes)
         if spans < one_request:
             raise refuse(one_request * span_bytes,
                          f"the cache of one request of engine_max_length={config.engine_max_length} tokens")

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..cache import PrefixCache, SpanPool
 from ..runtime.plan import DRAW, MAX_STEP_DRAFTS, NewSlot, WorkTable
+from ..step_budget import StepBudget
 from .draft import NOBODY, Draft
 from .probe import ProbeResults
 from .queue import WaitingQueue
@@ -27,6 +28,8 @@ from .tenants import Account, Tenants
 PRIORITY_SECONDS, PRIORITY_LEVELS = 30.0, 10
 # A prompt is short beside another if what is left of it is at most this part of what is left of the other.
 SHORT_PART = 4
+# Prompts get so many rows of a step at least, or what costs as much.
+FEWEST_ROWS = 4
 # Of the rows beside a long prompt, short ones get their part only if their tenant had at most so many more, in steps.
 BURST_STEPS = 4
 # Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
@@ -75,7 +78,8 @@ class Scheduler:
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
         self._decoding_slots = NOBODY
-        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None)
+        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None,
+                                limits.anew_beyond)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the ranks are told with the next plan
@@ -118,7 +122,7 @@ class Scheduler:
         sequence.rank = (self._clock() - PRIORITY_SECONDS * level, self._arrivals)
         self._arrivals += 1
         if self.prefix_cache is not None and not sequence.root:
-            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len)
+            sequence.root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, len(sequence.tokens))
         self._queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
@@ -145,12 +149,12 @@ class Scheduler:
         elif sequence.state is not State.ENDED:
             self._queue.remove(sequence, State.ENDED)
 
-    def plan(self, max_cost: Optional[float] = None, price: float = 0.0) -> Optional[Step]:
+    def plan(self, cost: Optional[StepBudget] = None) -> Optional[Step]:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
         after it.
 
-        `max_cost`: a budget beside the limits' `max_step_tokens`, where a row costs 1 and `price` for each position
-        before it. Running sequences always get their next row, and prompts those that the batch leaves.
+        `cost`: what limits it beside the limits' `max_step_tokens`. Running sequences always get their next row, and
+        prompts a few.
         """
         limits = self.limits
         self._spans.begin_step(not self._running)
@@ -169,10 +173,10 @@ class Scheduler:
         if self._drafts is not None or draft.guided:
             budget -= int(draft.drafts.sum())
         prompts = sorted(self._prompts, key=_turn_of) if self._prompts else []
-        if max_cost is not None:
-            first = prompts[0].planned if prompts else 0
-            rows = int((max_cost - draft.rows - price * draft.context) / (1 + price * first))
-            budget = min(budget, max(rows, limits.max_batch - draft.rows, 0))
+        if cost is not None:
+            left = cost.for_prompts(draft.rows, draft.context, len(prompts) + self._queue.waiting)
+            rows = max(left, FEWEST_ROWS) / (1 + cost.price * (prompts[0].planned if prompts else 0))
+            budget = int(min(budget, max(rows, 1)))
         if prompts and len(prompts[0].tokens) - prompts[0].planned > budget > 1:
             budget -= self._share_with_short(draft, prompts, budget // 2, may_admit)
         if prompts or self._free_slots and self._queue.waiting:
@@ -281,7 +285,9 @@ class Scheduler:
             if full[k]:
                 table.settle(sequence)
                 self._enter_prefix(sequence)
-            if ended[k]:
+            if ended[k] and not eos[k] and length[k] < sequence.stop.max_length:
+                self._leave(sequence, State.WAITING)  # to be computed anew
+            elif ended[k]:
                 outcome.ended.append((index, FinishReason.STOP if eos[k] else FinishReason.LENGTH))
                 self._leave(sequence, State.ENDED)
         return ended
@@ -316,6 +322,8 @@ class Scheduler:
             outcome.ended.append((index, reason))
         if reason is not None or kept < len(tokens):
             self.cancel(sequence)
+        elif alive and len(sequence.tokens) >= self._slots.limit[sequence.slot]:
+            self._leave(sequence, State.WAITING)  # to be computed anew
 
     def _enter_prefix(self, sequence: Sequence) -> None:
         ready = self._spans.enter(sequence)

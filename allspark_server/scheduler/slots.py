@@ -15,7 +15,7 @@ class SlotTable:
     `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
     the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
     drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
-    maximum length. `guided` (bool): whether its tokens are drawn under masks. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
+    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under masks. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
     (bool): whether its tokens must be looked at one by one.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
@@ -24,8 +24,9 @@ class SlotTable:
     TAIL = 64
     EOS = 8  # end-of-sequence ids of one sequence that are compared at once
 
-    def __init__(self, slots: int, span_size: int, prefix: bool):
-        self._span_size, self._prefix = span_size, prefix
+    def __init__(self, slots: int, span_size: int, prefix: bool, anew_beyond: int = 0):
+        """anew_beyond: see Limits."""
+        self._span_size, self._prefix, self._anew_beyond = span_size, prefix, anew_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.any_guided = False  # whether any sequence ever was
@@ -38,7 +39,8 @@ class SlotTable:
         slot, stop = sequence.slot, sequence.stop
         self.length[slot] = self.longest[slot] = len(sequence.tokens)
         self.pending[slot] = self.tail_length[slot] = 0
-        self.limit[slot] = stop.max_length
+        anew = self._anew_beyond + 1 if len(sequence.tokens) <= self._anew_beyond else stop.max_length
+        self.limit[slot] = min(anew, stop.max_length)
         self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
         self.guided[slot] = sequence.guidance is not None
         self.any_guided = self.any_guided or bool(self.guided[slot])

@@ -71,6 +71,10 @@ class SequenceSpans:
         length, shared, next_key = len(sequence.tokens), [], None
         full = 0
         if self.prefix_cache is not None:
+            if self.prefix_cache.keys.depends_on_history:
+                root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, length)
+                if root != sequence.root:
+                    sequence.root, sequence.keys = root, []
             # At least one row must be computed, or there would be nothing to sample from.
             full = 0 if sequence.probes_every_row else (length - 1) // self._size
             keys = sequence.keys

@@ -5,32 +5,46 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator
 
 import numpy as np
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
 from allspark_client._proto import asgraph_pb2 as pb
-from allspark_client.config import GROUP_SIZES, UNQUANTIZED, WEIGHT_DTYPES
+from allspark_client.config import UNQUANTIZED
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.config import ARCHITECTURES, ExpertConfig, ModelConfig, RopeConfig
+from allspark_server.models.architectures import ARCHITECTURES
 from allspark_server.models.graph import ALL_ROWS, OUTPUT_ROWS, Block, CacheGroup, Graph, Op, Part, Weight
+from allspark_server.models.network import ExpertConfig, ModelConfig, RopeConfig, stored_fields
 from allspark_server.models.ops import Attribute
 from allspark_server.weights.files import MAX_GRAPH_BYTES, read_file
-from allspark_server.weights.formats import SCALE_TYPE, ScaleLayout, StoredQuantization, WeightFormat
+from allspark_server.weights.formats import (
+    MOST_CODES,
+    OFFSET,
+    ORDER,
+    SCALE,
+    SCALE_TYPES,
+    SUPER_OFFSET,
+    SUPER_SCALE,
+    SMALLEST_GROUP,
+    STORED_DTYPES,
+    ScaleLayout,
+    StoredQuantization,
+    WeightFormat,
+)
 from allspark_server.weights.safetensors import StoredTensor, write_safetensors
 from allspark_server.weights.shard import Split
 
 if TYPE_CHECKING:
     from allspark_server.weights.checkpoint import Source
+    from allspark_server.weights.quantized import QuantizedTensor
 
 VERSION, QUANTIZED_VERSION = 1, 2
 PARAM_FORMAT = "asparam-1"
 TEXT_MARK = b"# allspark graph, text form\n"
 STORED_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PIECE_ELEMENTS = 1 << 22
-SCALE, OFFSET = ".scale", ".offset"  # of a quantized tensor, after its name
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +53,14 @@ logger = logging.getLogger(__name__)
 Quantize = Callable[[np.ndarray, str, int, int], tuple[np.ndarray, np.ndarray, np.ndarray, int]]
 
 
-_NOT_STORED = ("windows", "unrotated")  # fields of ModelConfig that the ops say
-
-
 # -- graph <-> message -------------------------------------------------------------------------------------------------
 def to_message(graph: Graph) -> pb.Graph:
-    config = dataclasses.asdict(graph.config)
-    for name in _NOT_STORED:
-        del config[name]
-    rope = {name: value for name, value in config.pop("rope").items() if value is not None}
-    experts = config.pop("experts")
-    message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**rope), **config))
+    config = {name: getattr(graph.config, name) for name in stored_fields(ModelConfig)}
+    rope, experts = config.pop("rope"), config.pop("experts")
+    stored = {name: getattr(rope, name) for name in stored_fields(RopeConfig) if getattr(rope, name) is not None}
+    message = pb.Graph(version=VERSION, config=pb.Config(rope=pb.Rope(**stored), **config))
     if experts is not None:
-        message.config.experts.CopyFrom(pb.Experts(**experts))
+        message.config.experts.CopyFrom(pb.Experts(**vars(experts)))
     if graph.quantization is not None:
         how, message.version = graph.quantization, QUANTIZED_VERSION
         message.quantization.CopyFrom(
@@ -101,7 +110,8 @@ def _attribute(message: pb.Attr) -> Attribute:
 def _format_message(form: WeightFormat | None) -> pb.Format | None:
     if form is None:
         return None
-    layout = None if form.layout == ScaleLayout() else pb.ScaleLayout(**vars(form.layout))
+    layout = None if form.layout == ScaleLayout() else pb.ScaleLayout(
+        **{name: value for name, value in vars(form.layout).items() if value is not None})
     return pb.Format(dtype=form.dtype, group_size=form.group_size, layout=layout)
 
 
@@ -111,14 +121,13 @@ def from_message(message: pb.Graph) -> Graph:
         raise ValueError(
             f"its version is {message.version}: this build reads versions {VERSION} and {QUANTIZED_VERSION}"
         )
-    fields = {f.name: getattr(message.config, f.name) for f in dataclasses.fields(ModelConfig)
-              if f.name not in _NOT_STORED}
+    fields = {name: getattr(message.config, name) for name in stored_fields(ModelConfig)}
     experts = message.config.experts
     fields["experts"] = None
     if message.config.HasField("experts"):
         values = {f.name: getattr(experts, f.name) for f in dataclasses.fields(ExpertConfig)}
         fields["experts"] = ExpertConfig(**{**values, "dense_layers": tuple(experts.dense_layers)})
-    rope = {f.name: getattr(message.config.rope, f.name) for f in dataclasses.fields(RopeConfig)}
+    rope = {name: getattr(message.config.rope, name) for name in stored_fields(RopeConfig)}
     if not message.config.rope.HasField("attention_factor"):
         rope["attention_factor"] = None
     config = ModelConfig(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"]), "rope": RopeConfig(**rope)})
@@ -190,10 +199,27 @@ def _part_of(message: pb.Part, split_of: Callable) -> Part:
 def _format_of(message: pb.Format) -> WeightFormat:
     layout = message.layout if message.HasField("layout") else None
     fields = {f.name: getattr(layout, f.name) for f in dataclasses.fields(ScaleLayout)} if layout else {}
+    if layout and not layout.HasField("center"):
+        fields["center"] = None
     form = WeightFormat(message.dtype, message.group_size, ScaleLayout(**fields))
-    if message.dtype not in WEIGHT_DTYPES or not form.quantized or message.group_size not in GROUP_SIZES:
+    if message.dtype not in STORED_DTYPES or not 0 <= message.group_size < 1 << 24 or \
+            message.group_size % SMALLEST_GROUP:
         raise ValueError(f"it holds weights of the unknown format {message.dtype!r} in groups of {message.group_size}")
+    if not _computable(form):
+        raise ValueError(f"it holds weights of {message.dtype} with the unknown {form.layout}")
     return form
+
+
+def _computable(form: WeightFormat) -> bool:
+    """Whether scales can be laid out so."""
+    layout, coded = form.layout, form.dtype not in ("int8", "int4", "w8a8", "w4a8")
+    nested = layout.super_group > 0
+    return (layout.scales in SCALE_TYPES and layout.zeros in ("none", "offsets", "points") and layout.group_rows == 1
+            and (not nested or (layout.scales == "float16" and layout.zeros != "points" and form.group_size > 0
+                                and layout.super_group < 1 << 24 and layout.super_group % form.group_size == 0))
+            and layout.super_group >= 0 and layout.scale_bits == (8 if nested else 0)
+            and (layout.center is None or not coded and 0 <= layout.center < MOST_CODES[form.bits])
+            and not (coded and (layout.zeros != "none" or layout.permuted)))
 
 
 def _split_of(message, width: int, name: str = "split") -> Split | None:
@@ -246,14 +272,27 @@ def write_params(
     graph: Graph, source: Source, path: Path, dtype: str = "auto", quantize: Quantize | None = None
 ) -> None:
     """Writes each tensor that the graph uses, whole, with its crc32. dtype: of tensors that are not quantized, "auto"
-    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights."""
+    (as stored) or of STORED_TYPES. quantize: for a graph with quantized weights, unless they are so in the source."""
     wanted = None if dtype == "auto" else STORED_TYPES[dtype]
-    stored = {part.tensor: weight.stored for weight in graph.weights.values() for part in weight.parts}
+    weights = {part.tensor: (weight, part) for weight in graph.weights.values() for part in weight.parts}
+    stored = {name: weight.stored for name, (weight, _) in weights.items()}
     entries: list[tuple[str, str, tuple[int, ...]]] = []
     data: list[Iterator[np.ndarray]] = []
     # What is read in place must be aligned, and bytes come in any number: they are last.
     for name in sorted(stored, key=lambda n: (stored[n] is not None, n)):
-        tensor, form = source.get(name), stored[name]
+        form = stored[name]
+        if form is not None and quantize is None:
+            weight, part = weights[name]
+            shape = part.stored_rows, weight.columns
+            found, suffixes = source.quantized(name, form, shape), form.scale_tensors(weight.columns)
+            entries += [(name + suffix, kind, (shape[0], width)) for suffix, (kind, width) in suffixes.items()]
+            entries.append((name, "U8", (shape[0], form.row_bytes(shape[1]))))
+            data += [_stored_pieces(found, shape, i) for i in (*_arrays_of(suffixes), 0)]
+            if found.order is not None:
+                entries.append((name + ORDER, "I32", (shape[1],)))
+                data.append(iter([found.order]))
+            continue
+        tensor = source.get(name)
         if form is None:
             entries.append((name, wanted or tensor.dtype, tensor.shape))
             data.append(_pieces(tensor, wanted or tensor.dtype))
@@ -261,14 +300,22 @@ def write_params(
         if len(tensor.shape) not in (2, 3):
             raise not_available(f"Quantizing tensor {name!r} of shape {list(tensor.shape)}")
         rows, columns = tensor.shape[:-1], tensor.shape[-1]
-        entries += [
-            (name + SCALE, SCALE_TYPE, (*rows, form.groups(columns))),
-            (name + OFFSET, SCALE_TYPE, (*rows, form.groups(columns))),
-            (name, "U8", (*rows, form.row_bytes(columns))),
-        ]
+        entries += [(name + suffix, kind, (*rows, width))
+                    for suffix, (kind, width) in form.scale_tensors(columns).items()]
+        entries.append((name, "U8", (*rows, form.row_bytes(columns))))
         data += _quantized_pieces(tensor, form, quantize)
     formats = {f"format:{name}": str(form) for name, form in stored.items() if form is not None}
     write_safetensors(path, entries, {"format": PARAM_FORMAT, **formats}, data, checksums=True)
+
+
+def _arrays_of(suffixes: Iterable[str]) -> list[int]:
+    """Which of QuantizedRows.arrays() these are."""
+    return [1 + (SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET).index(suffix) for suffix in suffixes]
+
+
+def _stored_pieces(tensor: QuantizedTensor, shape: tuple[int, int], array: int) -> Iterator[np.ndarray]:
+    """The pieces of one array of a matrix that is quantized in its source."""
+    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape))
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:

@@ -5,11 +5,13 @@ Every format is presented as a `Source` of named, whole tensors; which part of e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import os
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,26 +21,26 @@ import numpy as np
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models import Graph, ModelConfig, build_graph, read_config
-from allspark_server.weights.asgraph import OFFSET, PARAM_FORMAT, SCALE, read_graph
+from allspark_server.vocabularies import vocabulary_file
+from allspark_server.weights.asgraph import PARAM_FORMAT, STORED_TYPES, from_float32, read_graph, to_float32
 from allspark_server.weights.files import MAX_INDEX_BYTES, open_regular, read_json
-from allspark_server.weights.formats import SCALE_TYPE, WeightFormat
+from allspark_server.weights.common_form import common_form
+from allspark_server.weights.formats import (
+    OFFSET,
+    ORDER,
+    SCALE,
+    SUPER_OFFSET,
+    SUPER_SCALE,
+    StoredQuantization,
+    WeightFormat,
+)
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.safetensors import SafetensorsFile, StoredTensor
 
 logger = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedTensor:
-    """A quantized matrix [n, k] as it is serialized (proto/asgraph.proto). q: uint8 [n, row bytes]; scales, offsets:
-    [n, groups]."""
-
-    q: np.ndarray
-    scales: np.ndarray
-    offsets: np.ndarray
-    file: Path
 
 
 class Source(Protocol):
@@ -48,6 +50,14 @@ class Source(Protocol):
 
     def get(self, name: str) -> StoredTensor:
         """The tensor, as a view; KeyError when there is none."""
+
+    def form(self, name: str) -> WeightFormat | None:
+        """The format of a tensor that is quantized, as Graph.quantized() and not the file has it; None: it is not."""
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        """A quantized matrix of `shape` in this format, or that of one expert in a tensor of any number of them;
+        KeyError when there is none, AllSparkError when it is another."""
 
     def verify(self, rank: int, world: int) -> None:
         """Compares checksums, if the format has any; the ranks of a group share the work."""
@@ -71,6 +81,14 @@ class SafetensorsSource:
 
     def get(self, name: str) -> StoredTensor:
         return self.files[name].get(name)
+
+    def form(self, name: str) -> None:
+        return None
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{self.where()} is no .asparam file: the graph's weights are quantized")
 
     def verify(self, rank: int, world: int) -> None:
         """Hugging Face checkpoints have no checksums; lengths were compared when the files were opened."""
@@ -96,30 +114,42 @@ class ParamSource(SafetensorsSource):
 
     def names(self) -> Iterable[str]:
         quantized = [name for name in self.files if f"format:{name}" in self.file.metadata]
-        return self.files.keys() - {name + suffix for name in quantized for suffix in (SCALE, OFFSET)}
+        suffixes = SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET, ORDER
+        return self.files.keys() - {name + suffix for name in quantized for suffix in suffixes}
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:
-        """A quantized matrix of `shape`, or that of one expert in a tensor of any number of them; KeyError when there is
-        none, AllSparkError when it is another."""
-        q, scales, offsets = self.get(name), self.get(name + SCALE), self.get(name + OFFSET)
-        found = self.file.metadata.get(f"format:{name}")
+        q, found = self.get(name), self.file.metadata.get(f"format:{name}")
         if found != str(form):
             raise AllSparkError(
                 AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {q.file} has the format {found}: expected {form}"
             )
         rows = (shape[0],) if expert is None else (max(q.shape[:1] + (expert + 1,)), shape[0])
-        groups = (*rows, form.groups(shape[1]))
-        for tensor, kind, expected in ((q, "U8", (*rows, form.row_bytes(shape[1]))), (scales, SCALE_TYPE, groups),
-                                       (offsets, SCALE_TYPE, groups)):
-            if (tensor.dtype, tensor.shape) != (kind, expected):
-                raise AllSparkError(
-                    AsStatus.ALLSPARK_PARAM_ERROR,
-                    f"tensor {tensor.name!r} in {q.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
-                    f"expected {kind} and {list(expected)}, for {form} of {list(shape)}",
-                )
-        one = slice(None) if expert is None else expert
-        return QuantizedTensor(q.data[one], scales.data[one], offsets.data[one], q.file)
+        one, arrays = slice(None) if expert is None else expert, {}
+        for suffix, (kind, width) in {"": ("U8", form.row_bytes(shape[1])), **form.scale_tensors(shape[1])}.items():
+            arrays[suffix] = self._checked(name + suffix, kind, (*rows, width), f"{form} of {list(shape)}").data[one]
+        order = None
+        if form.layout.permuted:
+            order = self._checked(name + ORDER, "I32", shape[1:], f"{form} of {list(shape)}").data
+            if not np.array_equal(np.sort(order), np.arange(shape[1])):
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensor {name + ORDER!r} in {q.file} is no order of {shape[1]} columns")
+        chosen = [arrays.get(suffix) for suffix in ("", SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET)]
+
+        def some(begin: int, end: int) -> QuantizedRows:
+            return QuantizedRows(*(array if array is None else array[begin:end] for array in chosen))
+
+        return QuantizedTensor(some, q.file, order)
+
+    def _checked(self, name: str, kind: str, shape: tuple[int, ...], what: str) -> StoredTensor:
+        tensor = self.get(name)
+        if (tensor.dtype, tensor.shape) != (kind, shape):
+            raise AllSparkError(
+                AsStatus.ALLSPARK_PARAM_ERROR,
+                f"tensor {tensor.name!r} in {tensor.file} has type {tensor.dtype} and shape {list(tensor.shape)}: "
+                f"expected {kind} and {list(shape)}, for {what}",
+            )
+        return tensor
 
     def verify(self, rank: int, world: int) -> None:
         names = sorted(self.files)[rank::world]
@@ -134,6 +164,94 @@ class ParamSource(SafetensorsSource):
     def checksum(self) -> str:
         facts = [(name, self.get(name).dtype, self.file.metadata.get(f"crc32:{name}")) for name in sorted(self.files)]
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+class _UnitRows:
+    """A stored matrix whose rows are scaled to the length 1, in its type: those that are taken, as they are taken."""
+
+    def __init__(self, data: np.ndarray, dtype: str):
+        self.data, self.dtype = data, dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        values = to_float32(self.data[rows], self.dtype)
+        lengths = np.sqrt(np.square(values, dtype=np.float64).sum(1, keepdims=True))
+        return from_float32((values / np.maximum(lengths, 1e-12)).astype(np.float32), self.dtype)
+
+    def reshape(self, *shape: int) -> np.ndarray:
+        return self[:].reshape(*shape)
+
+
+class Changed:
+    """A source that is seen differently: the base of those that change one thing."""
+
+    def __init__(self, source: Source):
+        self.source = source
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor is called in the source; KeyError if it has none of that name."""
+        return name
+
+    def names(self) -> Iterable[str]:
+        return self.source.names()
+
+    def get(self, name: str) -> StoredTensor:
+        return self.source.get(self.stored_name(name))
+
+    def form(self, name: str) -> WeightFormat | None:
+        return self.source.form(self.stored_name(name))
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        return self.source.quantized(self.stored_name(name), form, shape, expert)
+
+    def verify(self, rank: int, world: int) -> None:
+        self.source.verify(rank, world)
+
+    def where(self) -> str:
+        return self.source.where()
+
+    def checksum(self) -> str:
+        return self.source.checksum()
+
+
+class UnitHead(Changed):
+    """With a head whose rows are scaled to the length 1 (Baichuan 2's NormHead)."""
+
+    HEAD = "lm_head.weight"
+
+    def get(self, name: str) -> StoredTensor:
+        tensor = self.source.get(name)
+        if name != self.HEAD or tensor.dtype not in STORED_TYPES.values() or len(tensor.shape) != 2:
+            return tensor
+        return dataclasses.replace(tensor, data=_UnitRows(tensor.data, tensor.dtype))
+
+    def form(self, name: str) -> WeightFormat | None:
+        form = self.source.form(name)
+        if form is not None and name == self.HEAD:
+            raise ValueError(f"{name} is quantized ({form}), and its rows are to be scaled to the length 1: only a head in "
+                             "floats is served here")
+        return form
+
+
+class TextPart(Changed):
+    """The text part of a checkpoint that also sees, under the names that it has alone."""
+
+    PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."),  # of transformers 4, and 5
+                ("language_model.lm_head.", "lm_head."), ("lm_head.", "lm_head."))
+
+    def __init__(self, source: Source):
+        super().__init__(source)
+        self.inner = {own + name[len(prefix):]: name for prefix, own in self.PREFIXES for name in source.names()
+                      if name.startswith(prefix)}
+
+    def names(self) -> Iterable[str]:
+        return self.inner.keys()
+
+    def stored_name(self, name: str) -> str:
+        return self.inner[name]
+
+    def form(self, name: str) -> WeightFormat | None:
+        return self.source.form(self.inner[name]) if name in self.inner else None
 
 
 class TorchSource:
@@ -178,6 +296,11 @@ class TorchSource:
             data = tensor.view(self.bits).numpy().view(np.uint16) if kind == "BF16" else tensor.numpy()
         return StoredTensor(name, kind or str(tensor.dtype), tuple(tensor.shape), data, path)
 
+    def form(self, name: str) -> None:
+        return None
+
+    quantized = SafetensorsSource.quantized
+
     def verify(self, rank: int, world: int) -> None:
         """torch's zip container is checked by torch."""
 
@@ -198,27 +321,97 @@ class OpenedModel:
 
 
 def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | None = None) -> OpenedModel:
-    """Opens a Hugging Face directory, or an .asgraph file with its .asparam (by default the file beside it).
-    `rope_scaling`: of a directory, see read_config.
+    """Opens a Hugging Face directory, a GGUF file, or an .asgraph file with its .asparam (by default the file beside
+    it). `rope_scaling`: of a directory, see read_config.
 
     Raises AllSparkError naming the file and what is wrong with it.
     """
     path = Path(model_path)
     if os.path.isdir(path):
         source = open_weights(Path(weights_path) if weights_path else path)
+        source = _quantized_source(source, path)
         try:
-            config = _tied_as_stored(read_config(path, rope_scaling), source)
-            graph = build_graph(_experts_as_stored(config, source))
+            config = read_config(path, rope_scaling)
+            if config.architecture == "Gemma3ForConditionalGeneration":
+                source = TextPart(source)
+            config = _tied_as_stored(config, source)
+            if config.unit_head:
+                source = UnitHead(source)
+            graph = _quantized_graph(build_graph(_experts_as_stored(config, source)), source)
         except ValueError as error:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
                                 f"{path / 'config.json'} describes no network: {error}") from None
         return OpenedModel(graph, source, _tokenizer(path))
     if not os.path.lexists(path):
         raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"model_path {model_path!r} does not exist: expected a Hugging "
-                                                        "Face directory or an .asgraph file")
+                                                        "Face directory, a .gguf file or an .asgraph file")
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
     graph = read_graph(path)
     source = ParamSource(Path(weights_path) if weights_path else path.with_suffix(".asparam"))
     return OpenedModel(graph, source, _tokenizer(path.with_suffix(".tokenizer")) or _tokenizer(path.parent))
+
+
+def _open_gguf(path: Path) -> OpenedModel:
+    from allspark_server.weights.gguf import GgufSource, model_config, open_parts, tokenizer_directory
+
+    files = open_parts(path)
+    config = model_config(files)
+    source = GgufSource(files, config)
+    try:
+        graph = _quantized_graph(build_graph(config), source)
+    except ValueError as error:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{path} describes no network: {error}") from None
+    return OpenedModel(graph, source, tokenizer_directory(files[0]))
+
+
+def _quantized_source(source: Source, directory: Path) -> Source:
+    """The source of a checkpoint that its config.json, or the quantize_config.json of older ones, calls quantized."""
+    from allspark_server.weights.schemes import quantized_source
+
+    path = directory / "config.json"
+    values = read_json(path)
+    config = values.get("quantization_config") or values.get("compression_config")
+    if not config and os.path.lexists(directory / "quantize_config.json"):
+        path = directory / "quantize_config.json"
+        config = read_json(path)
+    if not config:
+        return source
+    if not isinstance(config, dict):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"field 'quantization_config' of {path} is a {type(config).__name__}: expected an object")
+    return quantized_source(source, config, path)
+
+
+def _quantized_graph(graph: Graph, source: Source) -> Graph:
+    """The graph with the formats that the source's matrices have, if any is quantized. ValueError where tensors that
+    are computed as one matrix have formats that are none together."""
+    formats: dict[str, WeightFormat | None] = {}
+    for weight in graph.weights.values():
+        if weight.is_matrix:
+            found = {part.tensor: source.form(part.tensor) for part in weight.parts}
+            formats[weight.name] = None
+            if any(form is not None for form in found.values()):
+                formats[weight.name] = None if None in found.values() else common_form(list(found.values()))
+                if formats[weight.name] is None:
+                    raise ValueError("these tensors are computed as one matrix and must have one format: " + ", ".join(
+                        f"{name} ({form or 'not quantized'})" for name, form in found.items()))
+    sizes = Counter()
+    for name, form in formats.items():
+        if form is not None:
+            sizes[form] += graph.weights[name].elements_of(0, 1)
+    if not sizes:
+        return graph
+    plain = set()
+    for name, form in formats.items():
+        for part in graph.weights[name].parts if form is None else ():
+            with contextlib.suppress(KeyError):  # the loader says which is missing
+                plain.add(source.get(part.tensor).dtype)
+    unquantized = "bfloat16" if plain == {"BF16"} else "float32"
+    head = {name for op in graph.ops if op.type in ("embedding", "linear") for name in op.weights
+            if op.type == "embedding" or graph.tensors[op.outputs[0]].name == "logits"}
+    how = StoredQuantization(sizes.most_common(1)[0][0], all(formats[name] for name in head), unquantized)
+    return graph.quantized({name: form or WeightFormat(unquantized) for name, form in formats.items()}, how)
 
 
 def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
@@ -227,6 +420,8 @@ def _tied_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
     names = source.names()
     if not config.tie_word_embeddings or embedding not in names or head not in names:
         return config
+    if source.form(embedding) or source.form(head):
+        return dataclasses.replace(config, tie_word_embeddings=False)
     a, b = source.get(embedding), source.get(head)
     if a.dtype == b.dtype and a.shape == b.shape and (a.data is None or np.array_equal(a.data, b.data)):
         return config
@@ -243,7 +438,7 @@ def _experts_as_stored(config: ModelConfig, source: Source) -> ModelConfig:
 
 
 def _tokenizer(directory: Path) -> str | None:
-    return str(directory) if os.path.exists(directory / "tokenizer.json") else None
+    return str(directory) if vocabulary_file(directory) is not None else None
 
 
 def open_weights(path: Path) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, Mapping
 
@@ -11,15 +11,24 @@ from allspark_client.config import GROUP_SIZES, UNQUANTIZED, AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, nearest_name
 
 if TYPE_CHECKING:
-    from allspark_server.models.graph import Graph
+    from allspark_server.models.graph import Graph, Weight
 
 SMALLEST_GROUP = 8  # along K, that the kernels have
-SCALE_TYPE = "BF16"  # of serialized scales and offsets, as the kernels have them
+SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET = ".scale", ".offset", ".super_scale", ".super_offset"
+ORDER = ".order"  # tensors of a quantized one, after its name
+
+
+CODED = ("e4m3", "nf4", "e2m1")  # codes of floats, which only checkpoints have
+STORED_DTYPES = ("int8", "int4", "w8a8", "w4a8", *CODED)
+SCALE_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of a matrix that others have quantized
+NESTED_TYPE = "I8"  # of nested scales
+MOST_CODES = {8: 256, 4: 16}
 
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """How the scales of a matrix' groups are laid out: see native/program/weight_spec.h, which has the same fields."""
+    """How the scales of a matrix' groups are laid out: see native/program/scale_layout.h, which has the same fields.
+    center: None: 2^(bits - 1)."""
 
     scales: str = "bfloat16"
     zeros: str = "offsets"
@@ -27,6 +36,11 @@ class ScaleLayout:
     permuted: bool = False
     super_group: int = 0
     scale_bits: int = 0
+    center: int | None = None
+
+    def changed(self) -> dict[str, object]:
+        """The fields that are not InstantQuant's."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
 
 @dataclass(frozen=True)
@@ -45,18 +59,51 @@ class WeightFormat:
     @property
     def bits(self) -> int:
         """Of a quantized value."""
-        return 8 if self.dtype in ("int8", "w8a8") else 4
+        return 8 if self.dtype in ("int8", "w8a8", "e4m3") else 4
 
     def groups(self, columns: int) -> int:
         """In a row of so many values."""
         return -(-columns // self.group_size) if self.group_size else 1
 
+    def super_groups(self, columns: int) -> int:
+        """In a row of so many values, of nested scales."""
+        return -(-columns // self.layout.super_group)
+
     def row_bytes(self, columns: int) -> int:
         """Of a serialized row's quantized values: of 4 bits, two in a byte."""
         return columns if self.bits == 8 else -(-columns // 2)
 
+    def scale_tensors(self, columns: int) -> dict[str, tuple[str, int]]:
+        """What a matrix in rows of so many values has beside these, serialized: type and length of a row, by the suffix
+        of the name."""
+        layout, found = self.layout, {}
+        kind = NESTED_TYPE if layout.super_group else SCALE_TYPES[layout.scales]
+        found[SCALE] = kind, self.groups(columns)
+        if layout.zeros != "none":
+            found[OFFSET] = "U8" if layout.zeros == "points" else kind, self.groups(columns)
+        if layout.super_group:
+            found[SUPER_SCALE] = "F16", self.super_groups(columns)
+            if layout.zeros == "offsets":
+                found[SUPER_OFFSET] = "F16", self.super_groups(columns)
+        return found
+
+    def native(self, first: int = 0) -> dict[str, object]:
+        """Arguments of the native library's functions for a rank's part of a matrix, its slice of K beginning at
+        `first`. A matrix whose columns are permuted is laid out in its own order before."""
+        layout = self.layout
+        if layout.super_group:
+            layout = replace(layout, super_group=group_of_slice(layout.super_group, first))
+        changed = {name: value for name, value in layout.changed().items() if name != "permuted"}
+        return {"dtype": self.dtype, "group_size": group_of_slice(self.group_size, first), **changed}
+
     def __str__(self) -> str:
-        return f"{self.dtype}:{self.group_size}" if self.group_size else self.dtype
+        text = f"{self.dtype}:{self.group_size}" if self.group_size else self.dtype
+        return "/".join([text, *(f"{name}={value}" for name, value in self.layout.changed().items())])
+
+
+def activated(form: WeightFormat) -> WeightFormat:
+    """The same values, multiplied with activations of 8 bits where integers are."""
+    return replace(form, dtype={"int8": "w8a8", "int4": "w4a8"}.get(form.dtype, form.dtype))
 
 
 def group_of_slice(group_size: int, first: int) -> int:
@@ -130,11 +177,16 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
         form = WeightFormat(dtype, config.weight_group_size)
         return Quantization(form, config.quantize_head).formats(graph, unquantized)
     stored = graph.quantization.format
-    if config.weight_dtype != "auto" and WeightFormat(config.weight_dtype, config.weight_group_size) != stored:
+    wanted, quantized = WeightFormat(config.weight_dtype, config.weight_group_size), activated(stored)
+    foreign = stored.layout != ScaleLayout()  # then integers may be multiplied with activations of 8 bits as well
+    by_bytes = foreign and wanted.dtype == quantized.dtype and wanted.group_size in (0, stored.group_size)
+    if config.weight_dtype != "auto" and not by_bytes and replace(stored, layout=ScaleLayout()) != wanted:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR,
             f"weight_dtype={config.weight_dtype!r} with weight_group_size={config.weight_group_size}: the model "
-            f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew",
+            + (f"is quantized, as {stored}; use weight_dtype='auto'" if foreign else
+               f"was serialized as {stored}; use weight_dtype='auto', or serialize it anew")
+            + (f" or {quantized.dtype!r}" if foreign and quantized != stored else ""),
         )
     if graph.quantization.quantize_head and not config.quantize_head:
         raise AllSparkError(
@@ -143,10 +195,13 @@ def wanted_formats(graph: Graph, config: AsModelConfig, unquantized: str) -> dic
             "head quantized; serialize it anew",
         )
     routing = routing_weights(graph)
-    return {
-        weight.name: weight.stored or WeightFormat("float32" if weight.name in routing else unquantized)
-        for weight in graph.weights.values() if weight.is_matrix
-    }
+
+    def format_of(weight: Weight) -> WeightFormat:
+        if weight.stored is None:
+            return WeightFormat("float32" if weight.name in routing else unquantized)
+        return activated(weight.stored) if by_bytes else weight.stored
+
+    return {weight.name: format_of(weight) for weight in graph.weights.values() if weight.is_matrix}
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from typing import Callable, Mapping
 
 import numpy as np
 
-from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.graph import Graph, Part, Weight
 from allspark_server.weights.asgraph import to_float32
-from allspark_server.weights.checkpoint import ParamSource, QuantizedTensor, Source
-from allspark_server.weights.formats import ScaleLayout, WeightFormat, group_of_slice
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.formats import WeightFormat
+from allspark_server.weights.quantized import ColumnSlice, QuantizedTensor, slice_columns
 from allspark_server.weights.safetensors import NUMPY_TYPES, StoredTensor
 
 logger = logging.getLogger(__name__)
@@ -51,19 +52,26 @@ def stored_tensor(source: Source, weight: Weight, part: Part) -> StoredTensor:
 
 def quantized_tensor(source: Source, weight: Weight, part: Part) -> QuantizedTensor:
     """The quantized tensor of a part, checked against what the graph expects."""
-    if weight.stored.layout != ScaleLayout():
-        raise not_available(f"Computing with tensor {part.tensor!r}, stored as {weight.stored} with "
-                            f"{weight.stored.layout},")
-    if not isinstance(source, ParamSource):
-        raise AllSparkError(
-            AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} is no .asparam file: the graph's weights are quantized"
-        )
     try:
         return source.quantized(part.tensor, weight.stored, (part.stored_rows, weight.columns), part.expert)
     except KeyError as error:
         raise AllSparkError(
             AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {error.args[0]!r}"
         ) from None
+
+
+def column_slice(source: Source, weight: Weight, form: WeightFormat, rank: int, world: int) -> ColumnSlice:
+    """A rank's columns of a matrix in this format."""
+    order = None
+    if weight.stored is not None and weight.stored.layout.permuted:
+        orders = [(part, quantized_tensor(source, weight, part)) for part in weight.parts]
+        order = orders[0][1].order
+        for part, tensor in orders:
+            if not np.array_equal(tensor.order, order):
+                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                    f"tensors {weight.parts[0].tensor!r} and {part.tensor!r} in {tensor.file} are "
+                                    "computed as one matrix and must have their columns in the same order of groups")
+    return slice_columns(form, order, *weight.column_range_of(rank, world), weight.columns)
 
 
 def unquantized_type(graph: Graph, source: Source) -> str:
@@ -106,34 +114,25 @@ class Loader:
                 for name, weight in self.graph.weights.items()}
 
     def digest(self) -> str:
-        """Of all bytes that load() has read: the same on every load of a checkpoint by this rank of as many. Quantized
-        tensors are not in it, see Source.checksum()."""
+        """Of all bytes that load() has read: the same on every load of a checkpoint by this rank of as many."""
         return self._digest.hexdigest()
 
     def _matrix(self, weight: Weight) -> int:
-        first, last = weight.column_range_of(self.rank, self.world)
         form, offset = self.formats[weight.name], 0
+        columns = column_slice(self.source, weight, form, self.rank, self.world)
+        first, last = columns.first, columns.last
         begin, end = weight.experts_of(self.rank, self.world) if weight.experts else (0, 1)
-        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), last - first, form.dtype,
-                                            group_of_slice(form.group_size, first), end - begin)
+        order = {} if columns.order is None else {"order": columns.order.tolist()}
+        identity = self.executor.add_matrix(weight.rows_of(self.rank, self.world), columns.inputs, experts=end - begin,
+                                            **columns.native(), **order)
         together: list[tuple[StoredTensor, int, int]] = []  # experts' rows, which are many small pieces
         for part in weight.parts:
             begin, end = (part.first + row for row in part.range_of(self.rank, self.world))
             if begin == end:  # another rank's
                 continue
             if weight.stored is not None:
-                tensor = quantized_tensor(self.source, weight, part)
-                self.executor.fill_quantized(
-                    identity,
-                    tensor.q[begin:end],
-                    tensor.scales[begin:end],
-                    tensor.offsets[begin:end],
-                    form.bits,
-                    weight.columns,
-                    form.group_size,
-                    offset,
-                    first,
-                )
+                self._digest.update(f"{part.tensor} {form} {begin} {end} {first} {last} ".encode())
+                self._fill_quantized(identity, weight, part, columns, begin, end, offset)
             else:
                 tensor = stored_tensor(self.source, weight, part)
                 self._digest.update(f"{tensor.name} {tensor.dtype} {begin} {end} {first} {last} ".encode())
@@ -147,6 +146,24 @@ class Loader:
             self._fill(identity, together, offset, first, form.group_size)
         self._digest.update(f"{self.executor.source_hash(identity)} ".encode())
         return identity
+
+    def _fill_quantized(self, identity: int, weight: Weight, part: Part, columns: ColumnSlice, begin: int, end: int,
+                        offset: int) -> None:
+        """Rows [begin, end) of a quantized tensor as a matrix' rows from `offset` on."""
+        tensor = quantized_tensor(self.source, weight, part)
+        form, gathered = weight.stored, columns.places is not None
+
+        def bits(half: np.ndarray | None) -> np.ndarray | None:
+            return None if half is None else half.view(np.uint16)
+
+        for first, rows in tensor.pieces(begin, end, weight.columns):
+            rows = columns.of(rows, weight.columns)
+            self.executor.fill_quantized(
+                identity, rows.codes, rows.scales, rows.zeros, form.bits,
+                columns=columns.gathered if gathered else weight.columns,
+                group_size=columns.form.group_size, row_offset=offset + first - begin,
+                column=0 if columns.order is not None else columns.first, super_group=form.layout.super_group,
+                super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
 
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
               group_size: int) -> None:

@@ -22,16 +22,18 @@ from allspark_server.weights.files import open_regular, parse_json
 # How each stored type is seen by NumPy, which has no bfloat16.
 NUMPY_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-              "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-SERIALIZED_TYPES = {**NUMPY_TYPES, "U8": np.dtype("u1")}  # quantized values, in a serialized model only
+              "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+# Quantized values, and what belongs to them.
+QUANTIZED_TYPES = {**NUMPY_TYPES, "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I32": np.dtype("<i4"),
+                   "I64": np.dtype("<i8"), "F8_E4M3": np.dtype("u1"), "F8_E8M0": np.dtype("u1")}
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 48
 
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor of a checkpoint. data: float32, float16, (BF16) uint16 or (U8) uint8 of `shape`; None for types that no
-    model file uses. file: where it is stored, for messages."""
+    """A tensor of a checkpoint. data: of `shape` and the type of QUANTIZED_TYPES (BF16: uint16, floats of 8 bits:
+    uint8); None for types that no model file uses. file: where it is stored, for messages."""
 
     name: str
     dtype: str
@@ -109,8 +111,8 @@ class SafetensorsFile:
         entry = self._entries[name]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         data = None
-        if dtype in SERIALIZED_TYPES:
-            data = np.ndarray(shape, SERIALIZED_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
+        if dtype in QUANTIZED_TYPES:
+            data = np.ndarray(shape, QUANTIZED_TYPES[dtype], self._map, self.header_bytes + entry["data_offsets"][0])
             if not data.flags.aligned:
                 data = data.copy()
         return StoredTensor(name, dtype, shape, data, self.path)

@@ -140,7 +140,8 @@ class OpenAI:
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._http = httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"} if key else {},
                                        timeout=httpx.Timeout(None, connect=10.0),
-                                       limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
+                                       # Servers close what is idle for 5 s, some while the next request is sent.
+                                       limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0))
 
     async def open(self) -> None:
         if self._model:

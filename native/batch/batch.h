@@ -15,6 +15,7 @@ struct Slot {
   std::vector<int32_t> history;             // during a step with the drafts that it tries
   std::vector<std::vector<int32_t>> spans;  // by cache group: where its positions are
   Lookup lookup;
+  int begun = 0;    // tokens of the history that it began with
   int cached = 0;   // positions whose keys and values are in the cache
   int drafted = 0;  // of these, or of drafts beyond them, those in the draft model's cache
 };

@@ -22,6 +22,15 @@ struct StepOutput {
   double copy_seconds = 0;  // that the plan's copies took
 };
 
+// A rank's model, whatever device computes it.
+class StepModel {
+ public:
+  virtual ~StepModel() = default;
+  // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
+  virtual StepOutput step(const std::string& plan, bool want_logits) = 0;
+  virtual void set_profiling(bool on) = 0;
+};
+
 class Decoder {
  public:
   // Runners must outlive the decoder. draft: null, or another model's, with the same vocabulary, cache groups and

@@ -114,6 +114,7 @@ void Slots::begin(const Plan& plan) {
     slot.sampling = s.sampling, slot.history = s.history;
     slot.spans.assign(groups(), {});
     slot.lookup.clear();
+    slot.begun = (int)s.history.size();
     slot.cached = slot.drafted = s.cached;
   }
   pending_.clear();

@@ -5,11 +5,18 @@
 #include <string>
 
 #include "cpu/kernels/span_layout.h"
+#include "program/scale_layout.h"
 
 namespace as {
 
 // "float32", "bfloat16", "int8" or "uint4"; std::invalid_argument for anything else.
 DType cache_dtype_of(const std::string& name);
+
+// Fields of a ScaleLayout by their names; TypeError for others.
+ScaleLayout scale_layout_of(const pybind11::kwargs& fields);
+constexpr const char* kLayoutFields =
+    "How the scales are laid out, by keywords (program/scale_layout.h): scales, zeros, group_rows, permuted, "
+    "super_group, scale_bits, center.";
 
 void bind_ceilings(pybind11::module_& m);
 void bind_executor(pybind11::module_& m);

@@ -12,6 +12,8 @@
 
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
+#include "bindings/step_result.h"
+#include "cpu/host_sampler.h"
 
 namespace py = pybind11;
 
@@ -69,59 +71,6 @@ struct WithoutGil {
   }
 };
 
-// What a step gave: arrays over the tokens drawn.
-struct StepResult {
-  py::array_t<int32_t> counts, drafted, tokens, status, top_ids;
-  py::array_t<float> logprobs, top_logprobs;
-  double copy_seconds = 0;
-  py::object prompt_logprobs, prompt_top_ids, prompt_top_logprobs, hidden, logits;
-};
-
-// The likeliest ids of some draws, and their log probabilities: [n, 20] each.
-std::pair<py::array_t<int32_t>, py::array_t<float>> tops_of(const std::vector<SampleOutput>& samples) {
-  const py::ssize_t n = (py::ssize_t)samples.size(), width = kMaxTopLogprobs;
-  py::array_t<int32_t> ids({n, width});
-  py::array_t<float> values({n, width});
-  for (py::ssize_t i = 0; i < n; i++) {
-    std::copy_n(samples[i].top_ids, width, ids.mutable_data() + i * width);
-    std::copy_n(samples[i].top_logprobs, width, values.mutable_data() + i * width);
-  }
-  return {std::move(ids), std::move(values)};
-}
-
-StepResult to_result(const StepOutput& out, bool want_logits) {
-  const py::ssize_t n = (py::ssize_t)out.samples.size();
-  StepResult r;
-  r.copy_seconds = out.copy_seconds;
-  r.counts = py::array_t<int32_t>(out.counts.size(), out.counts.data());
-  r.drafted = py::array_t<int32_t>(out.drafted.size(), out.drafted.data());
-  r.tokens = py::array_t<int32_t>(n), r.status = py::array_t<int32_t>(n), r.logprobs = py::array_t<float>(n);
-  std::tie(r.top_ids, r.top_logprobs) = tops_of(out.samples);
-  int32_t *tokens = r.tokens.mutable_data(), *status = r.status.mutable_data();
-  float* logprobs = r.logprobs.mutable_data();
-  for (py::ssize_t i = 0; i < n; i++) {
-    const SampleOutput& s = out.samples[i];
-    tokens[i] = s.token, status[i] = (int32_t)s.status, logprobs[i] = s.logprob;
-  }
-  r.prompt_logprobs = r.prompt_top_ids = r.prompt_top_logprobs = r.hidden = r.logits = py::none();
-  if (!out.scores.empty()) {
-    py::array_t<float> values((py::ssize_t)out.scores.size());
-    for (size_t i = 0; i < out.scores.size(); i++)
-      values.mutable_data()[i] = out.scores[i].status == SampleStatus::kOk ? out.scores[i].logprob : NAN;
-    std::tie(r.prompt_top_ids, r.prompt_top_logprobs) = tops_of(out.scores);
-    r.prompt_logprobs = std::move(values);
-  }
-  if (!out.hidden.empty()) {
-    const py::ssize_t width = out.hidden_width;
-    r.hidden = py::array_t<float>({(py::ssize_t)out.hidden.size() / width, width}, out.hidden.data());
-  }
-  if (want_logits) {
-    const py::ssize_t width = std::max(out.logit_width, 1);
-    r.logits = py::array_t<float>({(py::ssize_t)out.logits.size() / width, width}, out.logits.data());
-  }
-  return r;
-}
-
 py::list profile_of(const Executor& e) {
   py::list all;
   for (const CpuRunner::Step& step : e.steps()) {
@@ -137,11 +86,19 @@ py::list profile_of(const Executor& e) {
   return all;
 }
 
-void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
+void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& executor) {
   executor
-      .def("add_matrix", &Executor::add_matrix, py::arg("out_features"), py::arg("in_features"), py::arg("dtype"),
-           py::arg("group_size") = 0, py::arg("experts") = 1,
-           "experts: the matrix is a stack of those of so many experts, which an expert_linear takes.")
+      .def(
+          "add_matrix",
+          [](Executor& e, int n, int k, const std::string& dtype, int group_size, int experts, std::vector<int> order,
+             const py::kwargs& layout) {
+            return e.add_matrix(n, k, dtype, group_size, experts, scale_layout_of(layout), std::move(order));
+          },
+          py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+          py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
+          "experts: the matrix is a stack of those of so many experts, which an expert_linear takes. order: the input "
+          "feature that\neach of its columns is for, -1 for none; empty: of all of them in turn. Keywords: of the "
+          "layout of its scales.")
       .def(
           "fill_matrix",
           [](Executor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
@@ -154,25 +111,43 @@ void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
           "the matrix'.")
       .def(
           "fill_quantized",
-          [](Executor& e, int id, Bytes q, Scales scales, Scales offsets, int bits, int64_t columns, int64_t group_size,
-             int64_t row_offset, int64_t column) {
-            const StoredRows rows{q.data(), scales.data(), offsets.data(),
-                                  bits,     columns,       group_size ? group_size : columns};
-            if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0)
-              throw std::invalid_argument("fill_quantized: bits, columns or group_size");
+          [](Executor& e, int id, Bytes q, const py::array& scales, const std::optional<py::array>& zeros, int bits,
+             int64_t columns, int64_t group_size, int64_t row_offset, int64_t column, int64_t super_group,
+             const std::optional<Scales>& super_scales, const std::optional<Scales>& super_offsets) {
+            if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0 || super_group < 0)
+              throw std::invalid_argument("fill_quantized: bits, columns, group_size or super_group");
+            const Packed& m = e.weights().matrix(id);
+            StoredRows rows{};
+            rows.bits = bits, rows.columns = columns, rows.group = group_size ? group_size : columns;
+            rows.super_group = super_group;
             const py::ssize_t count = q.ndim() == 2 ? q.shape(0) : -1;
-            auto is = [&](const py::array& a, int64_t width) {
-              return a.ndim() == 2 && a.shape(0) == count && a.shape(1) == width;
+            auto check = [&](const py::array& a, int64_t width, int bytes, const char* what) {
+              if (a.ndim() != 2 || a.shape(0) != count || a.shape(1) != width || a.itemsize() != bytes ||
+                  !(a.flags() & py::array::c_style))
+                throw std::invalid_argument(std::string("fill_quantized: ") + what + " must be [rows, " +
+                                            std::to_string(width) + "] of " + std::to_string(bytes) + " bytes each");
             };
-            if (!is(q, rows.row_bytes()) || !is(scales, rows.groups()) || !is(offsets, rows.groups()))
-              throw std::invalid_argument("fill_quantized: q must be [rows, " + std::to_string(rows.row_bytes()) +
-                                          "], scales and offsets [rows, " + std::to_string(rows.groups()) + "]");
+            check(q, rows.row_bytes(), 1, "q");
+            check(scales, rows.groups(), m.scale_bytes(), "scales");
+            rows.q = q.data(), rows.scales = static_cast<const char*>(scales.data());
+            if (zeros) {
+              check(*zeros, rows.groups(), m.zero_bytes(), "zeros");
+              rows.zeros = static_cast<const char*>(zeros->data());
+            }
+            if (super_scales) check(*super_scales, rows.super_groups(), 2, "super_scales");
+            if (super_offsets) check(*super_offsets, rows.super_groups(), 2, "super_offsets");
+            rows.super_scales = super_scales ? super_scales->data() : nullptr;
+            rows.super_offsets = super_offsets ? super_offsets->data() : nullptr;
             py::gil_scoped_release release;
             e.weights().fill_quantized(id, rows, count, row_offset, column);
           },
-          py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("offsets").noconvert(),
+          py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("zeros").noconvert(),
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
-          "Packs columns `column`... of rows that quantize_rows made of rows of `columns` values.")
+          py::arg("super_group") = 0, py::arg("super_scales").noconvert() = py::none(),
+          py::arg("super_offsets").noconvert() = py::none(),
+          "Packs columns `column`... of rows of `columns` quantized values, those that quantize_rows made or, with the "
+          "matrix'\nlayout of scales, others. zeros: offsets or zero points. Nested scales: int8, times super_scales "
+          "(float16) of each\nsuper_group values.")
       .def("fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
            "fill_matrix of arrays one after the other, all at once; returns how many values of each are NaN or "
@@ -187,7 +162,8 @@ void bind_weights(py::class_<Executor, std::shared_ptr<Executor>>& executor) {
             if ((bits != 8 && bits != 4) || group_size < 0 || group_size % 2)
               throw std::invalid_argument("quantize_rows: bits or group_size");
             rows.group = group_size ? group_size : rows.columns;
-            QuantizedRows out{nullptr, nullptr, nullptr, bits, rows.columns, rows.group};
+            QuantizedRows out{};
+            out.bits = bits, out.columns = rows.columns, out.group = rows.group;
             Bytes q({(py::ssize_t)a.shape(0), (py::ssize_t)out.row_bytes()});
             Scales scales({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()}),
                 offsets({(py::ssize_t)a.shape(0), (py::ssize_t)out.groups()});
@@ -252,8 +228,13 @@ void bind_executor(py::module_& m) {
       .def("clear", &Masks::clear, py::arg("row"), "The row is to be written anew: before the plan that names it.")
       .def("fail", &Masks::fail, py::arg("message"), "Ends all waits with an error, for good.");
 
-  py::class_<Executor, std::shared_ptr<Executor>> executor(m, "Executor",
-                                                           "A model's op list, weights and KV cache of one rank.");
+  py::class_<StepModel, std::shared_ptr<StepModel>>(m, "StepModel", "A rank's model, whatever device computes it.");
+  py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Draws from logits of another device.");
+  py::class_<HostSampler, LogitSampler, std::shared_ptr<HostSampler>>(m, "HostSampler",
+                                                                      "The CPU's sampling op, with threads of its own.")
+      .def(py::init<int, std::vector<int>>(), py::arg("threads"), py::arg("cpus") = std::vector<int>{});
+  py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
+      m, "Executor", "A model's op list, weights and KV cache of one rank.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads) {
                  return std::shared_ptr<Executor>(
                      new Executor(rank, world, std::move(window), std::move(cpus), threads), WithoutGil{});
@@ -336,7 +317,7 @@ void bind_executor(py::module_& m) {
           "multiply",
           [](Executor& e, int id, py::array_t<float, py::array::c_style | py::array::forcecast> x, int out_features,
              std::optional<py::array_t<float, py::array::c_style | py::array::forcecast>> bias) {
-            const int n = e.weights().matrix(id).n, k = e.weights().matrix(id).k;
+            const int n = e.weights().matrix(id).n, k = e.weights().matrix(id).inputs;
             if (x.ndim() != 2 || x.shape(1) != k || out_features != n ||
                 (bias && (bias->ndim() != 1 || bias->shape(0) != n)))
               throw std::invalid_argument("multiply: a matrix of " + std::to_string(n) + " x " + std::to_string(k) +
@@ -355,7 +336,7 @@ void bind_executor(py::module_& m) {
       .def(
           "read_row",
           [](const Executor& e, int id, int64_t row) {
-            py::array_t<float> out(e.weights().matrix(id).k);
+            py::array_t<float> out(e.weights().matrix(id).inputs);
             e.weights().read_row(id, row, out.mutable_data());
             return out;
           },
@@ -381,7 +362,7 @@ void bind_executor(py::module_& m) {
       .def(py::init<>())
       .def(
           "submit",
-          [](Stepper& s, std::shared_ptr<Executor> executor, const py::bytes& plan, std::shared_ptr<Window> window,
+          [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan, std::shared_ptr<Window> window,
              int kind, const py::bytes& prefix, int profiling) {
             s.submit([executor, plan = std::string(plan), window, kind, prefix = std::string(prefix), profiling] {
               if (window) window->publish(kind, prefix + plan);

@@ -6,6 +6,7 @@
 #include "cpu/isa.h"
 #include "cpu/ops/attention_work.h"
 #include "cpu/weights.h"
+#include "program/weight_spec.h"
 
 namespace py = pybind11;
 
@@ -19,6 +20,22 @@ DType cache_dtype_of(const std::string& name) {
   throw std::invalid_argument("cache dtype must be float32, bfloat16, int8 or uint4, got " + name);
 }
 
+ScaleLayout scale_layout_of(const py::kwargs& fields) {
+  ScaleLayout layout;
+  for (const auto& [key, value] : fields) {
+    const std::string name = py::cast<std::string>(key);
+    if (name == "scales") layout.scales = scale_type_of(py::cast<std::string>(value));
+    else if (name == "zeros") layout.zeros = zero_type_of(py::cast<std::string>(value));
+    else if (name == "group_rows") layout.group_rows = py::cast<int>(value);
+    else if (name == "permuted") layout.permuted = py::cast<bool>(value);
+    else if (name == "super_group") layout.super_group = py::cast<int>(value);
+    else if (name == "scale_bits") layout.scale_bits = py::cast<int>(value);
+    else if (name == "center") layout.center = py::cast<int>(value);
+    else throw py::type_error("a layout of scales has no field " + name);
+  }
+  return layout;
+}
+
 }  // namespace as
 
 PYBIND11_MODULE(_native, m) {
@@ -28,13 +45,16 @@ PYBIND11_MODULE(_native, m) {
   m.def("isas", as::supported_isas, "Instruction sets this CPU has and this build has kernels for, best first.");
   m.def(
       "matrix_bytes",
-      [](int n, int k, const std::string& dtype, int group_size, int experts) {
-        const as::Packed one = as::layout(n / experts, k, as::kernels().rules, as::format_of(dtype), group_size);
+      [](int n, int k, const std::string& dtype, int group_size, int experts, int gathered, const py::kwargs& layout) {
+        const as::Packed one = as::packed_of(as::kernels().rules, n / experts, k, dtype, group_size,
+                                             as::scale_layout_of(layout), gathered);
         return as::matrix_bytes(one, experts);
       },
       py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
-      py::arg("experts") = 1,
-      "Memory that a matrix, or a stack of those of so many experts, takes as this instruction set lays it out.");
+      py::arg("experts") = 1, py::arg("gathered") = 0,
+      "Memory that a matrix, or a stack of those of so many experts, takes as this instruction set lays it out. "
+      "gathered: "
+      "columns of one with an order (add_matrix). Keywords: of the layout of its scales.");
   m.def(
       "span_bytes",
       [](int span_size, int head_dim, const std::string& dtype) {
@@ -54,11 +74,13 @@ PYBIND11_MODULE(_native, m) {
       "Memory that attention over a cache of that type takes for partial results.");
   m.def(
       "prepared_bytes",
-      [](int k, const std::string& dtype, int group_size) {
+      [](int k, const std::string& dtype, int group_size, int gathered, const py::kwargs& layout) {
         const as::Kernels& kernels = as::kernels();
-        return kernels.prepared(as::layout(1, k, kernels.rules, as::format_of(dtype), group_size)).bytes;
+        return kernels
+            .prepared(as::packed_of(kernels.rules, 1, k, dtype, group_size, as::scale_layout_of(layout), gathered))
+            .bytes;
       },
-      py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+      py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, py::arg("gathered") = 0,
       "Scratch memory that a product with such a matrix takes for each row of activations.");
   as::bind_window(m);
   as::bind_executor(m);

@@ -80,15 +80,10 @@ void bind_program(py::module_& m) {
       .def(py::init<>())
       .def(
           "add_matrix",
-          [](Program& p, int n, int k, const std::string& format, int group, const std::string& scales,
-             const std::string& zeros, int group_rows, bool permuted, int super_group, int scale_bits) {
-            return p.add_matrix(
-                n, k, format, group,
-                {scale_type_of(scales), zero_type_of(zeros), group_rows, permuted, super_group, scale_bits});
+          [](Program& p, int n, int k, const std::string& format, int group, const py::kwargs& layout) {
+            return p.add_matrix(n, k, format, group, scale_layout_of(layout));
           },
-          py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
-          py::arg("scales") = "bfloat16", py::arg("zeros") = "offsets", py::arg("group_rows") = 1,
-          py::arg("permuted") = false, py::arg("super_group") = 0, py::arg("scale_bits") = 0)
+          py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0, kLayoutFields)
       .def("add_vector", &Program::add_vector, py::arg("n"))
       .def("add_row_set", &Program::add_row_set, py::arg("of"), py::arg("times"),
            "Rows that a router forms: `times` entries for each row of set `of`.")
@@ -129,6 +124,7 @@ void bind_program(py::module_& m) {
             py::dict d;
             d["scales"] = name_of(l.scales), d["zeros"] = name_of(l.zeros), d["group_rows"] = l.group_rows;
             d["permuted"] = l.permuted, d["super_group"] = l.super_group, d["scale_bits"] = l.scale_bits;
+            d["center"] = l.center;
             return d;
           },
           py::arg("weight"), "How a matrix' scales are laid out: what add_matrix was given.")

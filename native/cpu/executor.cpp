@@ -26,9 +26,10 @@ Executor::Executor(const Executor& beside)
   program_.add_cache_group(CacheKind::full);
 }
 
-int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts) {
-  const int id = weights_.add_matrix(out_features, in_features, format_of(dtype), group_size, experts);
-  program_.add_matrix(out_features, in_features, dtype, group_size);
+int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
+                         const ScaleLayout& scaling, std::vector<int> order) {
+  const int id = weights_.add_matrix(out_features, in_features, dtype, group_size, experts, scaling, std::move(order));
+  program_.add_matrix(out_features, in_features, dtype, group_size, scaling);
   return id;
 }
 
@@ -89,13 +90,13 @@ void Executor::multiply(int id, const float* x, const float* bias, float* y, int
   const size_t need = prepared_bytes(all, m, rows);
   if (need > scratch_.size()) scratch_ = Buffer(need, "prepared activations");
   Tensor input;
-  input.data = const_cast<float*>(x), input.width = m.k;
+  input.data = const_cast<float*>(x), input.width = m.inputs;
   pool_->run([&](int thread) {
     Activations a;
     if (!activations(all, thread, m, input, rows, scratch_, a)) return;
     const Share share = share_of(thread, pool_->size(), m.panels(), rows);
     if (share.empty()) return;
-    a.x += (size_t)share.r0 * m.k, a.prepared += share.r0 * a.stride;
+    a.x += (size_t)share.r0 * m.inputs, a.prepared += share.r0 * a.stride;
     all.k.matmul(m, a, bias, y + (size_t)share.r0 * m.n, m.n, share.r1 - share.r0, share.p0, share.p1);
   });
 }

@@ -16,15 +16,16 @@
 
 namespace as {
 
-class Executor {
+class Executor : public StepModel {
  public:
   Executor(int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads);
   // Another model on the threads of this one: they run in turn.
   explicit Executor(const Executor& beside);
 
-  // Ids count matrices and vectors together. dtype: "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8".
-  // experts: of a stack that an expert_linear takes.
-  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1);
+  // Ids count matrices and vectors together. dtype, order: see Weights. experts: of a stack that an expert_linear
+  // takes.
+  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
+                 const ScaleLayout& scaling = {}, std::vector<int> order = {});
   int add_vector(std::vector<float> values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
@@ -41,10 +42,10 @@ class Executor {
   void allocate_host_cache(int spans, int file, size_t offset);
   HostCache& host_cache();
   size_t host_cache_bytes(int spans) const { return HostCache::bytes_for(caches(), spans); }
-  StepOutput step(const std::string& plan, bool want_logits);
+  StepOutput step(const std::string& plan, bool want_logits) override;
   // Of rank 0, after allocate(); null where there are none.
   std::shared_ptr<Masks> masks() const { return masks_; }
-  void set_profiling(bool on);
+  void set_profiling(bool on) override;
   // Empty before allocate().
   const std::vector<CpuRunner::Step>& steps() const;
 

@@ -4,9 +4,14 @@
 #include <vector>
 
 #include "cpu/kernels/place.h"
+#include "cpu/row_hash.h"
 
 namespace as {
 namespace {
+
+// Tell a row's arrays apart.
+constexpr uint64_t kHashOfZeros = 0xa24baed4963ee407, kHashOfSuperScales = 0x9fb21c651e98df25,
+                   kHashOfSuperOffsets = 0xd6e8feb86659fd93;
 
 // A panel of one row: a plain row but for its groups' heads.
 Packed plain_row(const QuantizedRows& rows) {
@@ -52,7 +57,47 @@ AS_INLINE void unpack(const uint8_t* row, int bits, int64_t first, int n, uint8_
   for (; i < n; i++) out[i] = row[(first + i) / 2] >> (first + i) % 2 * 4 & 15;
 }
 
+// The head's part of a row: of its group g, which begins with the stored column `column`.
+void place_scales(const Packed& w, const StoredRows& stored, int64_t row, int64_t column, int panel, int g, int lane) {
+  const int scale = w.scale_bytes(), zero = w.zero_bytes();
+  const int64_t at = row * stored.groups() + column / stored.group;
+  char* head = w.head(panel, g);
+  std::memcpy(head + lane * scale, stored.scales + at * scale, scale);
+  if (zero) std::memcpy(head + w.panel * scale + lane * zero, stored.zeros + at * zero, zero);
+  if (!w.scaling.super_group) return;
+  const int64_t above = row * stored.super_groups() + column / stored.super_group;
+  uint16_t* super = w.super_scales(panel, g);
+  super[lane] = stored.super_scales[above];
+  super[w.panel + lane] = stored.super_offsets ? stored.super_offsets[above] : 0;
+}
+
+// As place(), of codes.
+void place_codes(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane, char* weights) {
+  const int unit = w.unit();
+  char* out = weights + (int64_t)(k0 / unit) * w.panel + lane;
+  for (int i = 0; i < n; i += unit, out += w.panel)
+    for (int r = 0; r < rows; r++) out[r] = (char)(unit == 2 ? q[r][i] | q[r][i + 1] << 4 : q[r][i]);
+}
+
 }  // namespace
+
+StoredRows StoredRows::from(const Packed& m, int64_t row) const {
+  StoredRows rows = *this;
+  rows.q += row * row_bytes(), rows.scales += row * groups() * m.scale_bytes();
+  if (zeros) rows.zeros += row * groups() * m.zero_bytes();
+  if (super_scales) rows.super_scales += row * super_groups();
+  if (super_offsets) rows.super_offsets += row * super_groups();
+  return rows;
+}
+
+uint64_t StoredRows::hash(const Packed& m, int64_t row) const {
+  const StoredRows one = from(m, row);
+  uint64_t sum = row_hash(one.q, row_bytes(), row) + row_hash(one.scales, groups() * m.scale_bytes(), ~row);
+  if (zeros) sum += fold(row_hash(one.zeros, groups() * m.zero_bytes(), row), kHashOfZeros);
+  if (super_scales) sum += fold(row_hash(one.super_scales, 2 * super_groups(), row), kHashOfSuperScales);
+  if (super_offsets) sum += fold(row_hash(one.super_offsets, 2 * super_groups(), row), kHashOfSuperOffsets);
+  return sum;
+}
 
 int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const QuantizedRows& out, int64_t r0,
                       int64_t r1) {
@@ -82,19 +127,18 @@ void place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset, i
     const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
     const int rows = (int)std::min<int64_t>({r1 - row, (int64_t)kPlacedRows, (int64_t)(w.panel - lane)});
     for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
-      const int64_t group = (column + first) / stored.group;
-      for (int r = 0; r < rows; r++) {
-        const int64_t at = (row + r - row_offset) * stored.groups() + group;
-        w.scales(panel, g)[lane + r] = stored.scales[at], w.offsets(panel, g)[lane + r] = stored.offsets[at];
-      }
+      for (int r = 0; r < rows; r++) place_scales(w, stored, row + r - row_offset, column + first, panel, g, lane + r);
       for (int k0 = 0; k0 < w.group_k(g); k0 += kPlacedK) {
         const int n = std::min(kPlacedK, w.group_k(g) - k0);
         alignas(64) uint8_t q[kPlacedRows][kPlacedK];
         for (int r = 0; r < rows; r++) {
           unpack(stored.q + (row + r - row_offset) * stored.row_bytes(), stored.bits, column + first + k0, n, q[r]);
+          if (w.bias)
+            for (int i = 0; i < n; i++) q[r][i] = (uint8_t)(q[r][i] + w.bias);
           if (n < kPlacedK) std::memset(q[r] + n, 0, kPlacedK - n);
         }
-        place(w, q, rows, n, k0, lane, w.weights(panel, g));
+        if (is_coded(w.format)) place_codes(w, q, rows, n, k0, lane, w.weights(panel, g));
+        else place(w, q, rows, n, k0, lane, w.weights(panel, g));
       }
     }
     row += rows;

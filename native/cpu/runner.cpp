@@ -195,7 +195,7 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
       if (op.is("expert_linear")) {
         const Packed& m = weights_.matrix(op.weights[0]);
         const size_t entries = std::max(max_rows(op.outputs[0]), core_.pool.size()), row = core_.k.prepared(m).bytes;
-        prepared = std::max(prepared, entries * (row ? row : m.k * sizeof(float)));
+        prepared = std::max(prepared, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
     }

@@ -7,35 +7,62 @@
 
 #include "cpu/pack.h"
 #include "cpu/row_hash.h"
+#include "program/weight_spec.h"
 
 namespace as {
 
 Format format_of(const std::string& name) {
-  const std::map<std::string, Format> formats = {{"float32", Format::f32}, {"bfloat16", Format::bf16},
-                                                 {"int8", Format::int8},   {"int4", Format::int4},
-                                                 {"w8a8", Format::w8a8},   {"w4a8", Format::w4a8}};
+  const std::map<std::string, Format> formats = {
+      {"float32", Format::f32}, {"bfloat16", Format::bf16}, {"int8", Format::int8},
+      {"int4", Format::int4},   {"w8a8", Format::w8a8},     {"w4a8", Format::w4a8},
+      {"e4m3", Format::e4m3},   {"nf4", Format::nf4},       {"e2m1", Format::e2m1}};
   const auto found = formats.find(name);
   if (found == formats.end())
-    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8 or w4a8, got " + name);
+    throw std::invalid_argument("dtype must be float32, bfloat16, int8, int4, w8a8, w4a8, e4m3, nf4 or e2m1, got " +
+                                name);
   return found->second;
 }
 
-int Weights::add_matrix(int out_features, int in_features, Format format, int group_size, int experts) {
-  if (out_features < 1 || in_features < 1)
-    throw std::invalid_argument("matrix of " + std::to_string(out_features) + " x " + std::to_string(in_features) +
-                                ": both must be positive");
-  if (group_size < 0 || (group_size % 32 && group_size != 8 && group_size != 16))
-    throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(group_size));
-  if (experts < 1 || out_features % experts)
-    throw std::invalid_argument("a matrix of " + std::to_string(out_features) + " rows is no stack of " +
-                                std::to_string(experts) + " experts");
-  Packed packed = layout(out_features / experts, in_features, k_.rules, format, group_size);
+Packed packed_of(const Rules& rules, int out_features, int in_features, const std::string& dtype, int group_size,
+                 const ScaleLayout& scaling, int gathered) {
+  const Format format = format_of(dtype);
+  check_matrix({out_features, in_features, dtype, group_size, scaling});
+  const bool nested = scaling.super_group > 0;
+  if (!scaling.is_default() &&
+      (scaling.group_rows != 1 || scaling.permuted || (nested && scaling.scales != ScaleType::float16) ||
+       (nested && (scaling.scale_bits != 8 || scaling.zeros == ZeroType::points)) ||
+       scaling.scales == ScaleType::none || scaling.scales == ScaleType::e8m0 ||
+       (is_coded(format) && scaling.zeros != ZeroType::none)))
+    throw std::invalid_argument(
+        "the CPU backend takes scales of float32, bfloat16 and float16 for each row and group, or float16 times 8 "
+        "bits, and no offsets or zero points of codes");
+  if (is_coded(format) && scaling.is_default())
+    throw std::invalid_argument("a matrix of " + dtype + " has no offsets: say how its scales are laid out");
+  if (gathered < 0 || (gathered && (!is_quantized(format) || is_coded(format))))
+    throw std::invalid_argument("columns in an order of their own are for matrices of integers");
+  const Packed packed =
+      layout(out_features, gathered ? gathered : in_features, rules, format, group_size, scaling, in_features);
   if (packed.planes && packed.group > kMaxIntegerK)
     throw std::invalid_argument("matrix of " + std::to_string(in_features) +
                                 " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMaxIntegerK) + " in a group");
+  return packed;
+}
+
+int Weights::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
+                        const ScaleLayout& scaling, std::vector<int> order) {
+  if (experts < 1 || out_features % experts)
+    throw std::invalid_argument("a matrix of " + std::to_string(out_features) + " rows is no stack of " +
+                                std::to_string(experts) + " experts");
+  for (int from : order)
+    if (from < -1 || from >= in_features)
+      throw std::invalid_argument("order: there is no input feature " + std::to_string(from) + " of " +
+                                  std::to_string(in_features));
+  Packed packed =
+      packed_of(k_.rules, out_features / experts, in_features, dtype, group_size, scaling, (int)order.size());
   packed.data = arena_.take(matrix_bytes(packed, experts), "weights");
-  weights_.push_back({packed, 0, {}, experts});
+  if (!order.empty()) packed.order = order.data();  // where it stays when it is moved
+  weights_.push_back({packed, 0, {}, experts, std::move(order)});
   sizes_.push_back((double)matrix_bytes(packed, experts));
   return (int)weights_.size() - 1;
 }
@@ -63,17 +90,29 @@ void Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int
   if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
     throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
                                 std::to_string(bits_of(m.format)));
+  const bool offsets = m.scaling.zeros == ZeroType::offsets, nested = m.scaling.super_group > 0;
+  if (!source.zeros != (m.zero_bytes() == 0) || !source.super_scales == nested ||
+      !source.super_offsets != (!nested || !offsets))
+    throw std::invalid_argument("scales, zeros and super-groups' scales must be those of the matrix' layout");
+  if (nested && (source.super_group % m.scaling.super_group || column % m.scaling.super_group))
+    throw std::invalid_argument("super-groups of " + std::to_string(m.scaling.super_group) + " from column " +
+                                std::to_string(column) + " on are not parts of super-groups of " +
+                                std::to_string(source.super_group));
+  std::atomic<uint64_t> hash{0};
   each_expert(id, rows, row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
-    StoredRows from = source;
-    from.q += done * source.row_bytes(), from.scales += done * source.groups(), from.offsets += done * source.groups();
+    const StoredRows from = source.from(one, done);
     const int64_t first = offset / one.panel, last = (offset + count + one.panel - 1) / one.panel;
     pool_.run([&](int thread) {
       const auto [p0, p1] = part(last - first, thread, pool_.size());
       const int64_t r0 = std::max(offset, (first + p0) * one.panel),
                     r1 = std::min(offset + count, (first + p1) * one.panel);
+      uint64_t sum = 0;
+      for (int64_t r = r0; r < r1; r++) sum += fold(from.hash(one, r - offset), row_offset + done + r);
+      hash += sum;
       if (r0 < r1) place_rows(one, from, offset, column, r0, r1);
     });
   });
+  weights_[id].source_hash += hash;
 }
 
 int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const {
@@ -94,6 +133,8 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
     size_t source;
   };
   const int64_t n = matrix(id).n, panels = matrix(id).panels();
+  if (is_quantized(matrix(id).format) && !matrix(id).plain_scales)
+    throw std::invalid_argument("a matrix with another layout of its scales than InstantQuant's takes quantized rows");
   std::vector<Piece> pieces;
   for (size_t i = 0; i < sources.size(); i++) {
     const SourceRows& source = sources[i];

@@ -17,8 +17,13 @@ inline size_t matrix_bytes(const Packed& m, int experts = 1) {
   return (size_t)experts * m.panels() * m.panel_bytes + 4096;
 }
 
-// "float32", "bfloat16", "int8", "int4", "w8a8" or "w4a8"; std::invalid_argument for anything else.
+// "float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "e4m3", "nf4" or "e2m1"; std::invalid_argument for anything
+// else.
 Format format_of(const std::string& name);
+
+// A matrix as this instruction set's kernels have it; std::invalid_argument for one that they cannot have.
+Packed packed_of(const Rules& rules, int out_features, int in_features, const std::string& dtype, int group_size,
+                 const ScaleLayout& scaling = {}, int gathered = 0);
 
 class Weights {
  public:
@@ -26,8 +31,10 @@ class Weights {
   Weights(Pool& pool, const Kernels& kernels) : pool_(pool), k_(kernels) {}
 
   // group_size: of quantized formats, along in_features; 0: one group a row. experts: a stack of so many matrices of
-  // equal parts of the rows, each packed for itself.
-  int add_matrix(int out_features, int in_features, Format format, int group_size, int experts = 1);
+  // equal parts of the rows, each packed for itself. order: the matrix' columns are for these input features, -1 for
+  // none; empty: for all of them in turn.
+  int add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts = 1,
+                 const ScaleLayout& scaling = {}, std::vector<int> order = {});
   // Copies rows[i] rows of each source (from its column on) into rows row_offset... Returns how many NaN or Inf each
   // has.
   std::vector<int64_t> fill_matrix(int id, const std::vector<SourceRows>& sources, const std::vector<int64_t>& rows);
@@ -56,7 +63,8 @@ class Weights {
     Packed packed;  // k = 0: none, but a vector
     uint64_t source_hash;
     std::vector<float> values;
-    int experts = 1;  // matrices like `packed`, one after the other
+    int experts = 1;              // matrices like `packed`, one after the other
+    std::vector<int> order = {};  // packed.order's
   };
   // Calls part(matrix, rows, row offset in it, rows before) for each matrix of a stack that rows [row_offset,
   // row_offset

@@ -120,6 +120,22 @@ void check_head_norm(const Program& p, const OpNode& op) {
   vector_is(p, op, 0, op.integer("head_dim"));
 }
 
+void check_qk_square_sums(const Program& p, const OpNode& op) {
+  width_is(op, p.out(op), 2, "output");
+  const long q = op.integer("q_columns"), begin = op.integer("k_offset"), k = op.integer("k_columns");
+  if (q > p.in(op).width || begin + k > p.in(op).width)
+    throw std::invalid_argument("op qk_square_sums reaches past its input");
+}
+
+void check_qk_norm(const Program& p, const OpNode& op) {
+  width_is(op, p.in(op, 1), 2, "second input");
+  if (p.in(op, 1).rows != p.in(op).rows) throw wrong(op, "its inputs differ in rows");
+  const long q = op.integer("q_columns"), k = op.integer("k_columns");
+  if (q + k > p.in(op).width) throw std::invalid_argument("op qk_norm reaches past its input");
+  vector_is(p, op, 0, q);
+  vector_is(p, op, 1, k);
+}
+
 void check_rope(const Program& p, const OpNode& op) {
   check_heads(p, op, op.integer("rotary_dim"));
   const OpNode* table = rotary_table(p, op.integer("table"));
@@ -287,9 +303,9 @@ std::vector<OpSpec> table() {
   // clang-format off
   return {
       // Cosines and sines of rows' positions. A row's length is that of its prompt, or position + 1 if that is larger.
-      // Beyond original_max a dynamic base grows with it (as transformers has it, or in powers of two as Qwen v1 has
-      // it); or the second weight, a long_table, is taken. temporal, height, width: how many pairs go by each part of a
-      // position of three.
+      // Beyond original_max a dynamic base grows with it (as transformers has it, or as Qwen v1: in powers of two, with
+      // the prompt's length alone); or the second weight, a long_table, is taken, also by all rows of a slot that began
+      // with a longer history. temporal, height, width: how many pairs go by each part of a position of three.
       {"rotary_table", kNone, kNone, {1, 2}, false, RowRule::none,
        {number_or("attention_factor", 1), flag("dynamic"), number_or("base", 0), number_or("factor", 1),
         number_or("original_max", 0), whole("rotary_dim"), table_number, choice("growth", {"linear", "powers"}),
@@ -308,6 +324,17 @@ std::vector<OpSpec> table() {
        {number("eps"), whole("head_dim"), flag("unit_offset"), of_rank("offset"), of_rank("heads"),
         within(whole("block", Scope::graph), 0, 255)},
        check_head_norm, cost_head_norm},
+      // Of [queries | keys | values], in which ranks may hold heads twice: squares of all queries and of all keys, added
+      // up, each head's on one rank.
+      {"qk_square_sums", kOne, kOne, kNone, false, RowRule::as_input,
+       {at_least_0(of_rank("q_columns")), at_least_0(of_rank("k_offset")), at_least_0(of_rank("k_columns"))},
+       check_qk_square_sums, each_value<1>},
+      // RMS norm of all queries and of all keys, each as one vector of that width over all ranks, by those sums (second
+      // input), all_reduced.
+      {"qk_norm", kTwo, kOne, kTwo, true, RowRule::as_input,
+       {number("eps"), positive(whole("q_width")), positive(whole("k_width")), at_least_0(of_rank("q_columns")),
+        at_least_0(of_rank("k_columns"))},
+       check_qk_norm, each_value<2>},
       // The first rotary_dim features of each head. pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1).
       {"rope", kOne, kOne, kNone, true, RowRule::as_input,
        {whole("head_dim"), whole_or_as("rotary_dim", "head_dim"), table_number,

@@ -47,11 +47,6 @@ Type named(const char* const (&names)[kCount], const std::string& name, const ch
 
 }  // namespace
 
-bool ScaleLayout::is_default() const {
-  return scales == ScaleType::bfloat16 && zeros == ZeroType::offsets && group_rows == 1 && !permuted && !super_group &&
-         !scale_bits;
-}
-
 double WeightSpec::bytes() const {
   if (!k) return n * 4.0;
   const FormatSpec& f = format_spec(format);
@@ -70,8 +65,8 @@ void check_matrix(const WeightSpec& m) {
   if (m.n < 1 || m.k < 1)
     throw std::invalid_argument("matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k) +
                                 ": both must be positive");
-  if (m.group < 0 || (m.group % 32 && m.group != 8 && m.group != 16))
-    throw std::invalid_argument("group_size must be 0, 8, 16 or a multiple of 32, got " + std::to_string(m.group));
+  if (m.group < 0 || m.group % 8)
+    throw std::invalid_argument("group_size must be a multiple of 8, or 0, got " + std::to_string(m.group));
   const FormatSpec& f = format_spec(m.format);
   const ScaleLayout& l = m.layout;
   const std::string text = "matrix of format " + m.format;
@@ -79,6 +74,8 @@ void check_matrix(const WeightSpec& m) {
   if (f.values == Values::plain) throw std::invalid_argument(text + " has no scales");
   if (f.values == Values::coded && l.zeros == ZeroType::points)
     throw std::invalid_argument(text + " has no zero points: its codes are no integers");
+  if (l.center >= 0 && (f.values != Values::integers || l.center >= 1 << (int)f.bits))
+    throw std::invalid_argument(text + " has no code " + std::to_string(l.center) + " to stand for 0");
   if (l.group_rows < 1 || (l.group_rows > 1 && !m.group))
     throw std::invalid_argument(text + ": scales of " + std::to_string(l.group_rows) +
                                 " rows need a positive number of them, and groups along in_features");

@@ -3,7 +3,8 @@
 The script's engine is a gRPC server of its own that says the same word to every request once an interval: so what is
 measured is the door, and what it is compared with is AsyncClientEngine on the same streams.
 
-    against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and the first token's delay
+    against-grpc   64 streams, interleaved runs: tokens/s of HTTP as a part of gRPC's, and how much later the first token
+                   comes: of 64 that begin at once, of one that begins among 64, of one alone
     streams        1,000 streams through one worker: its resident memory, idle and with all of them open
     rate           256 streams as fast as the script goes: tokens/s, and the worker's processor time a token, from which
                    the rate of N workers with a core each follows
@@ -188,10 +189,14 @@ async def grpc_stream(engine: AsyncClientEngine, tokens: int) -> tuple[float, in
     return first, count
 
 
-async def together(streams: list) -> tuple[float, float]:
-    """Tokens/s of all streams, and the median of their first tokens' s."""
+async def together(streams: list, spread: float = 0.0) -> tuple[float, float]:
+    """Tokens/s of all streams, and the median of their first tokens' s. spread: s over which they begin."""
+    async def later(stream, delay: float):
+        await asyncio.sleep(delay)
+        return await stream
+
     began = time.perf_counter()
-    done = await asyncio.gather(*streams)
+    done = await asyncio.gather(*(later(stream, spread * i / len(streams)) for i, stream in enumerate(streams)))
     seconds = time.perf_counter() - began
     return sum(count for _, count in done) / seconds, statistics.median(first for first, _ in done)
 
@@ -206,13 +211,18 @@ def against_grpc(options: argparse.Namespace) -> dict:
             for _ in range(options.runs):
                 one = await together([grpc_stream(engine, options.tokens) for _ in range(options.streams)])
                 two = await together([http_stream(http, options.tokens) for _ in range(options.streams)])
+                spread = options.interval * options.tokens  # the last begins when the first ends
+                three = await together([grpc_stream(engine, options.tokens) for _ in range(2 * options.streams)], 2 * spread)
+                four = await together([http_stream(http, options.tokens) for _ in range(2 * options.streams)], 2 * spread)
                 alone = [(await grpc_stream(engine, 1))[0] for _ in range(20)]
                 alone_http = [(await http_stream(http, 1))[0] for _ in range(20)]
-                pairs.append((one, two, statistics.median(alone), statistics.median(alone_http)))
+                pairs.append((one, two, four[1] - three[1], statistics.median(alone), statistics.median(alone_http)))
         return {
             "grpc_tokens_per_second": round(statistics.median(one[0] for one, *_ in pairs), 1),
             "http_part_of_it": round(statistics.median(two[0] / one[0] for one, two, *_ in pairs), 4),
-            "first_token_later_ms": round(1e3 * statistics.median(two[1] - one[1] for one, two, *_ in pairs), 2),
+            "all_at_once_first_token_later_ms": round(
+                1e3 * statistics.median(two[1] - one[1] for one, two, *_ in pairs), 2),
+            "among_streams_first_token_later_ms": round(1e3 * statistics.median(later for *_, later, _, _ in pairs), 2),
             "alone_first_token_later_ms": round(1e3 * statistics.median(h - g for *_, g, h in pairs), 2),
         }
 

@@ -4,8 +4,8 @@
 
 The checkpoint may have no tokenizer: then it gets the one of the model that ships.
 
-prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives (target_token_latency is
-1.5 times the median without it), as a part of that median; and how many steps a prompt of 50,000 tokens' text (200,000
+prompts: beside 8 streams, the time between their tokens while a prompt of 4,000 tokens arrives, as a part of the median
+without it; and how many steps a prompt of 50,000 tokens' text (200,000
 characters, tokenized here) delays streams, and a short prompt behind it.
 prefixes: the first token's time of a prompt of 2,000 new tokens, of another that shares them, of one whose spans come
 back from the second tier, in memory and from a file after a restart; rounds in turn, parts of the first.
@@ -74,7 +74,7 @@ class Bench:
 
     def __init__(self, options, **fields):
         self.engine = Engine()
-        fields = {"engine_max_length": 8192, "engine_max_batch": 8, "weight_dtype": options.dtype, **fields}
+        fields = {"engine_max_length": 8192, "engine_max_batch": 16, "weight_dtype": options.dtype, **fields}
         self.engine.install_model(AsModelConfig("m", str(options.checkpoint), num_threads=options.threads, **fields))
         self.engine.start_model("m")
         self.model = self.engine._models["m"]
@@ -106,35 +106,45 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 def prompts(options) -> None:
-    with Bench(options) as bench:
-        streams = [bench.start(prompt_of(16, i), 60) for i in range(8)]
-        for stream in streams:
-            stream.ended.wait()
-        median = statistics.median(np.concatenate([stream.gaps[8:] for stream in streams]))
-    with Bench(options, target_token_latency=1.5e3 * median) as bench:
+    median = beside_streams(options, 0.0)
+    beside_streams(options, 1.5e3 * median)
+    behind_a_long_one(options, 0.0)
+    behind_a_long_one(options, 1.5e3 * median)
+
+
+def median_gap(streams: list[Times], count: int) -> float:
+    """Seconds between the streams' last tokens, once each has enough of them."""
+    while min(len(stream.at) for stream in streams) < 2 * count:
+        time.sleep(0.01)
+    return statistics.median(np.concatenate([stream.gaps[-count:] for stream in streams]))
+
+
+def beside_streams(options, target: float) -> float:
+    with Bench(options, target_token_latency=target) as bench:
         for turn in range(options.rounds):
             streams = [bench.start(prompt_of(16, 10 * turn + i), 8000) for i in range(8)]
-            while min(len(stream.at) for stream in streams) < 60:
-                time.sleep(0.01)
-            alone = statistics.median(np.concatenate([stream.gaps[-40:] for stream in streams]))
+            alone = median_gap(streams, 40)
             long = bench.start(prompt_of(4000, 1000 + turn), 1)
             long.ended.wait()
             during = np.concatenate([np.diff([t for t in stream.at if t > long.began]) for stream in streams])
-            print(f"4,000 tokens beside 8 streams: between tokens {1e3 * alone:.1f} ms without it; with it, of that "
-                  f"median {np.median(during) / alone:.2f}, p99 {np.percentile(during, 99) / alone:.2f}, most "
-                  f"{during.max() / alone:.2f}; {4000 / long.first:.0f} tokens/s", flush=True)
+            median, p99 = np.median(during) / alone, np.percentile(during, 99) / alone
+            print(f"target {target:.0f} ms: 4,000 tokens beside 8 streams: between tokens {1e3 * alone:.1f} ms without "
+                  f"it; with it, of that median {median:.2f}, p99 {p99:.2f}, most {during.max() / alone:.2f}; "
+                  f"{4000 / long.first:.0f} tokens/s", flush=True)
             for handle in list(bench.engine._requests):
                 bench.engine.release(handle)
             while bench.model.scheduler.running:
                 time.sleep(0.01)
+    return alone
+
+
+def behind_a_long_one(options, target: float) -> None:
     stories = "Once upon a time there was a brave fox named Mia, who lived in a wood. " * 3000
     text = stories[:200_000]
-    with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=1.5e3 * median) as bench:
+    with Bench(options, engine_max_length=131072, cache_memory=2 << 30, target_token_latency=target) as bench:
         streams = [bench.start(prompt_of(16, i), 100_000) for i in range(4)]
-        while min(len(stream.at) for stream in streams) < 40:
-            time.sleep(0.01)
-        alone = statistics.median(np.concatenate([stream.gaps[-30:] for stream in streams]))
         for turn in range(options.rounds):
+            alone = median_gap(streams, 30)
             long, spec = Times(bench), RequestSpec("m", text=text + str(turn), config=GenerateConfig(seed=1))
             began = time.perf_counter()
             handle = bench.engine.submit(spec, long)
@@ -143,9 +153,9 @@ def prompts(options) -> None:
                 time.sleep(0.002)
             short = bench.run(prompt_of(40, 77 + turn))
             most = max(max(np.diff([t for t in stream.at if began < t])) for stream in streams)
-            print(f"{len(spec.input_ids)} tokens of text, taken in {taken - began:.2f} s: longest pause of 4 streams "
-                  f"{most / alone:.1f} steps of theirs without it; a short prompt behind it: first token after "
-                  f"{short.steps[0] - short.first_step} steps", flush=True)
+            print(f"target {target:.0f} ms: {len(spec.input_ids)} tokens of text, taken in {taken - began:.2f} s: "
+                  f"longest pause of 4 streams {most / alone:.1f} steps of theirs without it; a short prompt behind it: "
+                  f"first token after {short.steps[0] - short.first_step} steps", flush=True)
             bench.engine.release(handle)
 
 

@@ -30,6 +30,7 @@ class Slot:
     spans: list[list[int]]
     embeddings: dict[int, np.ndarray] = field(default_factory=dict)  # by position
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))  # the first ones' parts
+    begun: int = 0  # tokens of the history that it began with
     delta: int = 0  # what later ones' parts are ahead of the position
 
     def parts(self, position: int) -> np.ndarray:
@@ -116,7 +117,8 @@ class Slots:
                 raise ValueError(f"step plan: slot {new.slot} is taken, or not there")
             if new.cached % limits.span_size or not 0 <= new.cached < len(new.history):
                 raise ValueError(f"step plan: {new.cached} cached positions of {len(new.history)}")
-            self.live[new.slot] = Slot(new.sampling, new.history, new.cached, [[] for _ in limits.num_spans])
+            self.live[new.slot] = Slot(new.sampling, new.history, new.cached, [[] for _ in limits.num_spans],
+                                       begun=len(new.history))
         batch = Batch()
         for kind, words in plan.sections:
             if kind == COPIES:

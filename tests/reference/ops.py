@@ -62,7 +62,10 @@ def rotary_table(rank, op, x, w):
     parts = _part_of_pairs(attrs)
     for row in rank.batch.rows:
         slot = rank.slots[row.slot]
-        length, frequencies = max(slot.sampling.prompt_len, row.position + 1), w[0].astype(np.float32)
+        own = 0 if attrs["growth"] == "powers" else row.position + 1
+        if attrs["long_table"]:
+            own = max(own, slot.begun)
+        length, frequencies = max(slot.sampling.prompt_len, own), w[0].astype(np.float32)
         if length > attrs["original_max"]:
             frequencies = _grown(attrs, length) if attrs["dynamic"] else w[-1].astype(np.float32)
         position = slot.parts(row.position)[parts].astype(np.float32)
@@ -96,6 +99,22 @@ def head_norm(rank, op, x, w):
     attrs, out = op["attributes"], x[0].copy()
     heads = _heads(attrs, out)
     heads[:] = rms(heads, w[0], attrs["eps"], attrs["unit_offset"])
+    return out
+
+
+@op
+def qk_square_sums(rank, op, x, w):
+    attrs, squares = op["attributes"], x[0] ** 2
+    keys = squares[:, attrs["k_offset"] : attrs["k_offset"] + attrs["k_columns"]]
+    return np.stack([squares[:, : attrs["q_columns"]].sum(1), keys.sum(1)], 1)
+
+
+@op
+def qk_norm(rank, op, x, w):
+    attrs, out = op["attributes"], x[0].copy()
+    queries, keys = attrs["q_columns"], attrs["q_columns"] + attrs["k_columns"]
+    for i, (columns, width) in enumerate(((slice(queries), "q_width"), (slice(queries, keys), "k_width"))):
+        out[:, columns] *= w[i] / np.sqrt(x[1][:, i : i + 1] / attrs[width] + attrs["eps"])
     return out
 
 

@@ -143,6 +143,18 @@ def test_head_norm(heads, dim, offset, unit_offset):
     compare(own)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("q, k, rest", [(1, 1, 0), (6, 2, 3), (65, 31, 31), (192, 64, 64)])
+def test_norm_of_all_queries_and_all_keys(q, k, rest, threads):
+    own = toy()
+    x = embedded(own, q + k + rest)
+    sums = own.op("qk_square_sums", (x,), 2, q_columns=q, k_offset=q, k_columns=k)
+    own.op("qk_norm", (x, sums), None, (own.vector(q), own.vector(k)), eps=1e-6, q_width=2 * q, k_width=k, q_columns=q,
+           k_columns=k)
+    own.finish(x)
+    compare(own, threads=threads)
+
+
 FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 2e-2), ("int8", 0, 2e-3), ("int8", 32, 2e-3), ("int4", 0, 2e-3),
            ("int4", 32, 2e-3), ("w8a8", 0, 5e-2), ("w4a8", 32, 5e-2)]  # fmt: skip
 

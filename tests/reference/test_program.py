@@ -52,6 +52,9 @@ def test_specs_are_complete_and_readable():
         ("rope", ["x"], [], [], {"offset": 0, "heads": 5, "head_dim": 16}, "op rope reaches past its input"),
         ("head_norm", ["x"], [], ["v16"], {"eps": 1, "offset": -16, "heads": 1, "head_dim": 16}, "reaches past"),
         ("head_norm", ["x"], [], ["v16"], {"eps": 1, "block": 0}, "needs attribute head_dim"),
+        ("qk_square_sums", ["x"], ["y"], [], {"q_columns": 9, "k_offset": 9, "k_columns": 9}, "output is 32 wide, expected 2"),
+        ("qk_norm", ["x", "y"], [], ["v16", "v16"], {"eps": 1, "q_width": 16, "k_width": 16, "q_columns": 16,
+                                                     "k_columns": 16}, "second input is 32 wide, expected 2"),
         ("add", ["x", "logits64"], [], [], {}, "its inputs differ in rows"),
         ("select_rows", ["logits"], ["logits"], [], {}, "a row for each token"),
         ("embedding", [], ["logits64"], ["m"], {"vocab_begin": 0}, "a row for each token"),
@@ -84,7 +87,7 @@ def test_attention_that_cannot_be(program):
 def test_weights_tensors_and_groups_that_cannot_be(program):
     for problem, call in (
         ("matrix of 0 x 4: both must be positive", lambda: program.add_matrix(0, 4, "float32")),
-        ("group_size must be 0, 8, 16 or a multiple of 32, got 24", lambda: program.add_matrix(4, 4, "int8", 24)),
+        ("group_size must be a multiple of 8, or 0, got 20", lambda: program.add_matrix(4, 4, "int8", 20)),
         ("no weight format int7: known are float32", lambda: program.add_matrix(4, 4, "int7")),
         ("tensor width must be positive, got 0", lambda: program.add_tensor(0)),
         ("no row set 2", lambda: program.add_tensor(4, 2)),

@@ -8,9 +8,8 @@
 namespace as {
 namespace AS_ISA {
 
-// y = x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich, 2019). The sum of squares runs over two vectors of lanes, then
-// over the lanes, then over the tail.
-void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
+// Over two vectors of lanes, then over the lanes, then over the tail.
+float square_sum(const float* x, int n) {
   vf a = vzero(), b = vzero();
   int i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
@@ -24,9 +23,14 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
   }
   float sum = vsum(vadd(a, b));
   for (; i < n; i++) sum += x[i] * x[i];
-  const float inverse = 1.0f / std::sqrt(sum / (float)n + eps);
+  return sum;
+}
+
+// y = x / sqrt(mean(x^2) + eps) * w (Zhang and Sennrich, 2019).
+void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
+  const float inverse = 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
   const vf vi = vset(inverse);
-  i = 0;
+  int i = 0;
   for (; i + W <= n; i += W) vstore(y + i, vmul(vmul(vload(x + i), vi), vload(w + i)));
   for (; i < n; i++) y[i] = x[i] * inverse * w[i];
 }
@@ -50,6 +54,13 @@ AS_INLINE void gated(const float* gate, const float* up, float* y, int n) {
 void silu_mul(const float* gate, const float* up, float* y, int n) { gated<vsilu_mul>(gate, up, y, n); }
 
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) { gated<vgelu_tanh_mul>(gate, up, y, n); }
+
+void multiply(float* x, const float* w, float factor, size_t n) {
+  const vf f = vset(factor);
+  size_t i = 0;
+  for (; i + W <= n; i += W) vstore(x + i, vmul(vmul(vload(x + i), f), vload(w + i)));
+  for (; i < n; i++) x[i] = x[i] * factor * w[i];
+}
 
 void scale(float* x, float factor, size_t n) {
   size_t i = 0;

@@ -6,6 +6,7 @@
 
 #include "cpu/kernels/amx.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/scales.h"
 #include "cpu/kernels/silu.h"
 #include "cpu/kernels/tables.h"
 #include "cpu/kernels/tile.h"
@@ -62,7 +63,9 @@ struct BFloatRow {
 // A group's scales and offsets as floats, for all rows.
 struct Scales {
   float values[2 * NR];
-  void set(const uint16_t* scales) {
+  void set(const Packed& w, int panel, int g) {
+    if (!w.plain_scales) return load_scales(w, panel, g, values);
+    const uint16_t* scales = w.scales(panel, g);
     for (int i = 0; i < 2 * NR; i += W) vstore(values + i, vload_bf16(scales + i));
   }
 };
@@ -111,7 +114,7 @@ struct ChannelRow {
   const PreparedLayout at;
   Scales scales = {};
   Bias add = {};
-  void begin(int p) { scales.set(w.scales(p, 0)), add.set(bias, p, w.n); }
+  void begin(int p) { scales.set(w, p, 0), add.set(bias, p, w.n); }
   AS_INLINE void operator()(int row, const float* sums, vf (&value)[NV]) const {
     const char* activations = a.prepared + row * a.stride;
     for (int v = 0; v < NV; v++) value[v] = vzero();

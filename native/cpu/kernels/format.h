@@ -7,24 +7,42 @@
 //   int8, w8a8          [k / 4][panel][4] bytes q: a 32-bit lane holds four k, as integer dot products want them
 //   int4, w4a8          [k / 8][panel] 32-bit lanes of eight k: byte b holds q of k = b in its lower half and of k =
 //                       4 + b in its upper half
-// Quantized panels are a sequence of groups along k, each led by its scales [panel] and offsets [panel] in bfloat16,
-// and padded to whole lanes. A weight is recovered as scale * (q - middle) + offset, middle = 2^(bits - 1):
-// InstantQuant's scale * (q - zero point), written so that both terms are no larger than the group's largest weight.
+//   e4m3                [k][panel] bytes, floats of 8 bits
+//   nf4, e2m1           [k / 2][panel] bytes: the even k's code in the lower half
+// Quantized panels are a sequence of groups along k, each led by its head, scales [panel] and offsets [panel], and
+// padded to whole lanes. InstantQuant's are bfloat16, and a weight is recovered as scale * (q - middle) + offset,
+// middle = 2^(bits - 1): its scale * (q - zero point), written so that both terms are no larger than the group's
+// largest weight. Of matrices that others have quantized the head is as ScaleLayout says (program/scale_layout.h), so
+// that what is recovered is to the bit what they meant; nested scales of all super-groups are led by the panel.
 #pragma once
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+
+#include "program/scale_layout.h"
 
 // Compiled for every instruction set: an out-of-line copy of one could be taken for that of another.
 #define AS_INLINE __attribute__((always_inline)) inline
 
 namespace as {
 
-enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8 };
+enum class Format : int { f32, bf16, int8, int4, w8a8, w4a8, e4m3, nf4, e2m1 };
 
 AS_INLINE bool is_quantized(Format f) { return f >= Format::int8; }
+AS_INLINE bool is_coded(Format f) { return f >= Format::e4m3; }  // codes of floats, multiplied as such
 AS_INLINE int bits_of(Format f) {
-  return f == Format::f32 ? 32 : f == Format::bf16 ? 16 : f == Format::int8 || f == Format::w8a8 ? 8 : 4;
+  switch (f) {
+    case Format::f32:
+      return 32;
+    case Format::bf16:
+      return 16;
+    case Format::int8:
+    case Format::w8a8:
+    case Format::e4m3:
+      return 8;
+    default:
+      return 4;
+  }
 }
 
 // What an instruction set's kernels want of the layout.
@@ -42,25 +60,56 @@ struct Packed {
   int planes;  // int8 values that make an activation: 1 of 8 bits (w8a8, w4a8), 2 of 16 (int8, int4); 0: it stays a
                // float
   size_t panel_bytes;
+  ScaleLayout scaling = {};
+  bool plain_scales = true;    // bfloat16 scales and offsets
+  int bias = 0;                // of 8-bit integers: what is added to a code, so that its center is 128
+  size_t head_bytes = 0;       // of a group
+  size_t first_group = 0;      // bytes of a panel before it: the super-groups' scales
+  int inputs = 0;              // values of a row of activations: k but for ...
+  const int* order = nullptr;  // ... those of which k are gathered, -1 for a zero
 
   AS_INLINE int panels() const { return (n + panel - 1) / panel; }
   AS_INLINE int groups() const { return (k + group - 1) / group; }
   AS_INLINE int group_k(int g) const { return std::min(group, k - g * group); }  // k of group g
-  // Scales, offsets and weights of group g of panel p.
-  AS_INLINE char* group_data(int p, int g) const { return data + p * panel_bytes + (size_t)g * group_bytes(group); }
-  AS_INLINE uint16_t* scales(int p, int g) const { return reinterpret_cast<uint16_t*>(group_data(p, g)); }
+  // Head and weights of group g of panel p.
+  AS_INLINE char* head(int p, int g) const {
+    return data + p * panel_bytes + first_group + (size_t)g * group_bytes(group);
+  }
+  AS_INLINE char* weights(int p, int g) const { return head(p, g) + head_bytes; }
+  AS_INLINE size_t group_bytes(int length) const { return head_bytes + weight_bytes(length); }
+  // Of a head with plain scales.
+  AS_INLINE uint16_t* scales(int p, int g) const { return reinterpret_cast<uint16_t*>(head(p, g)); }
   AS_INLINE uint16_t* offsets(int p, int g) const { return scales(p, g) + panel; }
-  AS_INLINE char* weights(int p, int g) const { return reinterpret_cast<char*>(scales(p, g) + 2 * panel); }
-  AS_INLINE size_t group_bytes(int length) const { return 2 * sizeof(uint16_t) * panel + weight_bytes(length); }
+  // Bytes of a row's scale, and of its offset or zero point, in a head.
+  AS_INLINE int scale_bytes() const { return scaling.super_group ? 1 : scaling.scales == ScaleType::float32 ? 4 : 2; }
+  AS_INLINE int zero_bytes() const {
+    return scaling.zeros == ZeroType::offsets ? scale_bytes() : scaling.zeros == ZeroType::points ? 1 : 0;
+  }
+  // Nested scales of group g of panel p: [panel] scales and, where there are offsets, [panel] of these.
+  AS_INLINE uint16_t* super_scales(int p, int g) const {
+    return reinterpret_cast<uint16_t*>(data + p * panel_bytes + g * group / scaling.super_group * super_bytes());
+  }
+  AS_INLINE size_t super_bytes() const { return 2 * sizeof(uint16_t) * panel; }
+  AS_INLINE int super_groups() const {
+    return scaling.super_group ? (k + scaling.super_group - 1) / scaling.super_group : 0;
+  }
+  AS_INLINE int middle() const { return 1 << (bits_of(format) - 1); }
+  // The code that stands for 0, without zero points.
+  AS_INLINE int center() const { return scaling.center < 0 ? middle() : scaling.center; }
   // How many k are padded to a whole.
-  AS_INLINE int unit() const { return pairs ? 32 : !planes ? 1 : bits_of(format) == 4 ? 8 : 4; }
+  AS_INLINE int unit() const {
+    if (pairs) return 32;
+    if (!planes) return is_coded(format) && bits_of(format) == 4 ? 2 : 1;
+    return bits_of(format) == 4 ? 8 : 4;
+  }
   AS_INLINE size_t weight_bytes(int length) const {
     return (size_t)(length + unit() - 1) / unit() * unit() * panel * bits_of(format) / 8;
   }
 };
 
-// group_size 0: one group a row.
-AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int group_size) {
+// group_size 0: one group a row. inputs: of a matrix whose activations are gathered.
+AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int group_size,
+                        const ScaleLayout& scaling = {}, int inputs = 0) {
   const bool quantized = is_quantized(format);
   Packed m{nullptr,
            n,
@@ -69,12 +118,21 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
            format,
            group_size && quantized ? std::min(group_size, k) : k,
            rules.bf16_pairs && format == Format::bf16,
-           format >= Format::w8a8 ? 1
-           : quantized            ? 2
-                                  : 0,
+           format == Format::w8a8 || format == Format::w4a8   ? 1
+           : format == Format::int8 || format == Format::int4 ? 2
+                                                              : 0,
            0};
+  m.inputs = inputs ? inputs : k;
+  if (quantized) {
+    m.scaling = scaling, m.plain_scales = scaling.is_default();
+    m.bias = m.planes && bits_of(format) == 8 ? m.middle() - m.center() : 0;
+    const size_t line = m.panel % 32 ? 32 : 64;  // so that vectors of weights lie as well as they do without a head
+    m.head_bytes = ((size_t)m.panel * (m.scale_bytes() + m.zero_bytes()) + line - 1) / line * line;
+    m.first_group = m.super_groups() * m.super_bytes();
+  }
   const int last = m.groups() - 1;
-  m.panel_bytes = quantized ? last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
+  m.panel_bytes =
+      quantized ? m.first_group + last * m.group_bytes(m.group) + m.group_bytes(m.group_k(last)) : m.weight_bytes(k);
   if (quantized) m.panel_bytes = (m.panel_bytes + 63) / 64 * 64;
   return m;
 }

@@ -68,6 +68,8 @@ struct Kernels {
   int64_t (*quantize)(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
   void (*read_row)(const Packed& w, int64_t row, float* y);  // y [k]: one row, recovered
   void (*rms_norm)(const float* x, const float* w, float* y, int n, float eps);
+  float (*square_sum)(const float* x, int n);
+  void (*multiply)(float* x, const float* w, float factor, size_t n);  // x *= factor * w
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*gelu_tanh_mul)(const float* gate, const float* up, float* y, int n);
   void (*scale)(float* x, float factor, size_t n);

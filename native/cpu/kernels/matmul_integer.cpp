@@ -25,6 +25,7 @@
 #include "cpu/kernels/integers_x86.h"
 #endif
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/scales.h"
 #include "cpu/kernels/tables.h"
 #include "cpu/kernels/tile.h"
 #include "cpu/simd.h"
@@ -61,12 +62,20 @@ struct Rows {
   }
 };
 
-// total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations. scales: followed by the offsets
+// total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations
 template <int R, int P, typename Chain>
-AS_INLINE void add_group(const uint16_t* scales, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
+AS_INLINE void add_group(const Packed& w, int panel, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
   vf scale[NV], offset[NV];
+  if (w.plain_scales) {
+    const uint16_t* scales = w.scales(panel, g);
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
+    for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
+  } else {
+    alignas(64) float both[2 * NR];
+    load_scales(w, panel, g, both);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) scale[v] = vload(both + v * W), offset[v] = vload(both + NR + v * W);
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     const vf sum = vset(rows.sum(r, g));
@@ -115,7 +124,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
       add_group<R>(
-          w.scales(panel, g), rows, g,
+          w, panel, rows, g,
           [&](int r, int v) {
             return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
           },
@@ -132,7 +141,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
     vi chains[R * L * NV];
     spill(acc, chains);
     add_group<R>(
-        w.scales(panel, g), rows, g,
+        w, panel, rows, g,
         [&](int r, int v) __attribute__((always_inline)) {
           const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
           return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
@@ -179,8 +188,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
         const Rows<P> rows(at, a, groups, row + r0);
         vi* sums = kept + r0 * NV;
         double* wide_sums = wide + r0 * NR;
-        const uint16_t* scales = w.scales(panel, g0);
-        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += group_bytes / sizeof(*scales)) {
+        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
               block + (k0 - first) * NR, std::min(w.group, end - k0),
@@ -190,11 +198,11 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
           if (!ends) return;
           if (P == 2 && cut) {
             add_group<R>(
-                scales, rows, g, [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); },
+                w, panel, rows, g, [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); },
                 totals + r0 * NV);
           } else {
             add_group<R>(
-                scales, rows, g,
+                w, panel, rows, g,
                 [&](int r, int v) __attribute__((always_inline)) {
                   const vi sum = sums[r * NV + v];
                   return to_float(F::kWideMiddle ? iadd(sum, iset(-F::kWideMiddle * rows.plane_sum(r, 0, g))) : sum);
@@ -258,6 +266,13 @@ RowScale row_scale(const float* x, int k, float most) {
   return {top / most, most / top};
 }
 
+// n <= W of a row's values as w's k have them, from k on.
+AS_INLINE const float* values_of(const Packed& w, const float* x, int k, int n, float (&gathered)[W]) {
+  if (!w.order) return x + k;
+  for (int i = 0; i < n; i++) gathered[i] = w.order[k + i] < 0 ? 0.0f : x[w.order[k + i]];
+  return gathered;
+}
+
 // Values of a row and, of each of P planes, their sums within each group.
 template <typename F, int P>
 void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, float inverse, char* out) {
@@ -268,8 +283,9 @@ void prepare_planes(const Packed& w, const PreparedLayout& at, const float* x, f
     vi sums[2] = {iset(0), iset(0)};
     for (int i = k0; i < k0 + w.group_k(g); i += W) {
       const int n = std::min(W, k0 + w.group_k(g) - i);
-      const vi a = rounded(x + i, n, vset(inverse)), high = P == 1 ? a : shift_right<8>(iadd(a, iset(128))),
-               low = isub(a, shift_left<8>(high));
+      float gathered[W];
+      const vi a = rounded(values_of(w, x, i, n, gathered), n, vset(inverse)),
+               high = P == 1 ? a : shift_right<8>(iadd(a, iset(128))), low = isub(a, shift_left<8>(high));
       store_values<Value>(values + i * sizeof(Value), kWhole ? a : high, n);
       if (P == 2 && !kWhole) store_values<Value>(values + at.plane_bytes + i, low, n);
       sums[0] = iadd(sums[0], high);
@@ -303,7 +319,7 @@ AS_INLINE void with_format(const Packed& w, Work&& work) {
 
 void prepare_integers(const Packed& w, const float* x, char* out) {
   const PreparedLayout at = prepared(w);
-  const RowScale row = row_scale(x, w.k, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
+  const RowScale row = row_scale(x, w.inputs, w.planes == 1 ? 127.0f : 127.0f * 256 + 127);
   std::memcpy(out + at.scale_at, &row.scale, 4);
   if (row.inverse == 0) {
     std::memset(out, 0, at.scale_at);

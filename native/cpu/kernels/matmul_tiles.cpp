@@ -423,7 +423,7 @@ void multiply_groups(const Packed& w, const Activations& a, const float* bias, f
         const int steps = (w.group_k(g) + F::kStep - 1) / F::kStep;
         const char* weights = w.weights(p, g);
         if (nibbles) widen(weights, steps, wide), weights = wide;
-        scales.set(w.scales(p, g));
+        scales.set(w, p, g);
         auto fold = [&](int r0) __attribute__((always_inline)) {
           const int rows = std::min(kHeight, end - r0);
           const char* sum = sums[(r0 - m0) / kHeight % 2];

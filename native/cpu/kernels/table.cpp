@@ -27,6 +27,8 @@ const Kernels& kernels() {
                                 quantize,
                                 read_row,
                                 rms_norm,
+                                square_sum,
+                                multiply,
                                 silu_mul,
                                 gelu_tanh_mul,
                                 scale,

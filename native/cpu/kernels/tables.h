@@ -8,6 +8,7 @@ namespace AS_ISA {
 extern const int panel_rows_count;
 void matmul(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_integer(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
+void matmul_coded(const Packed& w, const Activations& a, const float* bias, float* y, int ldy, int m, int p0, int p1);
 void matmul_gated(const Packed& w, const Activations& a, const float* bias, const GatedOutput& out, int m, int p0,
                   int p1);
 PreparedLayout prepared(const Packed& w);
@@ -22,6 +23,8 @@ void prepare(const Packed& w, const float* x, char* out);
 int64_t quantize(const Packed& w, const SourceRows& source, int64_t r0, int64_t r1);
 void read_row(const Packed& w, int64_t row, float* y);
 void rms_norm(const float* x, const float* w, float* y, int n, float eps);
+float square_sum(const float* x, int n);
+void multiply(float* x, const float* w, float factor, size_t n);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n);
 void scale(float* x, float factor, size_t n);

@@ -19,9 +19,9 @@ class Embedding : public BoundOp {
     const auto [r0, r1] = my_rows(core_, out_, batch, thread);
     for (int r = r0; r < r1; r++) {
       const int64_t id = (int64_t)batch.rows[r].token - vocab_begin_;
-      if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.k, 0.0f);
+      if (id < 0 || id >= m_.n) std::fill_n(out_.row(r), m_.inputs, 0.0f);
       else core_.k.read_row(m_, id, out_.row(r));
-      if (scale_ != 1) core_.k.scale(out_.row(r), scale_, m_.k);
+      if (scale_ != 1) core_.k.scale(out_.row(r), scale_, m_.inputs);
     }
   }
 

@@ -46,7 +46,7 @@ class ExpertLinear : public BoundOp {
                    [&, a = a, entries = out_.rows(batch)](int expert, int entry, int count, int p0, int p1) {
                      Activations own = a;
                      if (!one) own.x += (size_t)entry * a.ldx, own.prepared += entry * a.stride;
-                     else own.ldx = m_.k;
+                     else own.ldx = m_.inputs;
                      multiply(expert - begin_, own, entry, count, p0, p1, thread, out_.is_prepared(entries));
                    });
   }
@@ -87,7 +87,7 @@ class ExpertLinear : public BoundOp {
     const size_t stride = core_.k.prepared(m_).bytes;
     const int threads = core_.pool.size(), rows = in_.rows(batch);
     char* scratch = scratch_.prepared.as();
-    a = {in_.data, m_.k, scratch, stride};
+    a = {in_.data, m_.inputs, scratch, stride};
     if (in_.row_set == out_.row_set) {
       if (in_.is_prepared(rows)) {
         a.prepared = in_.bytes(0);
@@ -104,7 +104,7 @@ class ExpertLinear : public BoundOp {
       if (stride) core_.k.prepare(m_, in_.data, scratch + thread * stride), a.prepared = scratch + thread * stride;
       return true;
     }
-    const size_t bytes = stride ? stride : m_.k * sizeof(float);
+    const size_t bytes = stride ? stride : m_.inputs * sizeof(float);
     const auto [r0, r1] = part(rows, thread, threads);
     for (int r = r0; r < r1; r++) {
       const char* made = stride ? nullptr : reinterpret_cast<const char*>(in_.row(r));

@@ -30,7 +30,7 @@ class Linear : public BoundOp {
     const Share share = share_of(thread, threads, gated_ ? m_.panels() / 2 : m_.panels(), rows);
     if (share.empty()) return;
     const auto [p0, p1, r0, r1] = share;
-    a.x += (size_t)r0 * m_.k, a.prepared += r0 * a.stride;
+    a.x += (size_t)r0 * m_.inputs, a.prepared += r0 * a.stride;
     if (gated_ && rows < kManyRows) return gate_few(a, share);
     if (gated_) {
       GatedOutput to{};
@@ -62,13 +62,13 @@ class Linear : public BoundOp {
   // The rows of x_ normed, as the product takes them. False: another thread has failed.
   bool normed(int thread, int rows, Activations& a) {
     const size_t stride = core_.k.prepared(m_).bytes;
-    const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_.data(), y, m_.k, eps_); };
+    const auto norm = [&](int r, float* y) { core_.k.rms_norm(x_.row(r), norm_.data(), y, m_.inputs, eps_); };
     if (rows == 1) {
       float* own = scratch_.row(thread);
       norm(0, own);
       char* prepared = scratch_.prepared.as() + thread * stride;
       if (stride) core_.k.prepare(m_, own, prepared);
-      a = {own, m_.k, prepared, stride};
+      a = {own, m_.inputs, prepared, stride};
       return true;
     }
     const auto [r0, r1] = part(rows, thread, core_.pool.size());
@@ -77,7 +77,7 @@ class Linear : public BoundOp {
       norm(r, y);
       if (stride) core_.k.prepare(m_, y, scratch_.prepared.as() + r * stride);
     }
-    a = {in_.data, m_.k, scratch_.prepared.as(), stride};
+    a = {in_.data, m_.inputs, scratch_.prepared.as(), stride};
     return core_.pool.barrier();
   }
 

@@ -26,7 +26,7 @@ size_t prepared_bytes(const Core& core, const Packed& m, int rows) {
 
 bool activations(const Core& core, int thread, const Packed& m, const Tensor& x, int rows, const Buffer& scratch,
                  Activations& a) {
-  a = {x.data, m.k, scratch.as(), core.k.prepared(m).bytes};
+  a = {x.data, m.inputs, scratch.as(), core.k.prepared(m).bytes};
   if (x.is_prepared(rows)) {
     a.prepared = x.bytes(0);
     return true;

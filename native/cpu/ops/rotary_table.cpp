@@ -2,7 +2,9 @@
 // position * inverse frequency rounded to float, the functions themselves exact.
 //
 // Dynamic NTK (modeling_rope_utils): the base grows with the length, which for a row is that of its prompt, or its own
-// position's once that is larger; so it does not depend on chunks. Likewise the long table of LongRoPE is taken.
+// position's once that is larger; so it does not depend on chunks. Qwen v1's is that of the prompt alone. Likewise the
+// long table of LongRoPE is taken, whose length is also that of the history that the slot began with: the scheduler
+// has one that grows beyond the original length begin anew.
 #include <algorithm>
 #include <stdexcept>
 
@@ -40,7 +42,9 @@ class RotaryTableOp : public BoundOp {
       const Row& row = batch.rows[r];
       const float* inverse = inverse_.data();
       if (dynamic_ || long_) {
-        const int length = std::max(batch.slot(row.slot).sampling.prompt_len, row.position + 1);
+        const Slot& slot = batch.slot(row.slot);
+        const int prompt = long_ ? std::max(slot.sampling.prompt_len, slot.begun) : slot.sampling.prompt_len;
+        const int length = powers_ ? prompt : std::max(prompt, row.position + 1);
         if (length > original_max_ && long_) {
           inverse = long_->data();
         } else if (length > original_max_) {

@@ -13,6 +13,8 @@ std::unique_ptr<BoundOp> bind_gated_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
+std::unique_ptr<BoundOp> bind_qk_norm(const Binding&);
+std::unique_ptr<BoundOp> bind_qk_square_sums(const Binding&);
 std::unique_ptr<BoundOp> bind_rope(const Binding&);
 std::unique_ptr<BoundOp> bind_rotary_table(const Binding&);
 std::unique_ptr<BoundOp> bind_router(const Binding&);
@@ -39,6 +41,8 @@ Bind cpu_op(const std::string& name) {
       {"linear", bind_linear},
       {"linear+add", bind_linear},
       {"linear+silu_mul", bind_linear},
+      {"qk_norm", bind_qk_norm},
+      {"qk_square_sums", bind_qk_square_sums},
       {"rms_norm", bind_sum},
       {"rms_norm+linear", bind_linear},
       {"rms_norm+linear+silu_mul", bind_linear},

@@ -1,0 +1,48 @@
+"""Typed access to a checkpoint's JSON, and the limits of what any network has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from allspark_client.errors import AllSparkError, AsStatus
+
+# No network is near these; what is computed from them fits 32 bits, and building the op list takes a moment.
+MAX_LAYERS, MAX_HEAD_DIM, MAX_SIZE, MAX_POSITIONS = 10_000, 1 << 13, 1 << 24, 1 << 30
+MAX_EOS_IDS = 1000
+MAX_EXPERTS = 1 << 14
+MAX_NUMBER = 1e30
+
+
+class Fields:
+    """Typed access to a JSON object; errors name the field and the file."""
+
+    def __init__(self, values: dict[str, Any], path: Path, prefix: str = ""):
+        self.values, self.path, self.prefix = values, path, prefix
+
+    def error(self, name: str, problem: str) -> AllSparkError:
+        return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"field {self.prefix + name!r} of {self.path} {problem}")
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """The field as `kind`; `default` when it is absent or null."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        right = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not right or (isinstance(value, bool) and kind is not bool):
+            raise self.error(name, f"is {value!r}: expected {kind.__name__}")
+        if kind in (int, float) and not abs(value) <= MAX_NUMBER:  # JSON has 1e400, NaN and integers of any length
+            raise self.error(name, f"is {value!r}: expected a number of at most {MAX_NUMBER:g}")
+        return kind(value)
+
+    def need(self, name: str, kind: type) -> Any:
+        value = self.get(name, kind)
+        if value is None:
+            raise self.error(name, f"is missing: expected {kind.__name__}")
+        return value
+
+    def need_positive(self, name: str, kind: type = int, most: float = MAX_SIZE) -> Any:
+        value = self.need(name, kind)
+        if not 0 < value <= most:
+            raise self.error(name, f"is {value!r}: it must be positive and at most {most}")
+        return value

@@ -1,0 +1,26 @@
+"""GLM-4: adjacent features of the first half of a head are rotated; biases on queries, keys and values. GLM-4-0414
+(`glm4`): what attention and MLP add is normed before."""
+
+from __future__ import annotations
+
+from allspark_server.models.blocks import begin, finish, gated_mlp, output_projection, qkv_projection
+from allspark_server.models.graph import Graph, Tensor
+from allspark_server.models.network import ModelConfig
+
+
+def glm(config: ModelConfig) -> Graph:
+    graph, x = begin(config)
+
+    def add(y: Tensor, norm: str) -> None:
+        normed = config.architecture == "Glm4ForCausalLM"
+        graph.add(x, graph.rms_norm(y, f"{prefix}.{norm}.weight", out="branch_normed") if normed else y)
+
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}"
+        h = graph.rms_norm(x, f"{prefix}.input_layernorm.weight")
+        qkv = qkv_projection(graph, h, f"{prefix}.self_attn", bias=config.attention_bias)
+        attended = graph.span_attention(graph.rope(qkv, pairs="interleaved"), layer)
+        add(output_projection(graph, attended, f"{prefix}.self_attn"), "post_self_attn_layernorm")
+        h = graph.rms_norm(x, f"{prefix}.post_attention_layernorm.weight")
+        add(gated_mlp(graph, h, f"{prefix}.mlp", ("gate_up_proj", "down_proj")), "post_mlp_layernorm")
+    return finish(graph, x)

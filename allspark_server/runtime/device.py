@@ -1,0 +1,198 @@
+"""What a rank computes on: the CPUs of its node, or a GPU. How much memory that has, what a model takes of it, and the
+executors that the native libraries make for it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_server.models.graph import OUTPUT_ROWS
+from allspark_server.runtime.memory import available_memory, bound_nodes
+from allspark_server.runtime.native import cuda_library, native_library
+from allspark_server.runtime.reservations import Reservation
+from allspark_server.weights.quantized import ColumnSlice
+
+#: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
+GPU_RESERVE = 768 << 20
+GPU_FORMATS = ("float32", "bfloat16")
+MOST_SAMPLING_THREADS = 16
+
+
+class Device(Protocol):
+    """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
+    largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
+    and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
+    ops cost."""
+
+    isa: str
+    step_tokens: int
+    cache_share: float
+    largest_cache_share: float
+    profiled: bool
+
+    def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
+        """AllSparkError for what is not built yet. dtypes: of matrices."""
+
+    def available(self, world: int) -> int:
+        """Bytes that this rank may use, now."""
+
+    def reserve(self, name: str, size: int) -> Reservation | None:
+        """So much memory is about to be used: tells others, where they cannot see it."""
+
+    def executor(self, rank: int, world: int, window):
+        """A native executor of a model. window: the ranks' shared memory, or None."""
+
+    def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
+                 masks: int) -> None:
+        """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans."""
+
+    def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
+        """Of so many matrices with so many rows of these columns."""
+
+    def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
+        """Of one layer and KV head."""
+
+    def activation_bytes(self, model, rows: int, outputs: int) -> int:
+        """What steps of a RankModel need, of so many rows, so many of them with outputs."""
+
+
+class Cpus:
+    """The CPUs of a rank."""
+
+    # Enough rows for matrix products to be bound by arithmetic, few enough that a long prompt does not hold up the
+    # other requests' tokens.
+    step_tokens = 256
+    cache_share, largest_cache_share = 0.6, 0.9
+    profiled = True
+
+    def __init__(self, cpus: list[int], threads: int):
+        """cpus: to pin the threads to, or []."""
+        self._cpus, self._threads, self._native = cpus, threads, native_library()
+        self.isa = self._native.isa()
+
+    def check(self, config, dtypes, cache_dtype):
+        pass
+
+    def available(self, world):
+        return available_memory(world)
+
+    def reserve(self, name, size):
+        return Reservation(name, size, bound_nodes())
+
+    def executor(self, rank, world, window):
+        return self._native.Executor(rank, world, window, self._cpus, self._threads)
+
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks)
+
+    def matrix_bytes(self, rows, part, experts):
+        return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
+
+    def span_bytes(self, span_size, head_dim, dtype):
+        return self._native.span_bytes(span_size, head_dim, dtype)
+
+    def activation_bytes(self, model, rows, outputs):
+        graph, native = model.graph, self._native
+        attention = native.attention_bytes(self._threads, model.config.engine_max_length, graph.config.head_dim,
+                                           model.cache_dtype)
+        # Layers of different windows share out their work, and keep their partial results, each for themselves.
+        windows = {op.attrs.get("window", 0) for op in graph.ops if op.type == "span_attention"}
+        prepared = 0
+        for op in graph.ops:
+            if op.type not in ("linear", "expert_linear"):
+                continue
+            part, row_set = model.slice_of(graph.weights[op.weights[0]]), graph.tensors[op.outputs[0]].rows
+            gathered = 4 * part.inputs if row_set in graph.row_sets else 0  # rows of experts, as floats
+            size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
+            prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
+        # A product's own rows, and attention's.
+        return tensor_bytes(model, rows, outputs) + len(windows) * attention + 2 * prepared
+
+
+class Gpu:
+    """One GPU."""
+
+    step_tokens = 2048
+    cache_share = largest_cache_share = 0.95
+    profiled = False
+
+    def __init__(self, index: int, threads: int):
+        """threads: that draw tokens on the host. AllSparkError that says what to do where there is no such GPU."""
+        self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
+        try:
+            self._first = self._executor()  # it says whether there is a GPU, and which; the first model has it
+        except (ValueError, RuntimeError) as error:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"compute_unit='CUDA:{index}': {error}") from error
+        capability = self._first.capability
+        self.isa = f"sm_{capability} ({self._first.device_name})"
+
+    def check(self, config, dtypes, cache_dtype):
+        missing = [f"a matrix of type {dtype}" for dtype in sorted(dtypes - set(GPU_FORMATS))]
+        if cache_dtype not in GPU_FORMATS:
+            missing.append(f"a cache of type {cache_dtype}")
+        if config.host_cache_memory:
+            missing.append("host_cache_memory")
+        if config.speculation == "draft":
+            missing.append("speculation='draft'")
+        if missing:
+            raise not_available(f"{missing[0]} on CUDA")
+
+    def available(self, world):
+        return max(0, self._first.free_bytes() - GPU_RESERVE)
+
+    def reserve(self, name, size):
+        return None  # the driver knows what is taken
+
+    def executor(self, rank, world, window):
+        found, self._first = self._first, None
+        return found or self._executor()
+
+    def _executor(self):
+        return self._library.Executor(self._index, native_library().HostSampler(self._threads))
+
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
+
+    def matrix_bytes(self, rows, part, experts):
+        return self._library.matrix_bytes(rows, part.inputs, part.form.dtype)
+
+    def span_bytes(self, span_size, head_dim, dtype):
+        return self._library.span_bytes(span_size, head_dim, dtype)
+
+    def activation_bytes(self, model, rows, outputs):
+        config, net = model.config, model.graph.config
+        runs = -(-config.engine_max_length // self._library.RUN_TOKENS)
+        partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
+        widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
+        rotary = rows * net.head_dim * 4
+        return tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary
+
+
+def tensor_bytes(model, rows: int, outputs: int) -> int:
+    """Of all activation buffers, as floats."""
+    graph = model.graph
+    return 4 * sum(tensor.width_of(model.rank, model.world) * rows_of(graph, tensor.rows, rows, outputs)
+                   for tensor in graph.tensors.values())
+
+
+def rows_of(graph, row_set: str, rows: int, outputs: int) -> int:
+    """How many rows a row set has in a step of so many, so many of them with outputs."""
+    formed = graph.row_sets.get(row_set)
+    if formed:
+        return formed.times * rows_of(graph, formed.of, rows, outputs)
+    return outputs if row_set == OUTPUT_ROWS else rows
+
+
+def step_tokens(config: AsModelConfig) -> int:
+    """Rows of a step unless the configuration says."""
+    return (Gpu if config.on_gpus else Cpus).step_tokens
+
+
+def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int) -> Device:
+    """What compute_unit says. AllSparkError that says what to do if there is no such GPU."""
+    if not config.on_gpus:
+        return Cpus(cpus, threads)
+    if world > 1:
+        raise not_available(f"compute_unit={config.compute_unit!r} in a group of {world} ranks")
+    return Gpu(config.device_ids[0], threads)

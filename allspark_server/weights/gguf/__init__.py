@@ -1,0 +1,10 @@
+"""GGUF files (llama.cpp): weights, config and tokenizer in one file. file.py reads the container, blocks.py its
+quantized types, model.py says what of it a network is, tokenizer.py makes its vocabulary a tokenizer."""
+
+from __future__ import annotations
+
+from allspark_server.weights.gguf.file import GgufFile, open_parts
+from allspark_server.weights.gguf.model import GgufSource, model_config
+from allspark_server.weights.gguf.tokenizer import tokenizer_directory
+
+__all__ = ["GgufFile", "GgufSource", "model_config", "open_parts", "tokenizer_directory"]

@@ -1,0 +1,221 @@
+"""The vocabulary in a GGUF file as a tokenizer.json, with its chat template, where everything else looks for them: in a
+directory of this user's cache, named by what it holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Iterable
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_server.models.config import Fields
+from allspark_server.weights.gguf.file import GgufFile
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1  # of what is written
+CONTROL, USER_DEFINED, BYTE = 3, 4, 6  # types of tokens
+PREFIX = "tokenizer.ggml."
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_TEKKEN = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+           r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+# tokenizer.ggml.pre -> the expression that words are found by; None: GPT-2's, in the second case after single digits.
+_WORDS = {"qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+          "smaug-bpe": _LLAMA3, "tekken": _TEKKEN, "gpt-2": None, "default": None, "smollm": None}
+_WHOLE_WORDS = (_LLAMA3, _TEKKEN)  # a word that is a token is not put together by merges
+_DIGITS = ("smollm",)
+
+
+def tokenizer_directory(file: GgufFile) -> str | None:
+    """A directory with the file's tokenizer; None when it has none, or one that is not known (which is logged)."""
+    values = {key: value for key, value in file.metadata.items() if key.startswith("tokenizer.")}
+    if PREFIX + "tokens" not in values:
+        return None
+    target = _cache() / _digest(values)
+    if (target / "tokenizer.json").exists():
+        return str(target)
+    fields = Fields(values, file.path)
+    try:
+        backend, config = _backend(fields), _config(fields)
+    except AllSparkError as error:
+        if error.status is not AsStatus.ALLSPARK_INVALID_CALL_ERROR:
+            raise
+        logger.warning("%s; the model takes ids, no text", error.message)
+        return None
+    return _written(target, backend.to_str(), config)
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "allspark" / "gguf"
+
+
+def _digest(values: dict[str, Any]) -> str:
+    found = hashlib.sha256(str(FORMAT).encode())
+    for key in sorted(values):
+        value = values[key]
+        data = value.tobytes() if isinstance(value, np.ndarray) else json.dumps(value).encode()
+        found.update(f"{key} {len(data)} ".encode() + data)
+    return found.hexdigest()[:32]
+
+
+def _written(target: Path, tokenizer: str, config: dict[str, Any]) -> str:
+    """The directory, which appears whole; in the cache unless that cannot be written to."""
+    parent = target.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
+    except OSError as error:
+        partial = Path(tempfile.mkdtemp(prefix="allspark-gguf-"))
+        logger.warning("%s cannot be written to (%s): the tokenizer goes to %s", parent, error.strerror, partial)
+        target = partial
+    (partial / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    (partial / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    if target != partial:
+        try:
+            os.rename(partial, target)
+        except OSError:  # another rank was first
+            shutil.rmtree(partial, ignore_errors=True)
+    return str(target)
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+def _strings(fields: Fields, name: str) -> list[str]:
+    values = fields.need(PREFIX + name, list)
+    if not values:
+        raise fields.error(PREFIX + name, "is empty: expected strings")
+    return values
+
+
+def _numbers(fields: Fields, name: str, count: int) -> list:
+    values = fields.values.get(PREFIX + name)
+    if not isinstance(values, np.ndarray) or len(values) != count:
+        found = f"has {len(values)} values" if isinstance(values, (np.ndarray, list)) else "is no array of numbers"
+        raise fields.error(PREFIX + name, f"{found}: expected a number for each of {count} tokens")
+    return values.tolist()
+
+
+def _backend(fields: Fields) -> Any:
+    import tokenizers
+
+    kind = fields.need(PREFIX + "model", str)
+    tokens = _strings(fields, "tokens")
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise fields.error(PREFIX + "tokens", f"holds {twice!r} twice")
+    types = _numbers(fields, "token_type", len(tokens)) if PREFIX + "token_type" in fields.values else []
+    if kind not in ("gpt2", "llama"):
+        raise not_available(f"The tokenizer {kind!r} of {fields.path} (known are 'gpt2', 'llama')")
+    try:
+        backend = _byte_level(fields, ids) if kind == "gpt2" else _sentence_piece(fields, tokens, ids)
+        added = [tokenizers.AddedToken(token, special=number == CONTROL, normalized=False)
+                 for token, number in zip(tokens, types) if number in (CONTROL, USER_DEFINED) and token]
+        backend.add_tokens(added)
+    except AllSparkError:
+        raise
+    except Exception as error:  # the library raises Exception itself; the file is foreign input
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{fields.path} holds no tokenizer that tokenizers "
+                                                           f"{tokenizers.__version__} can make: {error}") from error
+    _add_ends(fields, backend, tokens, kind == "llama")
+    return backend
+
+
+def _byte_level(fields: Fields, ids: dict[str, int]) -> Any:
+    """BPE of bytes, with the words that its `pre` says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pre = fields.get(PREFIX + "pre", str, "default")
+    if pre not in _WORDS:
+        raise not_available(f"The tokenizer {PREFIX}pre={pre!r} of {fields.path} (known are {', '.join(_WORDS)})")
+    merges = [tuple(merge.split(" ")) for merge in _strings(fields, "merges")]
+    wrong = next((merge for merge in merges if len(merge) != 2), None)
+    if wrong is not None:
+        raise fields.error(PREFIX + "merges", f"holds {' '.join(wrong)!r}: expected two tokens each")
+    words = _WORDS[pre]
+    backend = Tokenizer(models.BPE(ids, merges, fuse_unk=False, ignore_merges=words in _WHOLE_WORDS))
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if pre in _DIGITS else []
+    if words is not None:
+        steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if words == _QWEN2:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def _sentence_piece(fields: Fields, tokens: list[str], ids: dict[str, int]) -> Any:
+    """sentencepiece's BPE: pieces with scores, and bytes for what no piece has."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = dict(zip(tokens, _numbers(fields, "scores", len(tokens))))
+    unknown = fields.get(PREFIX + "unknown_token_id", int, 0)
+    if not 0 <= unknown < len(tokens):
+        raise fields.error(PREFIX + "unknown_token_id", f"is {unknown}: there are {len(tokens)} tokens")
+    backend = Tokenizer(models.BPE(ids, _merges(ids, scores), unk_token=tokens[unknown], fuse_unk=True,
+                                   byte_fallback=True))
+    steps = [normalizers.Replace(" ", "▁")]
+    begins = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if fields.get(PREFIX + "add_space_prefix", bool, True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        begins.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoders.Sequence(begins)
+    return backend
+
+
+def _merges(ids: dict[str, int], scores: dict[str, float]) -> Iterable[tuple[str, str]]:
+    """Pairs of pieces that are a piece together, the best first."""
+    found = []
+    for piece, score in scores.items():
+        pairs = [(piece[:i], piece[i:]) for i in range(1, min(len(piece), 256))]
+        known = [(ids[a], ids[b], a, b) for a, b in pairs if a in ids and b in ids]
+        found.extend((score, a, b) for _, _, a, b in sorted(known))
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(first, second) for _, first, second in found]
+
+
+def _special(fields: Fields, name: str, tokens: list[str]) -> str | None:
+    number = fields.get(f"{PREFIX}{name}_token_id", int)
+    if number is None:
+        return None
+    if not 0 <= number < len(tokens):
+        raise fields.error(f"{PREFIX}{name}_token_id", f"is {number}: there are {len(tokens)} tokens")
+    return tokens[number]
+
+
+def _add_ends(fields: Fields, backend: Any, tokens: list[str], begins: bool) -> None:
+    """What stands before and after a text."""
+    from tokenizers import processors
+
+    first = _special(fields, "bos", tokens) if fields.get(PREFIX + "add_bos_token", bool, begins) else None
+    last = _special(fields, "eos", tokens) if fields.get(PREFIX + "add_eos_token", bool, False) else None
+    ends = [token for token in (first, last) if token is not None]
+    if ends:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[token for token in (first, "$A", last) if token is not None],
+            special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(ends)])
+
+
+def _config(fields: Fields) -> dict[str, Any]:
+    tokens = _strings(fields, "tokens")
+    found = {f"{ours}_token": _special(fields, name, tokens)
+             for ours, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))}
+    config: dict[str, Any] = {name: token for name, token in found.items() if token is not None}
+    template = fields.get("tokenizer.chat_template", str)
+    names = fields.get("tokenizer.chat_templates", list, [])
+    more = {name: fields.get(f"tokenizer.chat_template.{name}", str) for name in names if isinstance(name, str)}
+    templates = {"default": template, **more}
+    config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items() if text is not None]
+    return config

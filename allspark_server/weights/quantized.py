@@ -1,0 +1,141 @@
+"""Quantized matrices as they pass from a file to the native library: plain rows of codes, scales and what else there
+is, whatever packed them. A rank's slice of K whose columns have an order of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.weights.formats import SMALLEST_GROUP, WeightFormat
+
+PIECE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedRows:
+    """Rows [n, k] of a quantized matrix, each array contiguous. codes: uint8 [n, k], or of 4 bits [n, ceil(k / 2)] with
+    the even column in the lower half. scales [n, groups] of the format's type (BF16: uint16), or int8 of nested ones.
+    zeros: offsets of the same type, or uint8 zero points. super_scales, super_offsets: float16 [n, super-groups]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+    super_scales: np.ndarray | None = None
+    super_offsets: np.ndarray | None = None
+
+    def arrays(self) -> tuple[np.ndarray | None, ...]:
+        return self.codes, self.scales, self.zeros, self.super_scales, self.super_offsets
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A quantized matrix [n, k] of a file. rows(begin, end) gives some of its rows. order: the column that each place
+    of a row's codes is for, where they are not in turn."""
+
+    rows: Callable[[int, int], QuantizedRows]
+    file: Path
+    order: np.ndarray | None = None
+
+    def pieces(self, begin: int, end: int, columns: int) -> Iterator[tuple[int, QuantizedRows]]:
+        """Its rows [begin, end), some at a time, each with the first one's number."""
+        height = max(64, PIECE_ELEMENTS // columns // 64 * 64)
+        for first in range(begin, end, height):
+            yield first, self.rows(first, min(end, first + height))
+
+
+def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, k] as QuantizedRows has them."""
+    if bits == 8:
+        return np.ascontiguousarray(codes)
+    if codes.shape[1] % 2:
+        codes = np.pad(codes, ((0, 0), (0, 1)))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def unpack_codes(codes: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """The reverse: uint8 [n, columns]."""
+    if bits == 8:
+        return codes
+    both = np.empty((*codes.shape, 2), np.uint8)
+    np.bitwise_and(codes, 15, out=both[..., 0])
+    np.right_shift(codes, 4, out=both[..., 1])
+    return both.reshape(len(codes), -1)[:, :columns]
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnSlice:
+    """Columns [first, last) of a matrix as one rank has them: `inputs` of them, in groups as `form` says. places: of
+    permuted columns, where each is in a row, -1 for none; order: which of the slice's columns each then is."""
+
+    form: WeightFormat
+    first: int
+    last: int
+    places: np.ndarray | None = None
+    order: np.ndarray | None = None
+
+    @property
+    def inputs(self) -> int:
+        return self.last - self.first
+
+    @property
+    def gathered(self) -> int:
+        """Places, padding included; 0: as many as columns."""
+        return 0 if self.order is None else len(self.order)
+
+    def native(self) -> dict[str, object]:
+        """Arguments of the native library's functions."""
+        return self.form.native(self.first if self.order is None else 0)
+
+    def of(self, rows: QuantizedRows, columns: int) -> QuantizedRows:
+        """The rows' codes in those places."""
+        if self.places is None:
+            return rows
+        codes = unpack_codes(rows.codes, self.form.bits, columns)
+        return replace(rows, codes=pack_codes(np.take(codes, np.maximum(self.places, 0), axis=1), self.form.bits))
+
+
+def slice_columns(form: WeightFormat, order: np.ndarray | None, first: int, last: int,
+                  columns: int) -> ColumnSlice:
+    """A rank's slice of a matrix' columns. Of permuted ones (act-order) a slice has some of every group: groups are
+    then as long as the one with most, rounded up, the others padded with places that no column has."""
+    if order is None:
+        return ColumnSlice(form, first, last)
+    if first == 0 and last == columns:
+        return ColumnSlice(form, first, last, None, order)
+    inside = (order >= first) & (order < last)
+    groups = form.groups(columns)
+    members = [np.flatnonzero(inside[g * form.group_size:(g + 1) * form.group_size]) + g * form.group_size
+               for g in range(groups)]
+    size = -(-max(len(places) for places in members) // SMALLEST_GROUP) * SMALLEST_GROUP
+    places = np.full((groups, size), -1, np.int64)
+    for row, found in zip(places, members):
+        row[:len(found)] = found
+    places = places.reshape(-1)
+    local = np.where(places < 0, -1, order[np.maximum(places, 0)] - first).astype(np.int32)
+    return ColumnSlice(replace(form, group_size=size), first, last, places, local)
+
+
+def checked_order(name: str, file: Path, groups_of: np.ndarray, group_size: int) -> np.ndarray | None:
+    """The order that makes the groups of columns adjacent, from the group of each column (GPTQ's g_idx); None when they
+    are. AllSparkError unless each group has `group_size` columns, the last one what is left."""
+    columns = len(groups_of)
+    size = group_size or columns
+    if np.array_equal(groups_of, np.arange(columns) // size):
+        return None
+    count = -(-columns // size)
+    if groups_of.min() < 0 or groups_of.max() >= count:
+        worst = int(groups_of.max() if groups_of.max() >= count else groups_of.min())
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {name!r} in {file} names group {worst}: expected "
+                                                           f"groups 0 to {count - 1}, of {size} columns each")
+    sizes = np.bincount(groups_of, minlength=count)
+    expected = np.minimum(size, columns - size * np.arange(count))
+    wrong = np.flatnonzero(sizes != expected)
+    if len(wrong):
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"tensor {name!r} in {file} gives group {wrong[0]} {sizes[wrong[0]]} columns: expected "
+                            f"{expected[wrong[0]]}")
+    return np.argsort(groups_of, kind="stable").astype(np.int32)

@@ -1,0 +1,34 @@
+"""Quantized Hugging Face checkpoints: what each scheme's tensors are called and how they are packed, one file a family
+of schemes. What comes out are the checkpoint's own integers (or codes), scales and zero points (weights/quantized.py):
+nothing is quantized anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from allspark_client.errors import not_available
+from allspark_server.models.config import Fields
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.schemes.bitsandbytes import BitsAndBytes
+from allspark_server.weights.schemes.compressed import CompressedTensors
+from allspark_server.weights.schemes.float8 import BlockFloat8
+from allspark_server.weights.schemes.gptq import Awq, Gptq
+from allspark_server.weights.schemes.scheme import QuantizedSource, Scheme
+
+SCHEMES: dict[str, type[Scheme]] = {
+    "gptq": Gptq, "awq": Awq, "compressed-tensors": CompressedTensors, "fp8": BlockFloat8, "fbgemm_fp8": BlockFloat8,
+    "bitsandbytes": BitsAndBytes,
+}
+
+
+def quantized_source(source: Source, values: dict[str, Any], path: Path) -> QuantizedSource:
+    """The source of a checkpoint whose config.json (`path`) has the quantization_config `values`; AllSparkError for a
+    scheme that is not known."""
+    fields = Fields(values, path, "quantization_config.")
+    method = fields.get("quant_method", str, "gptq" if "desc_act" in values else None)
+    if method is None:
+        raise fields.error("quant_method", f"is missing: expected one of {', '.join(SCHEMES)}")
+    if method not in SCHEMES:
+        raise not_available(f"quant_method {method!r} ({path}; known are {', '.join(SCHEMES)})")
+    return QuantizedSource(source, SCHEMES[method](source, fields))

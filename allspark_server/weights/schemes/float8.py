@@ -1,0 +1,69 @@
+"""FP8 (e4m3) with a scale for each block of rows and columns (Qwen3-FP8, DeepSeek), each row, or the whole matrix.
+Activations, which others round to FP8 as well, stay float32."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import numpy as np
+
+from allspark_server.models.config import Fields
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.formats import SMALLEST_GROUP, ScaleLayout, WeightFormat
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, need, wrong
+
+
+def block_of(config: Fields, name: str) -> tuple[int, int] | None:
+    """A field with (rows, columns) of a block; None: it is absent."""
+    sizes = config.get(name, list)
+    if sizes is None:
+        return None
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size <= 1 << 16 for size in sizes) or \
+            sizes[1] % SMALLEST_GROUP:
+        raise config.error(name, f"is {sizes}: expected numbers of rows and columns, the latter a multiple of "
+                                 f"{SMALLEST_GROUP}")
+    return sizes[0], sizes[1]
+
+
+def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, int] | None) -> QuantizedTensor:
+    """A matrix [n, k] of e4m3 with scales for each of its blocks, or (None) each row or the whole."""
+    check_finite(scales)
+    data = scales.data.reshape(1, 1) if scales.data.size == 1 else scales.data.reshape(len(scales.data), -1)
+    height = block[0] if block else 1 if len(data) > 1 else weight.shape[0]
+
+    def rows(begin: int, end: int) -> QuantizedRows:
+        codes = weight.data[begin:end]
+        bad = int(((codes & 0x7F) == 0x7F).sum())
+        if bad:
+            wrong(weight, f"holds {bad} values that are NaN")
+        return QuantizedRows(np.ascontiguousarray(codes), np.ascontiguousarray(data[np.arange(begin, end) // height]))
+
+    return QuantizedTensor(rows, weight.file)
+
+
+class BlockFloat8:
+    """A checkpoint with weight [n, k] in e4m3 and weight_scale_inv, a scale of each block, or weight_scale, one of each
+    row or of all."""
+
+    def __init__(self, source: Source, config: Fields):
+        self.source, self.block = source, block_of(config, "weight_block_size")
+        self.suffix = ".weight_scale_inv" if self.block else ".weight_scale"
+
+    def modules(self) -> Iterable[str]:
+        return [name.removesuffix(self.suffix) for name in self.source.names() if name.endswith(self.suffix)]
+
+    def parts(self, module: str) -> Iterable[str]:
+        return [module + suffix for suffix in (".weight", self.suffix, ".input_scale", ".input_scale_ub")]
+
+    def form(self, module: str) -> WeightFormat:
+        scales = need(self.source, module + self.suffix, tuple(SCALE_NAMES))
+        return WeightFormat("e4m3", self.block[1] if self.block else 0, ScaleLayout(SCALE_NAMES[scales.dtype], "none"))
+
+    def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        n, k = shape
+        weight = need(self.source, module + ".weight", ("F8_E4M3",), shape)
+        shapes = [(-(-n // self.block[0]), -(-k // self.block[1]))] if self.block else [(n, 1), (n,), (1,), ()]
+        scales = need(self.source, module + self.suffix, tuple(SCALE_NAMES), *shapes)
+        return float8_tensor(weight, scales, self.block)

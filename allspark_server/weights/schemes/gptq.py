@@ -1,0 +1,147 @@
+"""GPTQ (AutoGPTQ, GPTQModel) and AWQ (AutoAWQ): integers of 4 or 8 bits packed into words of 32, with a scale and a
+zero point for each group of rows of the transposed matrix.
+
+GPTQ: words hold adjacent k, lowest bits first: transposed, they are the rows of QuantizedRows as they lie. Zero points
+are stored less one in its first format; the words as a whole were subtracted from, so they are added to as a whole.
+g_idx (act-order): the group of each column.
+AWQ: words hold eight adjacent rows' k in the order of _AWQ_ORDER."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import numpy as np
+
+from allspark_server.models.config import Fields
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.formats import ScaleLayout, WeightFormat
+from allspark_server.weights.quantized import (
+    QuantizedRows,
+    QuantizedTensor,
+    pack_codes,
+    unpack_codes,
+)
+from allspark_server.weights.safetensors import StoredTensor
+from allspark_server.weights.schemes.scheme import (
+    SCALE_NAMES,
+    check_finite,
+    choice,
+    column_order,
+    group_size,
+    groups_of,
+    need,
+)
+
+_DTYPES = {4: "int4", 8: "int8"}
+_ONES = {4: 0x11111111, 8: 0x01010101}
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # rows of a word's values, from its lowest bits on
+
+
+def _modules(source: Source) -> list[str]:
+    return [name.removesuffix(".qweight") for name in source.names() if name.endswith(".qweight")]
+
+
+class Gptq:
+    """A checkpoint with qweight [k * bits / 32, n], qzeros [groups, n * bits / 32], scales [groups, n] and g_idx
+    [k]."""
+
+    def __init__(self, source: Source, config: Fields):
+        self.source = source
+        self.bits = choice(config, "bits", _DTYPES)
+        self.group_size = group_size(config, "group_size")
+        version = choice(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        choice(config, "pack_dtype", ("int32",), "int32")
+        if config.get("dynamic", dict):
+            raise config.error("dynamic", "gives modules formats of their own: only one for all is supported")
+        self.less = _ONES[self.bits] if version == "gptq" else 0
+
+    def modules(self) -> Iterable[str]:
+        return _modules(self.source)
+
+    def parts(self, module: str) -> Iterable[str]:
+        return [f"{module}.{name}" for name in ("qweight", "qzeros", "scales", "g_idx")]
+
+    def form(self, module: str) -> WeightFormat:
+        zeros = need(self.source, f"{module}.qzeros", ("I32",))
+        # Symmetric, as most are: no zero point is other than the middle.
+        middle = np.uint32((1 << self.bits - 1) * _ONES[self.bits] - self.less & 0xFFFFFFFF)
+        symmetric = bool((zeros.data.view(np.uint32) == middle).all())
+        scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES))
+        layout = ScaleLayout(SCALE_NAMES[scales.dtype], "none" if symmetric else "points",
+                             permuted=self._order(module) is not None)
+        return WeightFormat(_DTYPES[self.bits], self.group_size, layout)
+
+    def _order(self, module: str, columns: int | None = None) -> np.ndarray | None:
+        name = f"{module}.g_idx"
+        if name not in self.source.names():
+            return None
+        return column_order(self.source, name, self.group_size, columns)
+
+    def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        n, k = shape
+        per_word, groups = 32 // self.bits, groups_of(k, self.group_size)
+        weight = need(self.source, f"{module}.qweight", ("I32",), (-(-k // per_word), n))
+        zeros = need(self.source, f"{module}.qzeros", ("I32",), (groups, -(-n // per_word)))
+        scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES), (groups, n))
+        check_finite(scales)
+        order = self._order(module, k)
+
+        def rows(begin: int, end: int) -> QuantizedRows:
+            codes = np.ascontiguousarray(weight.data[:, begin:end].T).view(np.uint8)[:, :form.row_bytes(k)]
+            if order is not None:
+                codes = pack_codes(np.take(unpack_codes(codes, self.bits, k), order, axis=1), self.bits)
+            points = None if form.layout.zeros == "none" else self._points(zeros, n)[:, begin:end]
+            return QuantizedRows(np.ascontiguousarray(codes), np.ascontiguousarray(scales.data[:, begin:end].T),
+                                 None if points is None else np.ascontiguousarray(points.T))
+
+        return QuantizedTensor(rows, weight.file, order)
+
+    def _points(self, zeros: StoredTensor, n: int) -> np.ndarray:
+        words = zeros.data.view(np.uint32) + np.uint32(self.less)
+        return unpack_codes(words.view(np.uint8), self.bits, n)
+
+
+class Awq:
+    """A checkpoint with qweight [k, n / 8], qzeros [groups, n / 8] and scales [groups, n]."""
+
+    def __init__(self, source: Source, config: Fields):
+        self.source = source
+        choice(config, "bits" if "bits" in config.values else "w_bit", (4,))
+        self.group_size = group_size(config, "group_size" if "group_size" in config.values else "q_group_size")
+        version = config.get("version", str, "gemm").lower()
+        if version != "gemm":
+            raise config.error("version", f"is {version!r}: allowed is 'gemm'")
+
+    def modules(self) -> Iterable[str]:
+        return _modules(self.source)
+
+    def parts(self, module: str) -> Iterable[str]:
+        return [f"{module}.{name}" for name in ("qweight", "qzeros", "scales")]
+
+    def form(self, module: str) -> WeightFormat:
+        scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES))
+        return WeightFormat("int4", self.group_size, ScaleLayout(SCALE_NAMES[scales.dtype], "points"))
+
+    def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        n, k = shape
+        groups, words = groups_of(k, self.group_size), -(-n // 8)
+        weight = need(self.source, f"{module}.qweight", ("I32",), (k, words))
+        zeros = need(self.source, f"{module}.qzeros", ("I32",), (groups, words))
+        scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES), (groups, n))
+        check_finite(scales)
+
+        def transposed(packed: np.ndarray, begin: int, end: int) -> np.ndarray:
+            """Rows [begin, end) of the matrix that the words hold the transpose of, a byte a value."""
+            first = begin // 8
+            some = np.ascontiguousarray(packed[:, first:-(-end // 8)].T).view(np.uint32)
+            values = np.empty((len(some), 8, some.shape[1]), np.uint8)
+            for place, row in enumerate(_AWQ_ORDER):
+                values[:, row] = some >> np.uint32(4 * place) & np.uint32(15)
+            return values.reshape(-1, some.shape[1])[begin - 8 * first:end - 8 * first]
+
+        def rows(begin: int, end: int) -> QuantizedRows:
+            return QuantizedRows(pack_codes(transposed(weight.data, begin, end), 4),
+                                 np.ascontiguousarray(scales.data[:, begin:end].T),
+                                 np.ascontiguousarray(transposed(zeros.data, begin, end)))
+
+        return QuantizedTensor(rows, weight.file)

@@ -1,0 +1,132 @@
+"""What a scheme of quantized checkpoints says of a module's tensors, and the source of tensors that it makes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable, NoReturn, Protocol
+
+import numpy as np
+
+from allspark_client.errors import AllSparkError, AsStatus
+from allspark_server.models.config import Fields
+from allspark_server.weights.checkpoint import Source
+from allspark_server.weights.common_form import converted
+from allspark_server.weights.formats import SCALE_TYPES, SMALLEST_GROUP, WeightFormat
+from allspark_server.weights.quantized import QuantizedTensor, checked_order
+from allspark_server.weights.safetensors import StoredTensor
+
+SCALE_NAMES = {kind: name for name, kind in SCALE_TYPES.items()}
+WEIGHT = ".weight"
+
+
+class Scheme(Protocol):
+    """Reads the tensors of modules that a scheme has quantized: module `m` is what has the tensor `m.weight` in a
+    checkpoint that is not."""
+
+    def __init__(self, source: Source, config: Fields): ...
+
+    def modules(self) -> Iterable[str]:
+        """Those that are quantized."""
+
+    def parts(self, module: str) -> Iterable[str]:
+        """The names of a module's tensors."""
+
+    def form(self, module: str) -> WeightFormat:
+        """The format of a module's matrix; AllSparkError when it is none that can be computed with."""
+
+    def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        """A module's matrix, which has that format; every tensor's type and shape checked."""
+
+
+class QuantizedSource:
+    """A checkpoint's tensors, those of quantized modules by the names that they would have otherwise."""
+
+    def __init__(self, source: Source, scheme: Scheme):
+        self.source, self.scheme = source, scheme
+        self.modules = set(scheme.modules())
+
+    def names(self) -> Iterable[str]:
+        own = {name for module in self.modules for name in self.scheme.parts(module)}
+        return (set(self.source.names()) - own) | {module + WEIGHT for module in self.modules}
+
+    def get(self, name: str) -> StoredTensor:
+        return self.source.get(name)
+
+    def form(self, name: str) -> WeightFormat | None:
+        module = name.removesuffix(WEIGHT)
+        return self.scheme.form(module) if name.endswith(WEIGHT) and module in self.modules else None
+
+    def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
+                  expert: int | None = None) -> QuantizedTensor:
+        own = self.form(name)
+        if own is None or expert is not None:
+            raise KeyError(name)
+        return converted(self.scheme.tensor(name.removesuffix(WEIGHT), own, shape), own, form, shape[1])
+
+    def verify(self, rank: int, world: int) -> None:
+        self.source.verify(rank, world)
+
+    def where(self) -> str:
+        return self.source.where()
+
+    def checksum(self) -> str:
+        return self.source.checksum()
+
+
+# -- what schemes share ------------------------------------------------------------------------------------------------
+def wrong(tensor: StoredTensor, problem: str) -> NoReturn:
+    raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"tensor {tensor.name!r} in {tensor.file} {problem}")
+
+
+def need(source: Source, name: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> StoredTensor:
+    """The tensor called `name`, of one of these types and, if any are given, shapes."""
+    try:
+        tensor = source.get(name)
+    except KeyError:
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{source.where()} has no tensor {name!r}") from None
+    if tensor.dtype not in kinds or tensor.data is None:
+        wrong(tensor, f"has type {tensor.dtype}: expected {' or '.join(kinds)}")
+    if shapes and tensor.shape not in shapes:
+        wrong(tensor, f"has shape {list(tensor.shape)}: expected {' or '.join(str(list(s)) for s in shapes)}")
+    return tensor
+
+
+def check_finite(tensor: StoredTensor) -> None:
+    """AllSparkError if a scale is NaN or infinite."""
+    data = tensor.data
+    bad = ((data & 0x7F80) == 0x7F80) if tensor.dtype == "BF16" else ~np.isfinite(data)
+    if bad.any():
+        wrong(tensor, f"holds {int(bad.sum())} scales that are NaN or infinite")
+
+
+def column_order(source: Source, name: str, size: int, columns: int | None) -> np.ndarray | None:
+    """The order of columns that a tensor with the group of each asks for (checked_order); columns: how many there are,
+    where that is known."""
+    groups = need(source, name, ("I32",))
+    if len(groups.shape) != 1 or not groups.shape[0] or columns not in (None, groups.shape[0]):
+        wrong(groups, f"has shape {list(groups.shape)}: expected the group of each column"
+                      + (f", [{columns}]" if columns is not None else ""))
+    return checked_order(name, groups.file, groups.data, size)
+
+
+def group_size(config: Fields, name: str, *, none: int | None = -1) -> int:
+    """A field's number of columns that share a scale; 0: the whole row, which the file calls `none`."""
+    size = config.need(name, int)
+    if size == none:
+        return 0
+    if size < SMALLEST_GROUP or size % SMALLEST_GROUP or size > 1 << 20:
+        raise config.error(name, f"is {size}: expected a multiple of {SMALLEST_GROUP}"
+                                 + (f", or {none} for whole rows" if none is not None else ""))
+    return size
+
+
+def choice(config: Fields, name: str, allowed: dict[Any, Any] | tuple, default: Any = None) -> Any:
+    """A field that must be one of these."""
+    value = config.values.get(name, default)
+    if not isinstance(value, (str, int)) or value not in allowed or isinstance(value, bool):
+        raise config.error(name, f"is {value!r}: allowed are {', '.join(map(repr, allowed))}")
+    return value
+
+
+def groups_of(columns: int, size: int) -> int:
+    return math.ceil(columns / size) if size else 1

@@ -1,0 +1,32 @@
+#include "cpu/host_sampler.h"
+
+#include <stdexcept>
+
+namespace as {
+
+// Threads sleep between draws: the device works meanwhile, and others may want the processors.
+HostSampler::HostSampler(int threads, std::vector<int> cpus)
+    : pool_(threads, std::move(cpus), false), core_{0, 1, nullptr, pool_, kernels()}, no_weights_(pool_, kernels()) {}
+
+void HostSampler::attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) {
+  Tensor rows;
+  rows.data = logits, rows.width = width, rows.of_outputs = true;
+  limits_.max_outputs = max_outputs;
+  const SpanCache cache;
+  Scratch scratch;
+  std::vector<std::shared_ptr<RotaryTable>> tables;
+  std::vector<std::shared_ptr<AttentionWork>> works;
+  const std::vector<std::shared_ptr<Routing>> routings;
+  op_ = cpu_op("sample")(Binding{
+      core_, {Part{op, no_weights_, {rows}, {}}}, limits_, cache, scratch, tables, works, routings, drawn_, masks});
+}
+
+void HostSampler::draw(const Batch& batch, std::vector<SampleOutput>& samples) {
+  if (!op_) throw std::logic_error("attach() before draw()");
+  drawn_.samples.swap(samples);
+  op_->begin(batch);
+  pool_.run([&](int thread) { pool_.guard([&] { op_->run(batch, thread); }); });
+  drawn_.samples.swap(samples);
+}
+
+}  // namespace as

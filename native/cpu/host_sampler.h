@@ -1,0 +1,27 @@
+// The CPU's sampling op over logits of another device, with threads of its own.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "batch/logit_sampler.h"
+#include "cpu/ops/ops.h"
+
+namespace as {
+
+class HostSampler : public LogitSampler {
+ public:
+  HostSampler(int threads, std::vector<int> cpus);
+
+  void attach(const OpNode& op, float* logits, int width, int max_outputs, Masks* masks) override;
+  void draw(const Batch& batch, std::vector<SampleOutput>& samples) override;
+
+ private:
+  Pool pool_;
+  const Core core_;
+  const Weights no_weights_;
+  RunnerLimits limits_;
+  Drawn drawn_;
+  std::unique_ptr<BoundOp> op_;
+};
+
+}  // namespace as

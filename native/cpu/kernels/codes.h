@@ -1,0 +1,63 @@
+// Values that codes of small float types and of tables stand for.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/kernels/format.h"
+
+namespace as {
+namespace AS_ISA {
+namespace {
+
+// NormalFloat of 4 bits (QLoRA, appendix E), as bitsandbytes has it.
+constexpr float kNormalFloats[16] = {-1.0f,
+                                     -0.6961928009986877f,
+                                     -0.5250730514526367f,
+                                     -0.39491748809814453f,
+                                     -0.28444138169288635f,
+                                     -0.18477343022823334f,
+                                     -0.09105003625154495f,
+                                     0.0f,
+                                     0.07958029955625534f,
+                                     0.16093020141124725f,
+                                     0.24611230194568634f,
+                                     0.33791524171829224f,
+                                     0.44070982933044434f,
+                                     0.5626170039176941f,
+                                     0.7229568362236023f,
+                                     1.0f};
+// OCP's float of 4 bits: sign, two bits of exponent, one of fraction.
+constexpr float kE2M1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                             -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
+AS_INLINE const float* table_of(Format format) { return format == Format::nf4 ? kNormalFloats : kE2M1; }
+
+// OCP's float of 8 bits (no infinities; 0x7f and 0xff, not numbers, are refused when weights are loaded).
+AS_INLINE float e4m3_value(int code) {
+  // The exponent's and fraction's bits where float32 has them, which is 2^-120 of the value, subnormals included.
+  const uint32_t bits = (uint32_t)(code & 0x7f) << 20 | (uint32_t)(code & 0x80) << 24;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value * 0x1p120f;
+}
+
+AS_INLINE float coded_value(Format format, int code) {
+  return format == Format::e4m3 ? e4m3_value(code) : table_of(format)[code];
+}
+
+AS_INLINE float half_to_float(uint16_t half) {
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+  uint32_t bits = rest << 13;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  value *= 0x1p112f;
+  std::memcpy(&bits, &value, 4);
+  if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
+  bits |= sign;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace
+}  // namespace AS_ISA
+}  // namespace as

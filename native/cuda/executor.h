@@ -1,0 +1,47 @@
+// One rank's model on its GPU: weights and program as they are built, then compiled; steps.
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "batch/decoder.h"
+#include "cuda/runner.h"
+
+namespace as {
+namespace cuda {
+
+class CudaExecutor : public StepModel {
+ public:
+  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler);
+
+  int add_matrix(int n, int k, const std::string& format);
+  int add_vector(const std::vector<float>& values);
+  Weights& weights() { return weights_; }
+  const Weights& weights() const { return weights_; }
+  Program& program() { return program_; }
+  const Device& device() const { return device_; }
+
+  // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
+  // name.
+  void allocate(const Limits& limits, int masks);
+  StepOutput step(const std::string& plan, bool want_logits) override;
+  void set_profiling(bool) override {}  // there is no profile yet
+  std::shared_ptr<Masks> masks() const { return masks_; }
+  size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
+
+  // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
+  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by);
+
+ private:
+  Device device_;
+  std::shared_ptr<LogitSampler> sampler_;
+  Weights weights_;
+  Program program_;
+  std::shared_ptr<Masks> masks_;
+  std::unique_ptr<CudaRunner> runner_;
+  std::optional<Decoder> decoder_;
+};
+
+}  // namespace cuda
+}  // namespace as

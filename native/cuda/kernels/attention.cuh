@@ -1,0 +1,58 @@
+// What the kernels of attention share: which positions rows see, and how what they have seen is merged.
+//
+// The recipe of a row (a query head at a position): context is taken in runs of kRunTokens positions, from the run of
+// the first position that is seen on. A run gives the greatest score, the sum of weights relative to it, and the sum of
+// values times weights. Runs are merged in ascending order, each into what the runs before it gave. Positions that a
+// row does not see have weight zero and change nothing, so it does not matter which rows share a tile; and runs may be
+// computed in parallel.
+#pragma once
+#include "cuda/kernels/device.cuh"
+
+namespace as {
+namespace cuda {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// A tile, as a block of threads finds it.
+struct TileRows {
+  AttentionTile tile;
+  int group, count;         // query heads of a KV head; pairs that there are
+  int first_run, last_run;  // that any of the pairs sees
+
+  __device__ TileRows(const Attention& a, const AttentionTile& t, int most) : tile(t), group(a.group) {
+    count = max(0, min(most, t.count * a.group - t.first));
+    const int least = t.start + t.first / group, greatest = t.start + (t.first + max(count, 1) - 1) / group;
+    first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
+    last_run = greatest / kRunTokens;
+  }
+  __device__ int row(int pair) const { return tile.row + (tile.first + pair) / group; }
+  __device__ int head(int pair, int kv_head) const { return kv_head * group + (tile.first + pair) % group; }
+  __device__ int position(int pair) const { return tile.start + (tile.first + pair) / group; }
+};
+
+__device__ inline const char* head_of(const LayerCache& cache, int span, int kv_head) {
+  return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
+}
+
+// A score, in powers of two.
+__device__ inline float finished_score(const Attention& a, float product) {
+  float score = product * a.scale;
+  if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
+  return score * kLog2E;
+}
+
+// What is left of sums whose maximum was `old` when it becomes `now`.
+__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : exp2f(old - now); }
+__device__ inline float merged(float total, float by, float run, float run_by) {
+  return __fmaf_rn(run, run_by, __fmul_rn(total, by));
+}
+__device__ inline float share(float value, float sum) { return sum > 0 ? value / sum : 0.0f; }
+
+// A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
+__device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {
+  const size_t size = kFewPairs * (2 + (size_t)a.cache.head_dim);
+  return a.partials + (((size_t)tile * a.cache.kv_heads + kv_head) * a.most_runs + run) * size;
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,216 @@
+// Attention over bfloat16 caches by mma.sync (after Dao, "FlashAttention-2", 2023): a warp has 16 pairs of a row and a
+// query head, one warp of few pairs by itself, four of many with the same keys and values in shared memory. 64
+// positions at a time are copied ahead while the ones before are computed with.
+#include "cuda/kernels/attention.cuh"
+#include "cuda/kernels/attention_mma.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
+constexpr int kPad = 8;                   // values behind each row in shared memory: rows lie in different banks
+
+template <int kDim>
+constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stages of keys and values
+
+template <int kDim, int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
+  after_previous();
+  constexpr bool kFew = kWarps == 1;
+  constexpr int kStride = kDim + kPad, kTensor = kTokens * kStride * 2;  // bytes of keys, or of values
+  constexpr int kSteps = kDim / 16, kValues = kDim / 8;
+  extern __shared__ __align__(128) char shared[];
+  const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const TileRows rows(a, tiles[blockIdx.x], kFew ? kFewPairs : kManyPairs);
+  if (rows.count == 0) return;
+  const int* table = a.tables + rows.tile.table;
+  const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
+  if (first_run > rows.last_run) return;
+  const int last = rows.position(rows.count - 1);
+
+  // This thread's two pairs: lane / 4 of the warp's, and 8 further.
+  int positions[2], least[2];
+  uint32_t query[kSteps][4];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int pair = warp * kPairs + lane / 4 + 8 * h;
+    const bool there = pair < rows.count;
+    positions[h] = there ? rows.position(pair) : -1;
+    least[h] = a.window ? positions[h] - a.window + 1 : 0;
+    const float* from =
+        a.qkv + (there ? (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim : 0);
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int at = s * 16 + half * 8 + lane % 4 * 2;
+        query[s][h + 2 * half] = there ? two_bf16(from[at], from[at + 1]) : 0;
+      }
+  }
+
+  const uint32_t base = shared_address(shared);
+  const int size = a.cache.span_size;
+  const auto fetch = [&](int begin, int stage) {
+    for (int i = threadIdx.x; i < kTokens * (kDim / 8); i += 32 * kWarps) {
+      const int token = i / (kDim / 8), at = begin + token, piece = i % (kDim / 8);
+      const bool there = at <= last;
+      const char* from = a.cache.data;
+      if (there) from = head_of(a.cache, table[at / size], kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
+      const uint32_t to = base + stage * 2 * kTensor + (token * kStride + piece * 8) * 2;
+      copy_16(to, from, there);
+      copy_16(to + kTensor, there ? from + (size_t)size * kDim * 2 : from, there);
+    }
+    commit_copies();
+  };
+  // Positions of the blocks, run by run.
+  const auto after = [&](int begin) {
+    const int next = begin + kTokens;
+    return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
+  };
+
+  float total[kValues][4], total_most[2] = {-INFINITY, -INFINITY}, total_sum[2] = {};
+#pragma unroll
+  for (int v = 0; v < kValues; v++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) total[v][i] = 0;
+
+  int begin = first_run * kRunTokens, stage = 0;
+  fetch(begin, 0);
+  for (int run = first_run; run <= rows.last_run; run += run_step) {
+    float out[kValues][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+#pragma unroll
+    for (int v = 0; v < kValues; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[v][i] = 0;
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
+      wait_copies<0>();
+      if (kFew) __syncwarp();
+      else __syncthreads();
+      if (const int next = after(begin); next <= last) fetch(next, stage ^ 1);
+      const uint32_t keys = base + stage * 2 * kTensor, values = keys + kTensor;
+      float scores[kTokens / 8][4];
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; t += 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[t][i] = scores[t + 1][i] = 0;
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) {
+          uint32_t k[4];
+          load_cores(k, keys + (((t + lane / 16) * 8 + lane % 8) * kStride + s * 16 + lane / 8 % 2 * 8) * 2);
+          multiply_add(scores[t], query[s], k[0], k[1]);
+          multiply_add(scores[t + 1], query[s], k[2], k[3]);
+        }
+      }
+      float now[2] = {most[0], most[1]};
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
+          scores[t][i] = at <= positions[h] && at >= least[h] ? finished_score(a, scores[t][i]) : -INFINITY;
+          now[h] = fmaxf(now[h], scores[t][i]);
+        }
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
+        now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+        const float by = shrunk(most[h], now[h]);
+        most[h] = now[h], sum[h] *= by;
+#pragma unroll
+        for (int v = 0; v < kValues; v++) out[v][2 * h] *= by, out[v][2 * h + 1] *= by;
+      }
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int h = i / 2;
+          scores[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(scores[t][i] - most[h]);
+          sum[h] += scores[t][i];
+        }
+#pragma unroll
+      for (int s = 0; s < kTokens / 16; s++) {
+        const uint32_t weights[4] = {
+            two_bf16(scores[2 * s][0], scores[2 * s][1]), two_bf16(scores[2 * s][2], scores[2 * s][3]),
+            two_bf16(scores[2 * s + 1][0], scores[2 * s + 1][1]), two_bf16(scores[2 * s + 1][2], scores[2 * s + 1][3])};
+#pragma unroll
+        for (int v = 0; v < kValues; v += 2) {
+          uint32_t x[4];
+          load_cores_transposed(x,
+                                values + ((s * 16 + lane / 8 % 2 * 8 + lane % 8) * kStride + (v + lane / 16) * 8) * 2);
+          multiply_add(out[v], weights, x[0], x[1]);
+          multiply_add(out[v + 1], weights, x[2], x[3]);
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
+      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
+    }
+    if (kFew && rows.first_run < rows.last_run) {
+      float* to = partial_of(a, blockIdx.x, kv_head, run);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int pair = lane / 4 + 8 * h;
+        if (pair >= rows.count) continue;
+        if (lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+#pragma unroll
+        for (int v = 0; v < kValues; v++)
+          *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + v * 8 + lane % 4 * 2) =
+              make_float2(out[v][2 * h], out[v][2 * h + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float now = fmaxf(total_most[h], most[h]), by = shrunk(total_most[h], now), run_by = shrunk(most[h], now);
+        total_most[h] = now, total_sum[h] = merged(total_sum[h], by, sum[h], run_by);
+#pragma unroll
+        for (int v = 0; v < kValues; v++)
+#pragma unroll
+          for (int i = 2 * h; i < 2 * h + 2; i++) total[v][i] = merged(total[v][i], by, out[v][i], run_by);
+      }
+    }
+  }
+  if (!kFew || rows.first_run == rows.last_run) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = warp * kPairs + lane / 4 + 8 * h;
+      if (pair >= rows.count) continue;
+      const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim;
+#pragma unroll
+      for (int v = 0; v < kValues; v++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          put(a.out, row, column + v * 8 + lane % 4 * 2 + i, share(total[v][2 * h + i], total_sum[h]));
+    }
+  }
+}
+
+template <int kDim>
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+  if (few) {
+    allow_shared(attend_mma_kernel<kDim, 1>, kShared<kDim>);
+    start(queue, attend_mma_kernel<kDim, 1>, dim3(count, a.cache.kv_heads, splits), 32, kShared<kDim>, a, tiles);
+  } else {
+    constexpr int kWarps = kManyPairs / kPairs;
+    allow_shared(attend_mma_kernel<kDim, kWarps>, kShared<kDim>);
+    start(queue, attend_mma_kernel<kDim, kWarps>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
+  }
+}
+
+}  // namespace
+
+bool has_attend_mma(const Attention& a) {
+  const int dim = a.cache.head_dim;
+  return a.cache.bf16 && (dim == 64 || dim == 96 || dim == 128);
+}
+
+void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
+  else start_dim<128>(a, tiles, count, few, splits, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,168 @@
+// What kernels share.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+// After a launch.
+inline void launched(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("CUDA: launching ") + kernel + ": " + cudaGetErrorString(error));
+}
+
+// Starts a kernel. From capability 9.0 on it may begin while the one before it on the stream still runs: it calls
+// after_previous() before it touches what others write, and so does every kernel, so that this orders all of them.
+template <typename... Parameters, typename... Arguments>
+void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
+                    size_t shared, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
+  attributes[1].val.clusterDim.z = cluster.z;
+  const bool alone = cluster.x * cluster.y * cluster.z == 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.stream = queue.stream, config.attrs = attributes;
+  config.numAttrs = queue.capability < 90 ? 0 : alone ? 1 : 2;
+  cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
+}
+template <typename... Parameters, typename... Arguments>
+void start(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared,
+           const Arguments&... arguments) {
+  start_clusters(queue, kernel, grid, dim3(1), threads, shared, arguments...);
+}
+
+// Lets the next kernel on the stream be loaded; waits until the one before it has ended.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void after_previous() { let_next_begin(), await_previous(); }
+
+// Raises a kernel's limit of shared memory, once.
+template <typename Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+// Of the device in use.
+inline int processors() {
+  int device = 0, count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
+
+__device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+__device__ inline float from_bf16(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
+__device__ inline uint32_t two_bf16(float low, float high) {
+  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
+}
+
+// Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
+__device__ inline float warp_sum(float x) {
+  for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+__device__ inline float warp_max(float x) {
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  return x;
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global memory, or zeros.
+__device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
+  const int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Four core matrices; lane i has the address of row i % 8 of number i / 8.
+__device__ inline void load_cores(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void load_cores_transposed(uint32_t (&d)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+// d [16, 8] += a [16, 16] b [8, 16]^T
+__device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Where a value of a row of an op's output goes.
+__device__ inline void put(const Rows& out, int row, int column, float value) {
+  if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
+  else out.values[(size_t)row * out.width + column] = value;
+}
+
+// What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
+// thread all that is read comes before anything is written: so reads wait for each other no longer. where(i): row and
+// column of number i; rows, width: those that there are.
+struct Place {
+  int row, column;
+};
+template <int kCount, typename Where>
+__device__ inline void finish(const Product& p, int rows, int width, const float* sums, Where where) {
+  float before[kCount], bias[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    const bool there = at.row < rows && at.column < width;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
+    bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; i++) {
+    const Place at = where(i);
+    if (at.row >= rows || at.column >= width) continue;
+    float sum = sums[i];
+    if (p.bias) sum = __fadd_rn(sum, bias[i]);
+    if (p.adds) sum = __fadd_rn(before[i], sum);
+    put(p.y, at.row, at.column, sum);
+  }
+}
+
+__device__ inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+
+// The same of a gate and what it gates; column: of the result.
+__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+  if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
+  put(p.y, row, column, silu_times(gate, up));
+}
+
+}  // namespace cuda
+}  // namespace as

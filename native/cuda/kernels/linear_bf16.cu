@@ -1,0 +1,181 @@
+// Products in bfloat16 by mma.sync: for few rows, where all that counts is how fast the weights stream by, and on chips
+// without wgmma for any number.
+//
+// A block of threads has 16 columns (rows of the weights) and up to 64 rows of activations. Each of its warps computes
+// pieces of K (tiles.h) by itself: it copies its part of both sides into shared memory several stages ahead, and no
+// other warp sees that. After each round of pieces, one a warp, all add them up in ascending order.
+#include <algorithm>
+
+#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/linear_wgmma.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kColumns = 16;  // of the result, of a block of threads
+constexpr int kMostWarps = 8;
+constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of K
+constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
+constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
+
+// kTiles: of 8 rows each.
+template <int kTiles>
+struct Shape {
+  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
+  static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
+  static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
+  static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
+
+  static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
+  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+};
+
+// The blocks of K that a warp computes, for all columns that its block of threads has.
+struct Walk {
+  int tile, piece, block, end;  // 16 columns; piece; block of K, and where the piece ends
+
+  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void next(const Pieces& k, int warp, int warps) {
+    if (++block < end) return;
+    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
+    begin_piece(k);
+  }
+};
+
+template <int kTiles>
+__global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kStages = Shape<kTiles>::kStages, kBytes = Shape<kTiles>::kStageBytes, kSums = Shape<kTiles>::kSums;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* sums = totals + kSums;                      // of each warp's piece
+  const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
+  const int first_row = blockIdx.y * kTiles * kRowTile;
+  const char* weights = reinterpret_cast<const char*>(p.w.tiles);
+  const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
+                  first_row % kBlock / kRowTile * kStageRows;
+
+  Walk ahead{(int)blockIdx.x, warp, 0, 0};
+  ahead.begin_piece(k);
+  const auto fetch_weights = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes;
+    const char* from =
+        weights + ((size_t)(at.tile / 4) * k.blocks + at.block) * kBlockBytes + at.tile % 4 * kStageWeights;
+#pragma unroll
+    for (int i = 0; i < kStageWeights / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+  };
+  const auto fetch_rows = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring + stage * kBytes + kStageWeights;
+    const char* from = x + (size_t)at.block * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kTiles * kStageRows / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+  };
+  const auto fetch = [&](int stage) {
+    fetch_weights(ahead, stage), fetch_rows(ahead, stage);
+    commit_copies();
+    ahead.next(k, warp, warps);
+  };
+  // Weights are on their way before the kernel before this one has made the rows.
+  let_next_begin();
+  Walk first = ahead;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
+  await_previous();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
+    fetch_rows(ahead, i);
+    commit_copies();
+  }
+
+  int stage = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int round = 0; round * warps < k.count; round++) {
+      const int piece = round * warps + warp;
+      if (piece < k.count) {
+        float d[kTiles][4] = {};
+        const int blocks = min(k.length, k.blocks - piece * k.length);
+        for (int b = 0; b < blocks; b++) {
+          wait_copies<kStages - 2>();
+          __syncwarp();
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          const uint32_t at = ring + stage * kBytes;
+          uint32_t y[kTiles][4];
+#pragma unroll
+          for (int step = 0; step < 4; step++) {
+            uint32_t a[4];
+            load_cores(a, at + (lane / 8 % 2 * 8 + 2 * step + lane / 16) * kCoreBytes + lane % 8 * 16);
+#pragma unroll
+            for (int t = 0; t < kTiles; t++) {
+              if (step % 2 == 0)
+                load_cores(y[t], at + kStageWeights + t * kStageRows + step * 2 * kCoreBytes + lane * 16);
+              multiply_add(d[t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
+            }
+          }
+          stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            sums[warp * kSums + (t * kRowTile + 2 * (lane % 4) + i % 2) * kColumns + lane / 4 + i / 2 * 8] = d[t][i];
+      }
+      __syncthreads();
+      const int pieces = min(warps, k.count - round * warps);
+      const bool last = (round + 1) * warps >= k.count;
+      for (int i = threadIdx.x; i < kSums; i += blockDim.x) {
+        float total = round ? totals[i] : sums[i];
+        for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
+        totals[i] = total;
+        if (last && !p.gated)
+          finish<1>(p, rows, p.w.n, &total,
+                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+      }
+      __syncthreads();
+      if (!last || !p.gated) continue;
+      for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
+        const int row = i / 8, column = tile * 8 + i % 8;
+        if (first_row + row < rows && column < p.y.width)
+          finish_gated(p, first_row + row, column, totals[row * kColumns + i % 8], totals[row * kColumns + 8 + i % 8]);
+      }
+    }
+  }
+}
+
+template <int kTiles>
+void start_tiles(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k);
+  const int most_warps = Shape<kTiles>::most_warps();
+  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
+  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
+  const size_t shared = Shape<kTiles>::shared(warps);
+  allow_shared(linear_kernel<kTiles>, shared);
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<kTiles>, 32 * warps, shared);
+  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
+  // As many turns for every block of threads, if there are several.
+  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
+  start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
+  launched("linear in bfloat16");
+}
+
+}  // namespace
+
+void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
+  if (queue.capability != 90) by = By::mma;
+  if (by == By::any) {
+    const int wide_tiles = ceil_div(rows, kWideRows) * ceil_div(p.w.n, kWideColumns);
+    by = rows <= 8 ? By::mma : rows <= 256 || wide_tiles < 3 * processors() / 2 ? By::split : By::wide;
+  }
+  if (by == By::split) return linear_split(p, rows, queue);
+  if (by == By::wide) return linear_wide(p, rows, queue);
+  if (rows <= 8) start_tiles<1>(p, rows, queue);
+  else if (rows <= 16) start_tiles<2>(p, rows, queue);
+  else if (rows <= 32) start_tiles<4>(p, rows, queue);
+  else start_tiles<8>(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

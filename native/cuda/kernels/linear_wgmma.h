@@ -1,0 +1,14 @@
+// Products in bfloat16 by wgmma.
+#pragma once
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+constexpr int kWideColumns = 128, kWideRows = 192;  // that a block of threads of linear_wide() has
+
+void linear_split(const Product& p, int rows, const Queue& queue);
+void linear_wide(const Product& p, int rows, const Queue& queue);
+
+}  // namespace cuda
+}  // namespace as

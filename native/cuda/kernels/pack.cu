@@ -1,0 +1,68 @@
+// Weights as checkpoints have them become matrices as products read them.
+#include "cuda/kernels/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+template <typename T>
+__device__ float widened(T x) {
+  if constexpr (sizeof(T) == 4) return x;
+  else if constexpr (std::is_same_v<T, __half>) return __half2float(x);
+  else return __bfloat162float(x);
+}
+
+template <typename T>
+__global__ void pack_kernel(const T* rows, int64_t stride, Matrix m, int first, unsigned long long* bad) {
+  after_previous();
+  const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
+  bool wrong = false;
+  if (column < m.k) {
+    const float x = widened(rows[row * stride + column]);
+    wrong = !isfinite(x);
+    if (m.tiles) const_cast<uint16_t*>(m.tiles)[tile_offset(first + row, column, blocks_of(m.k))] = to_bf16(x);
+    else const_cast<float*>(m.values)[(size_t)(first + row) * m.k + column] = x;
+  }
+  const unsigned lanes = __ballot_sync(0xffffffffu, wrong);
+  if (lanes && threadIdx.x % 32 == 0) atomicAdd(bad, (unsigned long long)__popc(lanes));
+}
+
+template <typename T>
+void pack(const void* rows, int64_t stride, int count, const Matrix& m, int first, unsigned long long* bad,
+          const Queue& queue) {
+  constexpr int kThreads = 256, kMostRows = 65535;  // of a grid
+  for (int done = 0; done < count; done += kMostRows) {
+    const int some = count - done < kMostRows ? count - done : kMostRows;
+    start(queue, pack_kernel<T>, dim3(ceil_div(m.k, kThreads), some), kThreads, 0,
+          static_cast<const T*>(rows) + done * stride, stride, m, first + done, bad);
+    launched("pack_rows");
+  }
+}
+
+// A thread for each eight columns of a row.
+__global__ void pair_kernel(Matrix from, Matrix to) {
+  after_previous();
+  const int blocks = blocks_of(from.k), eight = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  const int half = from.n / 2, source = row / 16 * 8 + row % 8;
+  if (eight >= blocks * 8 || source >= half) return;
+  const size_t at = tile_offset(source + (row % 16 < 8 ? 0 : half), eight * 8, blocks);
+  reinterpret_cast<uint4*>(const_cast<uint16_t*>(to.tiles))[tile_offset(row, eight * 8, blocks) / 8] =
+      reinterpret_cast<const uint4*>(from.tiles)[at / 8];
+}
+
+}  // namespace
+
+void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
+  start(queue, pair_kernel, dim3(ceil_div(blocks_of(from.k) * 8, 128), to.n), 128, 0, from, to);
+  launched("pair_rows");
+}
+
+void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
+               unsigned long long* bad, const Queue& queue) {
+  if (source == Source::f32) pack<float>(rows, stride, count, matrix, first, bad, queue);
+  else if (source == Source::f16) pack<__half>(rows, stride, count, matrix, first, bad, queue);
+  else pack<__nv_bfloat16>(rows, stride, count, matrix, first, bad, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,161 @@
+#include "cuda/runner.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace as {
+namespace cuda {
+namespace {
+
+// Steps of single rows are padded to one of these numbers of rows, for each of which there is a graph.
+int padded_rows(int rows) {
+  if (rows <= 4) return rows;
+  for (int step = 2;; step *= 2)
+    if (rows <= 8 * step) return (rows + step - 1) / step * step;
+}
+
+// Whether the likeliest token is what is drawn.
+bool is_greedy(const SamplingParams& p, const Output& out) {
+  return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
+         p.frequency_penalty == 0 && !p.no_repeat_ngram_size && p.bad_words.empty() && p.logit_bias.empty() &&
+         (out.history >= p.min_length || p.eos.empty()) && !out.mask;
+}
+
+}  // namespace
+
+CudaRunner::~CudaRunner() {
+  for (auto& [size, replay] : replays_)
+    if (replay.graph) cudaGraphExecDestroy(replay.graph);
+}
+
+Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
+  device_.use();
+  const bool heads = !heads_from_ || want_logits ||
+                     std::any_of(batch.outputs.begin(), batch.outputs.end(),
+                                 [](const Output& out) { return out.wanted != Wanted::nothing; });
+  const bool graph = limits_.graphs && heads && decodes(batch);
+  const int padded = graph ? padded_rows((int)batch.rows.size()) : 0;
+  const bool fits = padded && padded <= std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
+  const Size size = data_->copy(batch, fits ? padded : 0, device_);
+  if (fits) replay(size);
+  else launch(size, heads);
+
+  Drawn drawn;
+  drawn.samples.resize(batch.outputs.size());
+  copy_hidden(batch);
+  const std::vector<bool> by_device = drawn_by_device(batch);
+  const size_t outputs = batch.outputs.size();
+  if (heads && outputs) {
+    check(cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * kBestParts * sizeof(Best), cudaMemcpyDeviceToHost,
+                          device_.stream()),
+          "copying draws");
+    copy_logits(batch, by_device, want_logits);
+  }
+  device_.wait();
+
+  if (hidden_rows_) {
+    drawn.hidden_width = tensors_[hidden_].rows.width;
+    drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
+  }
+  if (!heads) return drawn;
+  const int width = in(program_.ops().back()).rows.width;
+  if (want_logits) {
+    drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
+    drawn.logit_width = width;
+  }
+  Batch rest;  // what the host draws
+  bool any = false;
+  rest.outputs = batch.outputs, rest.slots = batch.slots;
+  for (size_t i = 0; i < outputs; i++) {
+    if (!by_device[i]) {
+      any |= batch.outputs[i].wanted != Wanted::nothing;
+      continue;
+    }
+    rest.outputs[i].wanted = Wanted::nothing;
+    const Best* parts = host_best_.as<Best>() + i * kBestParts;
+    Best best = parts[0];
+    for (const Best* part = parts + 1; part < parts + kBestParts; part++) {
+      best.not_finite += part->not_finite;
+      if (part->token >= 0 && (best.token < 0 || part->logit > best.logit))
+        best.logit = part->logit, best.token = part->token;
+    }
+    if (best.not_finite || best.token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
+    else drawn.samples[i].token = best.token;
+  }
+  if (any) sampler_.draw(rest, drawn.samples);
+  return drawn;
+}
+
+// Whether every row is its sequence's only one, and a token is drawn after it.
+bool CudaRunner::decodes(const Batch& batch) const {
+  return batch.rows.size() == batch.items.size() && batch.outputs.size() == batch.rows.size() &&
+         std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
+}
+
+std::vector<bool> CudaRunner::drawn_by_device(const Batch& batch) const {
+  std::vector<bool> by_device;
+  for (const Output& out : batch.outputs)
+    by_device.push_back(out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out));
+  return by_device;
+}
+
+// Queues the copy of what the host draws from.
+void CudaRunner::copy_logits(const Batch& batch, const std::vector<bool>& by_device, bool all) {
+  const Tensor& logits = in(program_.ops().back());
+  const size_t width = logits.rows.width;
+  const auto wanted = [&](size_t i) { return all || (!by_device[i] && batch.outputs[i].wanted != Wanted::nothing); };
+  for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
+    for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
+    if (end > begin)
+      check(cudaMemcpyAsync(host_logits_.as<float>() + begin * width, logits.values() + begin * width,
+                            (end - begin) * width * sizeof(float), cudaMemcpyDeviceToHost, device_.stream()),
+            "copying logits");
+    else end++;
+  }
+}
+
+// Queues the copy of hidden states, of items that want them.
+void CudaRunner::copy_hidden(const Batch& batch) {
+  hidden_rows_ = 0;
+  if (hidden_ < 0) return;
+  const Rows& from = tensors_[hidden_].rows;
+  for (const Item& item : batch.items) {
+    const size_t rows = item.outputs - item.drafts;  // drafts may be rejected
+    if (!(item.flags & kHidden) || !rows) continue;
+    check(cudaMemcpyAsync(host_hidden_.as<float>() + hidden_rows_ * from.width,
+                          from.values + (size_t)item.output * from.width, rows * from.width * sizeof(float),
+                          cudaMemcpyDeviceToHost, device_.stream()),
+          "copying hidden states");
+    hidden_rows_ += rows;
+  }
+}
+
+void CudaRunner::launch(const Size& size, bool heads) {
+  for (size_t i = 0; i < (heads ? launches_.size() : heads_from_); i++) launches_[i](size);
+}
+
+// A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.
+void CudaRunner::replay(const Size& size) {
+  const auto [found, first] = replays_.try_emplace(size);
+  if (first) return launch(size, true);
+  Replay& replay = found->second;
+  if (!replay.graph) {
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamBeginCapture(device_.stream(), cudaStreamCaptureModeThreadLocal), "recording a step");
+    try {
+      launch(size, true);
+    } catch (...) {
+      cudaStreamEndCapture(device_.stream(), &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
+    const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
+    cudaGraphDestroy(graph);
+    check(made, "making a graph of a step");
+  }
+  check(cudaGraphLaunch(replay.graph, device_.stream()), "replaying a step");
+}
+
+}  // namespace cuda
+}  // namespace as

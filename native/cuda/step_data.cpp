@@ -1,0 +1,74 @@
+#include "cuda/step_data.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
+
+}  // namespace
+
+bool StepData::Size::operator<(const Size& other) const {
+  return std::tie(rows, outputs, few, many, runs) <
+         std::tie(other.rows, other.outputs, other.few, other.many, other.runs);
+}
+
+StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group)
+    : span_size_(span_size), group_(group) {
+  const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
+  size_t next = 0;
+  const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
+  take(tokens_, rows), take(positions_, rows), take(lengths_, rows), take(where_, rows), take(chosen_, max_outputs);
+  take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, (size_t)max_slots * max_spans);
+  all_ = next;
+  host_memory_ = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
+  device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
+}
+
+StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
+  Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
+  int* table = host(tables_);
+  AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
+                *many = reinterpret_cast<AttentionTile*>(host(many_));
+  for (const Item& item : batch.items) {
+    const Slot& slot = batch.slot(item.slot);
+    const std::vector<int32_t>& spans = slot.spans[0];
+    const int used = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
+    std::copy_n(spans.begin(), used, table);
+    AttentionTile tile{item.row, item.count, item.start, (int)(table - host(tables_)), 0};
+    if (pairs <= kFewPairs) {
+      few[size.few++] = tile;
+      if (item.start + item.count > kRunTokens) size.runs = 2;
+    } else {
+      for (; tile.first < pairs; tile.first += kManyPairs) many[size.many++] = tile;
+    }
+    for (int r = item.row; r < item.row + item.count; r++) {
+      const Row& row = batch.rows[r];
+      host(tokens_)[r] = row.token, host(positions_)[r] = row.position;
+      host(lengths_)[r] = std::max(slot.sampling.prompt_len, row.position + 1);
+      host(where_)[r] = spans[row.position / span_size_] * span_size_ + row.position % span_size_;
+    }
+    table += used;
+  }
+  for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
+  for (int r = size.rows; r < padded; r++) {
+    host(tokens_)[r] = host(positions_)[r] = 0, host(lengths_)[r] = 1, host(where_)[r] = -1;
+    host(chosen_)[r] = 0;
+    few[r] = {0, 0, 0, 0, 0};
+  }
+  if (padded) size = {padded, padded, padded, 0, size.runs};
+  const auto send = [&](size_t begin, size_t end) {
+    check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), (end - begin) * sizeof(int),
+                          cudaMemcpyHostToDevice, device.stream()),
+          "copying a step's rows");
+  };
+  send(0, tables_);
+  if (table > host(tables_)) send(tables_, table - host(0));
+  return size;
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,47 @@
+// A step's rows as kernels read them: what a Batch says, copied to the GPU at once.
+#pragma once
+#include <vector>
+
+#include "batch/batch.h"
+#include "cuda/device.h"
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+class StepData {
+ public:
+  // group: query heads of a KV head. max_spans: of a sequence.
+  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group);
+
+  // How many of everything a step has. Kernels are started for so many; those of a padded step do nothing for the rows
+  // that the batch does not have.
+  struct Size {
+    int rows = 0, outputs = 0, few = 0, many = 0;
+    int runs = 1;  // of the context of few tiles: 1, or 2 for more
+    bool operator<(const Size& other) const;
+  };
+  // Queues the copy of a batch. padded: of a batch of single rows that each draw, up to how many rows.
+  Size copy(const Batch& batch, int padded, const Device& device);
+
+  const int* tokens() const { return at(tokens_); }
+  const int* positions() const { return at(positions_); }
+  const int* lengths() const { return at(lengths_); }  // of each row's sequence, as rotary tables go by it
+  const int* where() const { return at(where_); }      // of the cache: span * span size + place; -1: nowhere
+  const int* chosen() const { return at(chosen_); }    // the row of each output
+  const int* tables() const { return at(tables_); }
+  const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
+  const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
+  size_t bytes() const { return device_memory_.size(); }
+
+ private:
+  const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
+  int* host(size_t offset) const { return host_memory_.as<int>() + offset; }
+
+  const int span_size_, group_;
+  size_t tokens_, positions_, lengths_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
+  Memory host_memory_, device_memory_;
+};
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,47 @@
+// How bfloat16 matrices lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8 KiB),
+// along the rows first; in a block core matrices of 8 rows x 8 columns (128 bytes), likewise. That is what wgmma wants
+// without swizzle (a block is one bulk copy), and a warp reads core matrices for mma.sync without bank conflicts.
+// Both sides are padded to whole blocks; padding of columns is zero in weights.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define AS_BOTH __host__ __device__
+#else
+#define AS_BOTH
+#endif
+
+namespace as {
+namespace cuda {
+
+constexpr int kBlock = 64;                     // rows and columns of a block
+constexpr int kBlockValues = kBlock * kBlock;  // of one
+constexpr int kBlockBytes = 2 * kBlockValues;  // of one
+constexpr int kCoreBytes = 128;                // of a core matrix
+constexpr int kMostPieces = 4;                 // of a sum along K
+
+AS_BOTH constexpr int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
+constexpr size_t tiles_bytes(int rows, int columns) {
+  return (size_t)blocks_of(rows) * blocks_of(columns) * kBlockBytes;
+}
+// Where a value lies, counted in values. column_blocks: of the matrix.
+AS_BOTH inline size_t tile_offset(int row, int column, int column_blocks) {
+  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues +
+         (size_t)((row % kBlock / 8) * 8 + column % kBlock / 8) * 64 + row % 8 * 8 + column % 8;
+}
+
+// A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by K alone: each is one chain
+// of tensor-core products in ascending order, and they are added in ascending order. So it does not matter who
+// computes which piece, and for how many rows at once.
+struct Pieces {
+  int blocks, count, length;  // blocks of K; pieces; blocks of a piece
+
+  explicit Pieces(int k) : blocks(blocks_of(k)) {
+    length = (blocks + kMostPieces - 1) / kMostPieces;
+    count = (blocks + length - 1) / length;
+  }
+};
+
+}  // namespace cuda
+}  // namespace as

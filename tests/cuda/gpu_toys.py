@@ -1,0 +1,36 @@
+"""Toy programs (reference/toy.py) in the CUDA backend."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from allspark_server import _native
+from reference.toy import Toy
+
+
+def executor(threads: int = 2):
+    from allspark_server import _cuda
+
+    return _cuda.Executor(0, _native.HostSampler(threads))
+
+
+def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False):
+    """long: for contexts beyond a thousand. The toy's matrices become what the backend recovers of them."""
+    found = executor()
+    for handle, (n, k, form, group) in enumerate(own.program.weights):
+        values = own.weights[handle].astype(np.float32)
+        if not k:
+            assert found.add_vector(values) == handle
+            continue
+        assert found.add_matrix(n, k, form, group) == handle
+        assert found.fill_matrix(handle, values, "F32") == 0
+        own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+    for row_set in own.program.row_sets[2:]:
+        found.add_row_set(*row_set)
+    for width, rows, _ in own.program.tensors:
+        found.add_tensor(width, rows)
+    for op in own.program.ops:
+        found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
+    found.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
+                   num_spans=256 if long else 64, cache_dtype=cache, max_outputs=64, masks=masks, graphs=graphs)
+    return found

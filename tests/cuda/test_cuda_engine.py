@@ -1,0 +1,52 @@
+"""The GPU through Engine and ClientEngine."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from allspark_client import AsModelConfig, ClientEngine  # noqa: E402
+from allspark_server import Engine  # noqa: E402
+from checkpoints import checkpoint, prompt_of  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+FIELDS = {"compute_unit": "CUDA:0", "engine_max_length": 512}
+REQUESTS = [({"do_sample": False}, 30), ({"seed": 3, "temperature": 1.2, "top_k": 20, "logprobs": True}, 65),
+            ({"seed": 4, "top_p": 0.9, "repetition_penalty": 1.2, "top_logprobs": 3, "logprobs": True}, 7)]
+
+
+def answers(engine, name: str) -> list:
+    """Of all requests at once: ids and logprobs."""
+    started = [engine.start_request(name, {"input_ids": prompt_of(length)},
+                                    {"max_new_tokens": 40, "eos_token_id": -1, **config})[2]
+               for config, length in REQUESTS]
+    found = []
+    for results in started:
+        ids, logprobs = [], []
+        for elements in results:
+            ids += elements.ids_from_generate
+            logprobs += elements.token_logprobs_list
+        found.append((ids, logprobs))
+    return found
+
+
+def test_engine_and_client_give_the_same_bytes():
+    directory = str(checkpoint("qwen3-bf16-sharded"))
+    engine = Engine()
+    engine.install_model(AsModelConfig(model_name="m", model_path=directory, **FIELDS))
+    engine.start_model("m")
+    info = engine.get_model_info("m")
+    assert info.isa.startswith("sm_") and info.weight_bytes > 0 and info.cache_bytes > 0
+    expected = answers(engine, "m")
+    assert [len(ids) for ids, _ in expected] == [40] * 3
+    fingerprint = engine.fingerprint("m")
+    engine.close()
+    from allspark_launch.serving import background_group
+
+    with background_group(["--model", directory, "--gpus", "0", "--model-name", "m", "--max-length", "512"],
+                          timeout=120.0) as group, ClientEngine(group.addresses[0]) as client:
+        assert client.get_model_info("m").isa == info.isa
+        assert answers(client, "m") == expected
+    assert fingerprint

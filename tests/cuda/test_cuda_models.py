@@ -1,0 +1,110 @@
+"""Whole models on the GPU: logits against transformers, greedy ids against transformers and the CPU backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch  # noqa: E402
+
+from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_launch.serving import shipped_model  # noqa: E402
+from checkpoints import (CONFIGS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
+                         reference_greedy, reference_logits)
+from driver import Driver  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+UNIT = {"compute_unit": "CUDA:0"}
+LENGTHS = (1, 33, 129, 300, 700)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_and_greedy_ids_in_float32(name):
+    directory = checkpoint(name)
+    with Driver(directory, weight_dtype="float32", **UNIT) as gpu:
+        assert gpu.info.isa.startswith("sm_")
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            check_logits(gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt))
+        prompt = prompt_of(64)
+        check_greedy(gpu.generate(prompt, 24)[0], reference_greedy(directory, prompt, 24))
+
+
+@pytest.mark.parametrize("name", [name for name, spec in STORED.items() if spec.dtype == "bfloat16"])
+def test_bfloat16_is_no_worse_than_transformers(name):
+    """In float64 the same weights; errors as root mean squares over prompts."""
+    directory = checkpoint(name)
+    ours = theirs = 0.0
+    with Driver(directory, **UNIT) as gpu:
+        assert (gpu.info.weight_dtype, gpu.info.cache_dtype) == ("bfloat16", "bfloat16")
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            exact = reference_logits(directory, prompt, torch.float64)
+            scale = exact.std()
+            found, their = gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt, torch.bfloat16)
+            ours += np.mean(((found - exact) / scale) ** 2)
+            theirs += np.mean(((their - exact) / scale) ** 2)
+    print(f"bfloat16: {ours**0.5:.4f}, transformers {theirs**0.5:.4f}")
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama3", "qwen3-tied"])
+def test_greedy_ids_are_the_cpus(name):
+    directory = checkpoint(name)
+    with Driver(directory, **UNIT) as gpu, Driver(directory) as cpu:
+        for length in (1, 65, 300):
+            prompt = prompt_of(length)
+            ids, logits = gpu.generate(prompt, 60, chunk=100)
+            expected, others = cpu.generate(prompt, 60)
+            for i, (a, b) in enumerate(zip(ids, expected)):
+                assert np.abs(logits[i] - others[i]).max() < 1e-3 * others[i].std()
+                if a != b:
+                    best = np.sort(others[i])[-2:]
+                    assert best[1] - best[0] < 1e-3 * others[i].std()
+                    break
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_shipped_model(dtype):
+    directory = shipped_model()
+    exact = torch.float32 if dtype == "float32" else torch.float64
+    with Driver(directory, weight_dtype=dtype, engine_max_length=512, **UNIT) as gpu:
+        worst = theirs = 0.0
+        for length in (1, 17, 100, 250):
+            prompt = np.random.default_rng(length).integers(0, gpu.info.vocab_size, length).tolist()
+            expected = reference_logits(directory, prompt, exact)
+            found = gpu.generate(prompt, 1)[1][0]
+            if dtype == "float32":
+                check_logits(found, expected)
+            else:
+                worst = max(worst, float(np.abs(found - expected).max() / expected.std()))
+                their = reference_logits(directory, prompt, torch.bfloat16)
+                theirs = max(theirs, float(np.abs(their - expected).max() / expected.std()))
+        print(f"{dtype}: {worst:.4f}, transformers {theirs:.4f}")
+        assert worst <= theirs or dtype == "float32"
+
+
+@pytest.mark.parametrize("fields, missing", [
+    ({"weight_dtype": "int8"}, "a matrix of type int8 on CUDA"),
+    ({"cache_mode": "AsCacheQuantI8"}, "a cache of type int8 on CUDA"),
+    ({"host_cache_memory": 1 << 26}, "host_cache_memory on CUDA"),
+    ({"compute_unit": "CUDA:0,1"}, "more than one GPU"),
+])
+def test_what_is_not_there_is_refused(fields, missing):
+    with pytest.raises(AllSparkError, match=missing):
+        Driver(checkpoint("qwen2-gqa-tied"), **{**UNIT, **fields})
+
+
+def test_a_model_with_experts_is_refused():
+    from checkpoints import EXPERTS
+
+    with pytest.raises((AllSparkError, ValueError), match="experts are not available on CUDA"):
+        Driver(checkpoint(next(iter(EXPERTS))), **UNIT)
+
+
+def test_a_cache_that_does_not_fit():
+    with pytest.raises(AllSparkError, match="a cache of cache_memory"):
+        Driver(checkpoint("qwen2-gqa-tied"), cache_memory=1 << 41, **UNIT)

@@ -1,0 +1,415 @@
+"""Every op of the CUDA backend against the reference backend, as tests/reference/test_cpu_ops.py has the CPU's; and that
+the bits of a row are its own."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from gpu_toys import compiled, executor
+from reference.plan import DRAW, GIVEN, HIDDEN, LOOKUP, PROMPT
+from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+
+pytestmark = pytest.mark.cuda
+
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+LENGTHS = (1, 2, 17, 33, 70)  # of the prompts of one step
+VOCAB = 53
+EXACT, ROUNDED = 2e-5, 2e-2  # of the values' size, as their root mean square; where products are of bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Shown with a failure; ALLSPARK_TEST_SEED makes the same inputs again."""
+    print(f"ALLSPARK_TEST_SEED={SEED}")
+
+
+def toy():
+    return Toy(SEED)
+
+
+def embedded(own: Toy, width: int) -> int:
+    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
+
+
+def step_of(given) -> bytes:
+    """All prompts in one step; each draws."""
+    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot)) for slot, p in enumerate(given)]
+    return plan(work, [start(slot, p) for slot, p in enumerate(given)])
+
+
+def compare(own: Toy, tolerance: float = EXACT, cache: str = "float32") -> None:
+    """Logits of every prompt's last row; the program must end with sample."""
+    rng = np.random.default_rng(SEED + 1)
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    found = compiled(own, cache).step(data, True)
+    expected = own.runner().step(data)
+    scale = max(np.sqrt(np.mean(expected.logits**2)), 1e-3)
+    error = np.abs(found.logits - expected.logits).max() / scale
+    print(f"error {error:.2e} of {tolerance}")
+    assert error <= tolerance
+    if tolerance == EXACT:
+        chosen = np.take_along_axis(expected.logits, found.tokens[:, None], 1)[:, 0]
+        assert (expected.logits.max(1) - chosen <= 1e-4 * scale).all()
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-3)
+
+
+WIDTHS = (1, 7, 31, 96, 257, 1025)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_embedding_select_rows_and_sample(width):
+    own = toy()
+    own.finish(own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)), scale=1.5))
+    compare(own)
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("width", [*WIDTHS, 8193, 9001])
+def test_rms_norm(width, unit_offset):
+    own = toy()
+    own.finish(own.op("rms_norm", (embedded(own, width),), width, (own.vector(width),), eps=1e-5,
+                      unit_offset=unit_offset))
+    compare(own)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_add_scale_and_silu(width):
+    own = toy()
+    both = own.embedding(VOCAB, 2 * width, 4 * own.rng.normal(size=(VOCAB, 2 * width)))
+    x = own.op("silu_mul", (both,), width)
+    own.op("scale", (x,), factor=-1.7)
+    own.finish(own.op("add", (x, own.op("silu_mul", (both,), width))))
+    compare(own)
+
+
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("heads, dim, offset", [(1, 2, 0), (3, 5, 7), (2, 64, 1), (7, 16, 0)])
+def test_head_norm(heads, dim, offset, unit_offset):
+    own = toy()
+    x = embedded(own, offset + heads * dim + 3)
+    own.finish(own.op("head_norm", (x,), None, (own.vector(dim),), eps=1e-6, heads=heads, head_dim=dim, offset=offset,
+                      unit_offset=unit_offset))
+    compare(own)
+
+
+SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", ROUNDED)])
+def test_linear(n, k, form, tolerance, bias):
+    own = toy()
+    x = embedded(own, k)
+    matrix = own.program.add_matrix(n, k, form, 0)
+    own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+    own.finish(own.op("linear", (x,), n, (matrix, own.vector(n)) if bias else (matrix,)))
+    compare(own, tolerance)
+
+
+@pytest.mark.parametrize("n, k", [*SIZES, (200, 4100), (128, 20000), (1030, 900)])
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
+    """By every kernel; and against float64."""
+    rng, found = np.random.default_rng(SEED), executor()
+    values = (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32)
+    handle = found.add_matrix(n, k, form)
+    found.fill_matrix(handle, values, "F32")
+    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = found.multiply(handle, x, n, bias)
+    used = np.stack([found.read_row(handle, row) for row in range(n)]).astype(float)
+    rounded = x.astype(float) if form == "float32" else as_bf16(x)
+    expected = rounded @ used.T + bias
+    error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
+    assert error < 2e-5, error
+    for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
+                        (100, 128), (11, 190)):
+        for by in ("mma", "split", "wide") if form == "bfloat16" else ("any",):
+            part = found.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+
+
+def as_bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)
+
+
+def test_sources_of_weights_and_what_is_not_finite():
+    rng, found = np.random.default_rng(SEED), executor()
+    values = rng.normal(size=(70, 200)).astype(np.float16)
+    handle = found.add_matrix(100, 120, "float32")
+    stored = [values[:30], values[30:]]
+    assert found.fill_rows(handle, stored, "F16", 20, 77) == [0, 0]
+    assert found.read_row(handle, 20).tolist() == values[0, 77:197].astype(np.float32).tolist()
+    assert found.read_row(handle, 89).tolist() == values[69, 77:197].astype(np.float32).tolist()
+    assert not found.read_row(handle, 19).any() and not found.read_row(handle, 90).any()
+    values[3, 80], values[40, 196], values[50, 10] = np.nan, np.inf, np.nan  # the last is not taken
+    assert found.fill_rows(handle, stored, "F16", 20, 77) == [1, 1]
+    with pytest.raises(ValueError, match="do not fit a matrix of 100 x 120"):
+        found.fill_matrix(handle, values, "F16", 31, 77)
+    cpu = _native.Executor()
+    same = cpu.add_matrix(100, 120, "float32")
+    cpu.fill_rows(same, stored, "F16", 20, 77, 0)
+    other = found.add_matrix(100, 120, "float32")
+    found.fill_rows(other, stored, "F16", 20, 77)
+    assert found.source_hash(other) == cpu.source_hash(same)
+
+
+@pytest.mark.parametrize("form, tolerance", [("float32", EXACT), ("bfloat16", 5e-2)])
+@pytest.mark.parametrize("hidden, inner", [(24, 37), (130, 8), (64, 200)])
+def test_what_is_computed_together(hidden, inner, form, tolerance):
+    """Norms, gates, attention and sums whose results products read, or add to."""
+    own = toy()
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    x = embedded(own, hidden)
+    normed = own.op("rms_norm", (x,), hidden, (own.vector(hidden),), eps=1e-6)
+    both = own.op("linear", (normed,), 2 * inner, (matrix(2 * inner, hidden), own.vector(2 * inner)))
+    own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), inner),), hidden, (matrix(hidden, inner),))))
+    qkv = own.op("linear", (x,), 5 * 16, (matrix(5 * 16, hidden),))
+    attended = own.attention(qkv, 3, 1, 16)
+    own.op("add", (x, own.op("linear", (attended,), hidden, (matrix(hidden, 48), own.vector(hidden)))))
+    own.finish(x)
+    compare(own, tolerance)
+
+
+@pytest.mark.parametrize("dim, rotary_dim", [(2, 2), (10, 10), (64, 64), (16, 6)])
+@pytest.mark.parametrize("table", [{}, {"attention_factor": 1.25},
+                                   {"dynamic": True, "base": 10000.0, "factor": 2.0, "original_max": 20},
+                                   {"dynamic": True, "base": 10000.0, "original_max": 17, "growth": "powers"},
+                                   {"long_table": True, "original_max": 20}])
+@pytest.mark.parametrize("pairs", ["halves", "interleaved"])
+def test_rotary_table_and_rope(dim, rotary_dim, table, pairs):
+    if table.get("dynamic") and rotary_dim == 2:
+        pytest.skip("a dynamic base has the exponent dim / (dim - 2)")
+    own = toy()
+    x = embedded(own, 1 + 3 * dim)
+    frequencies = own.vector((1e4 ** (-np.arange(0, rotary_dim, 2) / rotary_dim)).astype(np.float32))
+    tables = [frequencies] + [own.vector(rotary_dim // 2)] * ("long_table" in table)
+    own.op("rotary_table", (), None, tables, rotary_dim=rotary_dim, **table)
+    own.finish(own.op("rope", (x,), offset=1, heads=3, head_dim=dim, rotary_dim=rotary_dim, pairs=pairs))
+    compare(own)
+
+
+CACHES = [("float32", EXACT), ("bfloat16", 5e-2)]
+HEADS = [(1, 1, 2), (3, 1, 5), (6, 2, 24), (5, 5, 33), (4, 2, 64), (7, 1, 64), (6, 6, 96), (4, 2, 128), (2, 1, 256),
+         (40, 2, 64), (3, 1, 80)]
+
+
+@pytest.mark.parametrize("cache, tolerance", CACHES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_span_attention(heads, cache, tolerance):
+    q_heads, kv_heads, dim = heads
+    own = toy()
+    own.finish(own.attention(embedded(own, (q_heads + 2 * kv_heads) * dim), *heads))
+    compare(own, tolerance, cache=cache)
+
+
+@pytest.mark.parametrize("cache, tolerance", CACHES)
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("variant", [{"window": 1}, {"window": 20}, {"soft_cap": 1.5}, {"window": 33, "soft_cap": 2.0}],
+                         ids=lambda v: "+".join(v))
+def test_attention_with(variant, dim, cache, tolerance):
+    own = toy()
+    own.finish(own.attention(embedded(own, 10 * dim), 6, 2, dim, **variant))
+    compare(own, tolerance, cache=cache)
+
+
+@pytest.mark.parametrize("cache", [cache for cache, _ in CACHES])
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("window", [0, 1, 100, 300, 1100])
+def test_bits_of_attention_do_not_depend_on_chunks(window, dim, cache):
+    """Contexts of several runs; the last chunk of one row is a step that decodes."""
+    results, lengths = [], [1290, 515]
+    for chunk in (1290, 333, 47, -1):
+        own = Toy(7)
+        own.finish(own.attention(embedded(own, 9 * dim), 7, 1, dim, window=window))
+        gpu, rng, found = compiled(own, cache, long=True), np.random.default_rng(3), []
+        for slot, length in enumerate(lengths):
+            prompt, new, begin = rng.integers(0, VOCAB, length).tolist(), True, 0
+            while begin < length:
+                count = min(length - 1 if chunk < 0 and begin == 0 else abs(chunk), length - begin)
+                last = begin + count == length
+                spans = list(range(100 * slot + -(-begin // 16), 100 * slot + -(-(begin + count) // 16)))
+                result = gpu.step(plan([item(slot, count, DRAW if last else 0, spans=spans)],
+                                       [start(slot, prompt)] if new else []), True)
+                new, begin = False, begin + count
+            found.append(result.logits.tobytes())
+        results.append(found)
+    assert results[0] == results[1] == results[2] == results[3]
+    rng = np.random.default_rng(3)
+    for slot, length in enumerate(lengths):
+        prompt = rng.integers(0, VOCAB, length).tolist()
+        expected = own.runner(num_spans=(128,), max_length=2048, max_rows=2048).step(
+            plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
+        error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
+        assert error <= (EXACT if cache == "float32" else 5e-2) * np.sqrt(np.mean(expected**2))
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+def small_model(form: str = "float32", dim: int = 8):
+    own = toy()
+    x = embedded(own, 24)
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    own.rotary(dim)
+    for layer in range(2):
+        normed = own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6)
+        qkv = own.op("linear", (normed,), 5 * dim, (matrix(5 * dim, 24), own.vector(5 * dim)))
+        own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
+        attended = own.attention(qkv, 3, 1, dim, layer=layer)
+        own.op("add", (x, own.op("linear", (attended,), 24, (matrix(24, 3 * dim),))))
+        both = own.op("linear", (own.op("rms_norm", (x,), 24, (own.vector(24),), eps=1e-6),), 74, (matrix(74, 24),))
+        own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), 37),), 24, (matrix(24, 37),))))
+    selected = own.op("select_rows", (x,), 24, rows=OUTPUTS)
+    normed = own.op("rms_norm", (selected,), 24, (own.vector(24),), eps=1e-6)
+    own.op("hidden_states", (normed,))
+    own.op("sample", (own.op("linear", (normed,), VOCAB, (matrix(VOCAB, 24),)),), vocab_begin=0, vocab_size=VOCAB)
+    return own
+
+
+@pytest.mark.parametrize("form, tolerance", [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_a_whole_model(form, tolerance):
+    compare(small_model(form), tolerance)
+
+
+def tokens_of(gpu, prompts, flags=0, chunk=100, drafts=0, steps=12, **sampling):
+    """Tokens and bits of logprobs of prompts that run together."""
+    found = [[] for _ in prompts]
+    new = [start(slot, p, **sampling) for slot, p in enumerate(prompts)]
+    computed, spans, lengths = [0] * len(prompts), [0] * len(prompts), [len(p) for p in prompts]
+    rng = np.random.default_rng(0)
+    while min(len(f) for f in found) < steps:
+        work = []
+        for slot, p in enumerate(prompts):
+            rows = min(chunk, lengths[slot] - computed[slot])
+            last = computed[slot] + rows == lengths[slot]
+            known = rng.integers(0, VOCAB, drafts).tolist() if flags & GIVEN and last else []
+            wanted = drafts if last and flags else 0
+            needed = -(-(computed[slot] + rows + wanted) // 16)
+            fresh = list(range(8 * slot + spans[slot], 8 * slot + max(spans[slot], needed)))
+            work.append(item(slot, rows, (DRAW | flags) if last else 0, known=known, drafts=wanted, spans=fresh))
+            spans[slot], computed[slot] = max(spans[slot], needed), computed[slot] + rows
+        result, new, at, drew = gpu.step(plan(work, new)), [], 0, 0
+        for slot, each in enumerate(work):
+            if each.flags & DRAW:
+                count = int(result.counts[drew])
+                found[slot] += [(int(result.tokens[i]), result.logprobs[i].tobytes()) for i in range(at, at + count)]
+                lengths[slot] += count
+                computed[slot] = lengths[slot] - 1
+                at, drew = at + count, drew + 1
+    return [f[:steps] for f in found]
+
+
+@pytest.mark.parametrize("form, dim", [("float32", 8), ("bfloat16", 64)])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 5, "temperature": 1.5, "top_logprobs": 4},
+                                      {"logprobs": False}])
+def test_same_request_same_bytes(form, dim, sampling):
+    """Alone, in a batch, in chunks, with drafts, recorded or not."""
+    cache = "bfloat16" if form == "bfloat16" else "float32"
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
+    expected = []
+    for slot, prompt in enumerate(prompts):
+        expected += tokens_of(compiled(small_model(form, dim), cache, graphs=False), [prompt], **sampling)
+    for graphs in (True, False):
+        own = lambda: compiled(small_model(form, dim), cache, graphs=graphs)  # noqa: E731
+        assert tokens_of(own(), prompts, **sampling) == expected
+        assert tokens_of(own(), prompts, chunk=7, **sampling) == expected
+        assert tokens_of(own(), prompts, LOOKUP, drafts=3, **sampling) == expected
+        assert tokens_of(own(), prompts, GIVEN, drafts=2, **sampling) == expected
+
+
+@pytest.mark.parametrize("sampling", [{}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "min_length": 60},
+                                      {"do_sample": True, "seed": 9, "top_k": 7, "top_p": 0.8, "logprobs": True},
+                                      {"logprobs": False, "no_repeat_ngram_size": 2}])
+def test_draws_are_the_reference_backends(sampling):
+    """Tokens, until a choice is a near-tie."""
+    own = small_model()
+    gpu, runner = compiled(own), own.runner()
+    prompt = np.random.default_rng(SEED).integers(0, VOCAB, 30).tolist()
+    data = plan([item(0, 30, DRAW, spans=spans_for(30))], [start(0, prompt, **sampling)])
+    for step in range(20):
+        found, expected = gpu.step(data, True), runner.step(data)
+        np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4 * np.abs(expected.logits).max())
+        if found.tokens.tolist() != expected.tokens.tolist():
+            best = np.sort(expected.logits[0])[-2:]
+            assert best[1] - best[0] < 1e-4 or sampling.get("do_sample")
+            return
+        data = plan([item(0, 1, DRAW, spans=[3] if step == 17 else [2] if step == 1 else [])])
+
+
+def test_masks_hidden_states_and_prompt_logprobs():
+    own = small_model()
+    gpu, runner = compiled(own, masks=4), own.runner()
+    mask = np.zeros((4, 2), np.uint32)
+    mask[1, 1] = 1 << 9  # id 41
+    gpu.masks.bits[:] = mask
+    gpu.masks.publish(1)
+    prompts = [np.random.default_rng(SEED + i).integers(0, VOCAB, 20).tolist() for i in range(3)]
+    data = plan([item(0, 20, DRAW, spans=[0, 1], mask=2), item(1, 20, HIDDEN, outputs=5, spans=[2, 3]),
+                 item(2, 20, PROMPT | DRAW, outputs=20, spans=[4, 5])], [start(i, p) for i, p in enumerate(prompts)])
+    found, expected = gpu.step(data), runner.step(data, mask)
+    assert found.tokens[0] == 41
+    np.testing.assert_allclose(found.hidden, expected.hidden, atol=1e-4)
+    np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": False}])
+def test_logits_that_are_no_numbers_harm_nobody_else(sampling):
+    own = toy()
+    x = own.embedding(VOCAB, 4, np.where(np.arange(VOCAB)[:, None] == 7, np.nan, own.rng.normal(size=(VOCAB, 4))))
+    own.finish(own.op("linear", (x,), VOCAB, (own.matrix(VOCAB, 4),)))
+    own.weights[0] = np.nan_to_num(own.weights[0])
+    gpu = executor()
+    table = gpu.add_matrix(VOCAB, 4, "float32")
+    values = own.weights[0].astype(np.float32)
+    values[7] = np.nan
+    assert gpu.fill_matrix(table, values, "F32") == 4
+    head = gpu.add_matrix(VOCAB, 4, "float32")
+    gpu.fill_matrix(head, own.weights[1].astype(np.float32), "F32")
+    for width, rows, _ in own.program.tensors:
+        gpu.add_tensor(width, rows)
+    for op in own.program.ops:
+        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
+    gpu.allocate(64, 4, 64, 16, 16, "float32")
+    work = [item(slot, 3, DRAW, spans=[slot]) for slot in range(3)]
+    result = gpu.step(plan(work, [start(i, [5, 6, 7 if i == 1 else 8], **sampling) for i in range(3)]))
+    assert result.status.tolist() == [0, 1, 0] and result.tokens[1] == -1 and result.tokens[0] == result.tokens[2] >= 0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+def test_what_the_backend_does_not_have_is_refused_by_name():
+    own = toy()
+    own.finish(own.op("clamped_silu_mul", (embedded(own, 10),), 5, alpha=1.7, limit=7.0))
+    with pytest.raises(ValueError, match="the CUDA backend has no op clamped_silu_mul"):
+        compiled(own)
+    own = toy()
+    own.finish(own.attention(embedded(own, 4 * 8), 2, 1, 8, (own.vector(2),), sinks=True))
+    with pytest.raises(ValueError, match="span_attention with .*sinks|sinks"):
+        compiled(own)
+    with pytest.raises(ValueError, match="int8 are not available on CUDA"):
+        executor().add_matrix(4, 32, "int8")
+    with pytest.raises(ValueError, match="caches of type uint4 are not available on CUDA"):
+        compiled(small_model(), "uint4")
+    with pytest.raises(ValueError, match="there is no GPU 99: compute_unit may name 0 to"):
+        from allspark_server import _cuda
+
+        _cuda.Executor(99, _native.HostSampler(1))
+
+
+def test_memory_that_there_is_not():
+    with pytest.raises(RuntimeError, match="cannot allocate .* MiB of the GPU's memory for weights: .* are free"):
+        executor().add_matrix(1 << 20, 1 << 20, "float32")

@@ -1,0 +1,142 @@
+"""Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
+of the ceiling. `python bench_cuda.py [7b|0.5b] [decode=1,8,32] [prefill=1x1024] [context=8000x1]`"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import numpy as np
+
+from allspark_server import _cuda, _native
+from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
+
+SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
+    "7b": (3584, 28, 28, 4, 128, 18944, 152064),
+    "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
+}
+SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
+
+
+class Model:
+    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int):
+        self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
+        self.slots, self.length = max_slots, max_length
+        self.e = e = _cuda.Executor(0, _native.HostSampler(8))
+        rng = np.random.default_rng(0)
+        noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
+        noise = noise.astype(np.uint16)
+
+        def matrix(n: int, k: int) -> int:
+            handle = e.add_matrix(n, k, "bfloat16")
+            e.fill_rows(handle, [noise[:min(4096, n - row), :k] for row in range(0, n, 4096)], "BF16")
+            return handle
+
+        ones, bias = e.add_vector(np.ones(hidden, np.float32)), e.add_vector(np.zeros((heads + 2 * kv) * dim, np.float32))
+        frequencies = e.add_vector((1e6 ** (-np.arange(dim // 2) * 2 / dim)).astype(np.float32))
+        x, y, qkv, context, both, act, branch, last, normed, logits = (e.add_tensor(*t) for t in (
+            (hidden,), (hidden,), ((heads + 2 * kv) * dim,), (heads * dim,), (2 * inner,), (inner,), (hidden,),
+            (hidden, 1), (hidden, 1), (vocab, 1)))
+        e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": dim})
+        e.add_op("embedding", [], [x], [matrix(vocab, hidden)], {"vocab_begin": 0})
+        for layer in range(layers):
+            e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
+            e.add_op("linear", [y], [qkv], [matrix((heads + 2 * kv) * dim, hidden), bias], {})
+            e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": heads + kv, "head_dim": dim})
+            e.add_op("span_attention", [qkv], [context], [], {
+                "layer": layer, "q_heads": heads, "kv_heads": kv, "head_dim": dim, "group": heads // kv,
+                "scale": dim**-0.5})
+            e.add_op("linear", [context], [branch], [matrix(hidden, heads * dim)], {})
+            e.add_op("add", [x, branch], [x], [], {})
+            e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
+            e.add_op("linear", [y], [both], [matrix(2 * inner, hidden)], {})
+            e.add_op("silu_mul", [both], [act], [], {})
+            e.add_op("linear", [act], [branch], [matrix(hidden, inner)], {})
+            e.add_op("add", [x, branch], [x], [], {})
+        e.add_op("select_rows", [x], [last], [], {})
+        e.add_op("rms_norm", [last], [normed], [ones], {"eps": 1e-6})
+        e.add_op("linear", [normed], [logits], [matrix(vocab, hidden)], {})
+        e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
+        began = time.perf_counter()
+        self.spans = -(-max_length // SPAN)
+        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, "bfloat16", max_slots)
+        self.matrices = (heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden
+        self.bytes = 2.0 * (layers * self.matrices + vocab * hidden)
+        print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
+              f"{time.perf_counter() - began:.2f} s", flush=True)
+
+    def start(self, slots: int, length: int, cached: int = 0, draws: bool = True):
+        """A step that computes the rest of prompts whose first positions are taken as cached."""
+        block = SamplingParams(do_sample=False, prompt_len=length).encode()
+        new = [NewSlot(s, [(7 * i + s) % 1000 for i in range(length)], block, cached) for s in range(slots)]
+        work = [WorkItem(s, length - cached, DRAW if draws else 0,
+                         spans=list(range(s * self.spans, (s + 1) * self.spans))) for s in range(slots)]
+        return StepPlan(new=new, work=work).encode()
+
+    def free(self, slots: int):
+        self.e.step(StepPlan(free=list(range(slots))).encode())
+
+    def decode(self, batch: int, context: int = 128, steps: int = 60) -> float:
+        """Seconds of a step, the median."""
+        self.e.step(self.start(batch, context + 1, context // SPAN * SPAN))
+        plan, seconds = StepPlan(work=[WorkItem(s, 1, DRAW) for s in range(batch)]).encode(), []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.e.step(plan)
+            seconds.append(time.perf_counter() - began)
+        self.free(batch)
+        return float(np.median(seconds[10:]))
+
+    def prefill(self, batch: int, length: int, chunk: int, times: int = 4) -> float:
+        """Seconds until all prompts have their first token, in steps of `chunk` rows; the least."""
+        _, layers, *_ = self.shape
+        best = 1e9
+        for _ in range(times):
+            began, slot, done = time.perf_counter(), 0, 0
+            block = SamplingParams(do_sample=False, prompt_len=length).encode()
+            while slot < batch:
+                room, new, work = chunk, [], []
+                while room and slot < batch:
+                    rows = min(room, length - done)
+                    if not done:
+                        new.append(NewSlot(slot, [(7 * i + slot) % 1000 for i in range(length)], block, 0))
+                    spans = list(range(slot * self.spans, (slot + 1) * self.spans)) if not done else []
+                    done, room = done + rows, room - rows
+                    work.append(WorkItem(slot, rows, DRAW if done == length else 0, spans=spans))
+                    if done == length:
+                        slot, done = slot + 1, 0
+                self.e.step(StepPlan(new=new, work=work).encode())
+            best = min(best, time.perf_counter() - began)
+            self.free(batch)
+        return best
+
+    def kv_bytes(self, positions: float) -> float:
+        _, layers, _, kv, dim, *_ = self.shape
+        return positions * layers * kv * dim * 4
+
+
+def main(arguments: list[str]) -> None:
+    name = arguments[0] if arguments and arguments[0] in SHAPES else "7b"
+    asked = dict(a.split("=") for a in arguments if "=" in a)
+    decode = [int(b) for b in asked.get("decode", "1,8,32").split(",") if b]
+    contexts = [tuple(map(int, c.split("x"))) for c in asked.get("context", "").split(",") if c]
+    prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
+    chunk = int(asked.get("chunk", 8192))
+    length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill)]) + 128
+    model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length)
+    for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
+        seconds = model.decode(batch, context)
+        floor = (model.bytes + batch * model.kv_bytes(context)) / BANDWIDTH
+        print(f"decode batch {batch} at {context}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, "
+              f"{floor / seconds:.2f} of bandwidth", flush=True)
+    for batch, tokens in prefill:
+        seconds = model.prefill(batch, tokens, chunk)
+        hidden, layers, heads, _, dim, _, vocab = model.shape
+        work = 2.0 * batch * (tokens * layers * model.matrices + hidden * vocab) \
+            + 2.0 * batch * layers * heads * dim * tokens * tokens
+        print(f"prefill {batch} x {tokens}: {1e3 * seconds:.1f} ms, {batch * tokens / seconds:,.0f} tokens/s, "
+              f"{work / RATE / seconds:.2f} of 792 TFLOP/s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
