@@ -17,6 +17,8 @@ from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
+_CALM_LOOK = 0.01  # s
+
 
 @dataclass
 class _Running:
@@ -46,7 +48,7 @@ class Pipeline:
         """Submits steps of models that have work, in turn, and collects the oldest one if there is no room for more, or
         nothing more to submit."""
         models = list(models)
-        alone = next((model for model in models if model.suspect is not None), None)
+        alone = next((m for m in models if m.has_suspects and m.suspect is not None), None)
         if alone is not None and (not self._after_alone or alone.suspect.slot >= 0):
             self._after_alone = True
             self._advance_alone(alone)
@@ -62,6 +64,8 @@ class Pipeline:
             submitted |= self._submit(model)
         if self._running and (len(self._running) >= self._group.depth or not submitted):
             self._collect()
+        elif not submitted and any(model.has_suspects for model in models):
+            time.sleep(_CALM_LOOK)  # it is too early for them, and there is nothing else to do
 
     def settle(self) -> None:
         """Before calls of the group that wait for its steps: one that draws under masks may wait for what is written when

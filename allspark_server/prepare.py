@@ -57,7 +57,7 @@ class PreparedRequest:
     pooling: Optional[str] = None
     deadline: float = math.inf
     obstacle: Optional[Obstacle] = None
-    alone: bool = False  # it may be what ended a server: nothing else is computed with it until its first tokens
+    deaths: int = 0  # of servers: it may be what ended them, and is computed alone until its first tokens
 
     name: str = ""  # the client's for it, for logs
     model: str = ""
@@ -171,7 +171,7 @@ def prepare(
     timeout = config.queue_timeout if not longest else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
     return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline,
-                           alone=spec.deaths > 0, name=config.user_request_id or config.uuid or "", model=spec.model)
+                           deaths=spec.deaths, name=config.user_request_id or config.uuid or "", model=spec.model)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:

@@ -82,7 +82,7 @@ class Request:
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
-        self.alone = prepared.alone  # until its first tokens, for it may be what ends the group
+        self.deaths = prepared.deaths  # of servers: computed alone until its first tokens, for it may be what ends them
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)
             if sequence.probe is not None:

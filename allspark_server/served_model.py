@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Callable, Optional
 
 from allspark_client.config import AsModelConfig
@@ -26,6 +25,7 @@ from .runtime.plan import Flag
 from .runtime.steps import DEPTH
 from .scheduler import FinishReason, IsolatingScheduler, Limits, Sequence, State, Step
 from .step_budget import StepBudget, Throughput
+from .suspects import Suspects
 from .timings import Timings
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ServedModel:
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
-        self._suspects: deque[Sequence] = deque()  # of requests that may have ended their server: computed alone at first
+        self._suspects = Suspects()
 
     @classmethod
     def open(
@@ -171,11 +171,12 @@ class ServedModel:
     @property
     def suspect(self) -> Optional[Sequence]:
         """The sequence that is to be computed alone next, or is being so: see `plan_alone`."""
-        while self._suspects and (
-            self._suspects[0].state is State.ENDED or self._suspects[0].planned >= len(self._suspects[0].tokens)
-        ):
-            self._suspects.popleft()
-        return self._suspects[0] if self._suspects else None
+        return self._suspects.next
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether there are any, be it too early for them."""
+        return bool(self._suspects)
 
     def enqueue(self, request: Request) -> None:
         """Hands a request, for which there is room in the queue, to the scheduler."""
@@ -199,9 +200,9 @@ class ServedModel:
             else:
                 if request.obstacle is not None:
                     sequence.blocked_on = request.obstacle.name
-                elif request.alone:
+                elif request.deaths:
                     sequence.blocked_on = "a step of its own"
-                    self._suspects.append(sequence)
+                    self._suspects.add(sequence)
                 self.scheduler.add(sequence)
 
     def unblock(self, request: Request) -> None:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 TEMPLATES = Path(__file__).parent / "systemd"
 #: s that a group needs to stop beside what its requests may take: see supervisor.Limits
 STOP_SECONDS = 45
+_NO_DEVICES = "PrivateDevices=yes\nMemoryDenyWriteExecute=yes"
+_GPU_DEVICES = "PrivateDevices=no\nDeviceAllow=char-nvidia* rw"
 _HOMES = ("/home", "/root", "/run/user")
 
 
@@ -55,6 +57,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "groups": f"SupplementaryGroups={' '.join(groups)}" if groups else "",
         "filter": "SystemCallFilter=@chown" if groups else "",    # to give sockets to their groups
         "protect_home": "read-only" if any(_below(path, _HOMES) for m in members for path in _paths(m)) else "yes",
+        "devices": _GPU_DEVICES if any(member.gpus for member in members) else _NO_DEVICES,
         "writable": _line("ReadWritePaths", {path for m in members for path in _written(m)}),
         "network": "" if any(map(_needs_network, members)) else "IPAddressDeny=any\nIPAddressAllow=localhost",
         "members": " ".join(unit_name(pool.name, member) for member in pool.members),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +16,9 @@ from allspark_client import AllSparkError, ClientEngine, GenerateRequestStatus
 from allspark_client.affinity import PrefixMemory, beginnings
 from allspark_client.config import GenerateConfig
 from allspark_client.request import RequestSpec
+from allspark_server import suspects
 from allspark_server.prepare import MOST_DEATHS
+from allspark_server.scheduler import State
 from fake_engine import FakeEngine
 from fake_service import expected, server_process, serving, tokens, wait_until
 
@@ -112,6 +118,35 @@ def test_a_suspect_needs_spans_of_others(tmp_path):
         for prompt, queue in zip(prompts, queues):
             tokens(queue)
             assert queue.GeneratedLength() == 40
+
+
+def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
+    """After all that have not been tried alone yet: whoever kills servers from outside does so when something happens,
+    such as a first token, and that must not be taken for the request's doing."""
+    now = 100.0
+    monkeypatch.setattr(suspects.time, "monotonic", lambda: now)
+    line = suspects.Suspects()
+    last, first = (SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)), state=State.BLOCKED,
+                                   planned=0, tokens=[1, 2], slot=-1) for deaths in (MOST_DEATHS, 1))
+    line.add(last)
+    line.add(first)
+    assert line.next is first
+    first.planned = 2       # it has drawn
+    assert line.next is None and line
+    now += suspects.CALM_SECONDS
+    assert line.next is last
+    last.slot, now = 3, now - 1
+    assert line.next is last, "what has begun goes on"
+    last.state = State.ENDED
+    assert line.next is None and not line
+
+
+@pytest.mark.slow
+def test_killed_again_and_again():
+    """tests/perf/kills.py, for a minute or two."""
+    script = Path(__file__).parent / "perf" / "kills.py"
+    done = subprocess.run([sys.executable, str(script), "--cycles", "12", "--starts", "2"], capture_output=True, text=True)
+    assert done.returncode == 0 and " 0 wrong " in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 def test_a_request_that_was_alone_often_enough_is_refused(tmp_path):

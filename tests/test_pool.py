@@ -188,6 +188,7 @@ def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
     ({"models": ["Qwen/Qwen2.5-0.5B"]}, [], ["IPAddressDeny"]),
     ({"models": ["/home/me/model"]}, ["ProtectHome=read-only"], []),
     ({"models": [{"model_path": "/m", "host_cache_dir": '/a "b"%'}]}, ['ReadWritePaths="/a \\"b\\"%%"'], []),
+    ({"gpus": [0, 1]}, ["PrivateDevices=no", "DeviceAllow=char-nvidia* rw"], ["MemoryDenyWriteExecute=yes"]),
     ({"socket_group": "adm"}, ["SupplementaryGroups=adm", "SystemCallFilter=@chown"], []),
 ])  # fmt: skip
 def test_units_allow_what_members_need(tmp_path, options, has, lacks):
@@ -201,7 +202,7 @@ def test_systemd_thinks_well_of_the_units(tmp_path, user):
     """With every relaxation that a member may need at once."""
     if not shutil.which("systemd-analyze"):
         pytest.skip("needs systemd-analyze")
-    widest = GroupOptions(address=["0.0.0.0:1"], insecure=True, socket_group="adm", models=["/home/m"])
+    widest = GroupOptions(address=["0.0.0.0:1"], insecure=True, socket_group="adm", models=["/home/m"], gpus=[0])
     for name, text in unit_files(Pool("p", user, {"a": widest}), tmp_path).items():
         (tmp_path / name).write_text(text)
     instance = tmp_path / "allspark-p@a.service"

@@ -1,0 +1,139 @@
+"""Kills ranks of a group under load, again and again: every output must be the undisturbed one, nothing may be left.
+
+    kills.py [--cycles N] [--ranks N] [--model DIR] [--starts N]
+
+Each cycle waits for the first token that follows the kill before, then kills a random rank; `--starts` of them kill it
+during the start that follows, before it serves. Prints how long it took from a kill to the next token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+from allspark_launch.processes import processes_of_session
+from allspark_launch.serving import shipped_model
+
+from allspark_client import ClientEngine
+
+TOKENS, STREAMS = 120, 4
+
+
+def ranks_of(supervisor: int) -> list[int]:
+    """Process ids of the ranks."""
+    with contextlib.suppress(psutil.Error):
+        return [p.pid for p in psutil.Process(supervisor).children(recursive=True)
+                if p.cmdline()[1:3] == ["-m", "allspark_server"]]
+    return []
+
+
+class Load:
+    """Streams requests one after the other until told to stop."""
+
+    def __init__(self, address: str):
+        self._engine = ClientEngine(address, reconnect_timeout=300)
+        self._model = self._engine.list_models()[0].name
+        self.expected = {i: self._ids(i) for i in range(STREAMS)}
+        self.last_token, self.outputs, self.wrong, self._end = 0.0, 0, [], threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ids(self, stream: int) -> list[int]:
+        config = {"max_new_tokens": TOKENS, "seed": stream, "early_stopping": False}
+        _, handle, queue = self._engine.start_request(self._model, {"input_ids": [5 + stream, 6, 7]}, config)
+        ids = []
+        for elements in queue:
+            ids += elements.ids_from_generate
+            self.last_token = time.monotonic()
+        self._engine.release_request(self._model, handle)
+        return ids
+
+    def _run(self, stream: int) -> None:
+        while not self._end.is_set():
+            try:
+                ids = self._ids(stream)
+            except Exception as error:  # any end but the right one counts
+                self.wrong.append(str(error))
+                continue
+            self.outputs += 1
+            if ids != self.expected[stream]:
+                self.wrong.append(f"stream {stream}: {len(ids)} tokens that differ")
+
+    def stop(self) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+        self._engine.close()
+
+
+def cycle(load: Load, supervisor: int, at_start: bool) -> float:
+    """Kills a rank; returns s to the next token."""
+    before = ranks_of(supervisor)
+    killed = time.monotonic()
+    os.kill(random.choice(before), signal.SIGKILL)
+    if at_start:
+        while not (fresh := set(ranks_of(supervisor)) - set(before)):
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.5))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(random.choice(sorted(fresh)), signal.SIGKILL)
+    # A token that was on its way when the rank was killed is none that followed.
+    while not (load.last_token > killed + 0.1 and set(ranks_of(supervisor)).isdisjoint(before)):
+        time.sleep(0.005)
+        if time.monotonic() - killed > 300:
+            raise TimeoutError("no token for 300 s")
+    return load.last_token - killed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--starts", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--model", default=str(shipped_model()))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        ready, address = Path(folder, "ready"), f"unix:{folder}/s"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "allspark_launch", "serve", "--model", options.model, "--ranks", str(options.ranks),
+             "--address", address, "--ready-file", str(ready), "--cpus-per-rank", "1", "--max-length", "512"],
+            stdout=subprocess.DEVNULL, stderr=open(Path(folder, "log"), "wb"), start_new_session=True)
+        while not ready.exists():
+            time.sleep(0.05)
+            assert process.poll() is None, Path(folder, "log").read_text()[-2000:]
+        own = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir() if os.path.islink(link)]
+        own = [path for path in own if "allspark-run-" in path]
+        load = Load(address)
+        kinds = [True] * options.starts + [False] * (options.cycles - options.starts)
+        random.shuffle(kinds)
+        times = {False: [], True: []}
+        for number, at_start in enumerate(kinds, 1):
+            times[at_start].append(cycle(load, process.pid, at_start))
+            if number % 50 == 0:
+                print(f"{number} kills, {load.outputs} outputs, {len(load.wrong)} wrong", flush=True)
+        load.stop()
+        process.terminate()
+        process.wait(30)
+        left = processes_of_session(process.pid) + [path for path in own if os.path.exists(path)]
+        for at_start, name in ((False, "kills under load"), (True, "and again during the start")):
+            if found := sorted(times[at_start]):
+                print(f"{len(found)} {name}: median {statistics.median(found):.2f} s to the next token, "
+                      f"slowest {found[-1]:.2f} s")
+        print(f"{load.outputs} outputs of {TOKENS} tokens, {len(load.wrong)} wrong {load.wrong[:3]}; left behind: {left}")
+        return 1 if load.wrong or left or not load.outputs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
