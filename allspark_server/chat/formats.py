@@ -45,11 +45,11 @@ class ChatFormat:
         literal: Literal, answer: Optional[str] = None,
     ) -> str:
         """A Lark grammar of answers after a rendered prompt. With tool_choice "required" or a named function: of those
-        that call a tool. Otherwise of all answers in which calls are as their functions say, or that are as the Lark rule
-        `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
+        that call a tool. Otherwise of all answers in which calls are as their functions say, or that are as the Lark
+        rule `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
         if self._calls is None:
-            raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may be "
-                             "'none', or 'auto' where no tool is strict and no response_format given")
+            raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "
+                             "be 'none', or 'auto' where no tool is strict and no response_format given")
         named = isinstance(tool_choice, dict)
         if named:
             tools = [t for t in tools if t["function"]["name"] == tool_choice["function"]["name"]]
@@ -62,8 +62,8 @@ class ChatFormat:
             free = not forced and answer is None
             rules.append(_after_text("begin", self._trigger, literal) if free else f"begin: {literal(self._trigger)}")
         if answer and self._trigger == "{" and "%json" in answer:
-            raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside tools "
-                             "that may be called or not; tool_choice must be 'none'")
+            raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside "
+                             "tools that may be called or not; tool_choice must be 'none'")
         if not forced:
             body = "(calls | answer)"
             rules.append(f"answer: {answer}" if answer else f"answer: TEXT\nTEXT: {self._text(literal)}")
@@ -164,7 +164,8 @@ def _glm(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> s
             lines.append(f"value_{i}_{j}: {_glm_value(value, schema)}")
         lines.append(f"call_{i}: " + " ".join(parts))
     if any(function.get("parameters") is None for function in functions):
-        lines += [rf'pair: {literal("<arg_key>")} /[^<]+/ {literal("</arg_key>")} "\n" {literal("<arg_value>")} value "\n"',
+        key = rf'{literal("<arg_key>")} /[^<]+/ {literal("</arg_key>")}'
+        lines += [rf'pair: {key} "\n" {literal("<arg_value>")} value "\n"',
                   _after_text("value", "</arg_value>", literal)]
     return "\n".join(lines)
 

@@ -46,7 +46,6 @@ class Scheduler:
     and nobody starves. Only short prompts do not wait until a long one is computed: they get up to half of its rows.
 
     What a running sequence computes is not computed by another one as well: that one waits until it is there.
-
     A sequence gets the spans of its whole history when it is admitted (so a prompt once begun never gets stuck half
     way), and one more whenever its output may have filled the last.
 
@@ -126,8 +125,7 @@ class Scheduler:
         self._queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
-        """From now on the sequence waits for something outside. It keeps its place in the order, and nothing else.
-        Nothing happens if it has ended."""
+        """From now on the sequence, unless it has ended, waits for something outside. It keeps its place in the order."""
         if sequence.state in (State.ENDED, State.BLOCKED):
             return
         sequence.blocked_on = reason
@@ -151,11 +149,7 @@ class Scheduler:
 
     def plan(self, cost: Optional[StepBudget] = None) -> Optional[Step]:
         """The next step, or None if nothing can be computed before the results of steps that run. Call `take_unfit`
-        after it.
-
-        `cost`: what limits it beside the limits' `max_step_tokens`. Running sequences always get their next row, and
-        prompts a few.
-        """
+        after it. `cost` limits it, too; running sequences always get their next row, and prompts a few."""
         limits = self.limits
         self._spans.begin_step(not self._running)
         if self._restoring:
