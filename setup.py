@@ -7,8 +7,8 @@
     tests/sanitize address                 native library with ALLSPARK_SANITIZE, and its tests in it
 
 The CUDA backend, a library of its own, is built where there is an nvcc: $NVCC, on the PATH, below $CUDA_HOME, or of the
-wheels (pip install nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl, of one version
-that the driver takes; with --no-build-isolation). ALLSPARK_CUDA=1 insists on it, ALLSPARK_CUDA=0 leaves it out.
+wheels that the extra "cuda" names (of one version, one that the driver takes; then build with --no-build-isolation).
+ALLSPARK_CUDA=1 insists on it, ALLSPARK_CUDA=0 leaves it out.
 
 Kernels in native/cpu/kernels are compiled once per instruction set from one source; which of them runs is
 decided at import (native/cpu/isa.cpp). Nothing is compiled for the machine that happens to build.
@@ -297,8 +297,10 @@ def requirements() -> dict:
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
                "playwright>=1.40",
                "fschat>=0.2.36"]
+    # What building the CUDA backend takes where there is no toolkit. Running it takes the driver alone.
+    cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": ["torch>=2.4"],
+            "extras_require": {"test": test, "clients": clients, "cuda": cuda,
                                "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 

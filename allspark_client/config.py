@@ -45,7 +45,7 @@ class AsModelConfig(Checked):
     """What to load and how to run it. Every assignment is checked; `validate` checks what concerns several fields."""
 
     model_name: str = str_field("")
-    #: a Hugging Face directory, NAME.asgraph, or a model's id on the Hub, such as org/name or org/name@revision
+    #: a Hugging Face directory, NAME.gguf, NAME.asgraph, or a model's id on the Hub, such as org/name or org/name@revision
     model_path: str = path_field("")
     #: NAME.asparam; empty for a Hugging Face directory
     weights_path: str = path_field("")

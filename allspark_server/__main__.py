@@ -107,7 +107,7 @@ def model_config(text: str):
     if is_hub_id(text):
         return AsModelConfig(model_name=hub_name(text), model_path=local_directory(text))
     path = Path(text).expanduser().resolve()
-    return AsModelConfig(model_name=path.stem if path.suffix == ".asgraph" else path.name, model_path=str(path))
+    return AsModelConfig(model_name=path.stem if path.suffix in (".asgraph", ".gguf") else path.name, model_path=str(path))
 
 
 def is_misconfiguration(error: Exception) -> bool:

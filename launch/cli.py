@@ -77,7 +77,8 @@ examples:
   echo "Once upon a time" | allspark run --raw -      no chat template, prompt from standard input""")
     p.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="the prompt; - reads standard input")
     p.add_argument("--model", metavar="DIR", 
-                   help="Hugging Face directory, NAME.asgraph, or org/name on the Hub (default: the shipped model)")
+                   help="Hugging Face directory, NAME.gguf, NAME.asgraph, or org/name on the Hub (default: the shipped "
+                        "model)")
     p.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     p.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="default %(default)s")
     p.add_argument("--greedy", action="store_true", help="always the likeliest token")
@@ -113,9 +114,9 @@ examples:
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
 ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure,
-socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit, log_level,
-log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once, the rest
-from the next start; tokens are read again whenever their file changes.""")
+socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit,
+log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
+the rest from the next start; tokens are read again whenever their file changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
                         "clients install what they need")
@@ -161,7 +162,7 @@ from the next start; tokens are read again whenever their file changes.""")
     _model_options(p)
 
     p = command("convert", convert, "serialize a Hugging Face checkpoint to NAME.asgraph and NAME.asparam")
-    p.add_argument("source", metavar="HF_DIR", help="directory with config.json and the weights")
+    p.add_argument("source", metavar="HF_DIR", help="directory with config.json and the weights, or NAME.gguf")
     p.add_argument("target", metavar="OUT", help="directory to write to")
     p.add_argument("--name", help="default: the source directory's name")
     p.add_argument("--weight-dtype", default="auto", metavar="TYPE",
@@ -228,7 +229,7 @@ def _model_config(options: argparse.Namespace, directory: str) -> dict:
         path = Path(directory).expanduser().resolve()
         if not path.exists():
             raise ValueError(f"--model {directory}: there is no such file or directory")
-        name = path.stem if path.suffix == ".asgraph" else path.name
+        name = path.stem if path.suffix in (".asgraph", ".gguf") else path.name
     config = {"model_name": options.model_name or name, "model_path": str(path)}
     for key, value in (("engine_max_length", options.max_length), ("engine_max_batch", options.max_batch),
                        ("weight_dtype", options.weight_dtype), ("weight_group_size", options.weight_group_size)):
@@ -369,7 +370,7 @@ def _answer(engine, name: str, prompt: str, options: argparse.Namespace) -> None
 def convert(options: argparse.Namespace) -> int:
     from allspark_server import HuggingFaceModel
     source = Path(options.source).expanduser().resolve()
-    name = options.name or source.name
+    name = options.name or (source.stem if source.suffix == ".gguf" else source.name)
     form, quant = options.weight_dtype, {}
     if form in QUANTIZED:
         weight_format, compute_method = QUANTIZED[form]

@@ -20,6 +20,12 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100,
 EXPERTS, TOP = 7, 3
 LONG = 1190  # tokens: more than a run of attention's blocks
 WEIGHTS = (("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32))
+# Formats of checkpoints that others have quantized: type, group, layout of scales.
+FOREIGN = (("int4", 32, {"scales": "float16", "zeros": "points"}),
+           ("w8a8", 0, {"scales": "float32", "zeros": "none"}),
+           ("int4", 32, {"scales": "float16", "zeros": "offsets", "super_group": 256, "scale_bits": 8, "center": 0}),
+           ("int8", 16, {"scales": "float16", "zeros": "none", "super_group": 256, "scale_bits": 8, "center": 32}),
+           ("e4m3", 64, {"scales": "float32", "zeros": "none"}), ("nf4", 64, {"scales": "float32", "zeros": "none"}))
 CACHES = ("float32", "bfloat16", "int8", "uint4")
 DRAWS = (
     SamplingParams(do_sample=False, logprobs=True, top_logprobs=5),
@@ -133,6 +139,29 @@ def _draw() -> str:
     return digest.hexdigest()[:16]
 
 
+def _foreign(dtype: str, group: int, layout: dict) -> str:
+    """Products of a matrix with scales in such a layout: a digest."""
+    n, k, e = 70, 576, native_library().Executor(num_threads=1)
+    bits, nested = 4 if dtype in ("int4", "nf4") else 8, layout.get("super_group", 0)
+    identity, groups = e.add_matrix(n, k, dtype, group, **layout), k // (group or k)
+
+    def integers(columns: int, seed: int, most: int) -> np.ndarray:
+        return (np.abs(fixed_values((n, columns), seed)) * np.float32(most)).astype(np.uint8)
+
+    scales = fixed_values((n, groups), 2).astype(layout["scales"])
+    zeros = integers(groups, 3, 15) if layout["zeros"] == "points" else None
+    above = None
+    if nested:
+        scales, above = integers(groups, 2, 63).view(np.int8), fixed_values((n, -(-k // nested)), 4).astype(np.float16)
+        zeros, above = scales if layout["zeros"] == "offsets" else None, above.view(np.uint16)
+    e.fill_quantized(identity, integers(k * bits // 8, 1, 63 if layout.get("center") else 120), scales, zeros, bits, k,
+                     group, super_group=nested, super_scales=above, super_offsets=above if nested and zeros is not None else None)
+    digest = hashlib.sha256()
+    for rows in (1, 3, 40):
+        digest.update(e.multiply(identity, fixed_values((rows, k), 5), n).tobytes())
+    return digest.hexdigest()[:16]
+
+
 @functools.lru_cache(maxsize=1)
 def result_digests() -> dict[str, str]:
     """Digests by case: each format of weights, draws, then each type of cache with a long prompt."""
@@ -165,5 +194,9 @@ def gpu_digests(index: int) -> dict[str, str]:
 
 def results_digest(gpu: int | None = None) -> str:
     """One digest of all: of the CPU, or of a GPU."""
-    found = {**result_digests(), **expert_digests()} if gpu is None else gpu_digests(gpu)
+    if gpu is None:
+        foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
+        found = {**result_digests(), **expert_digests(), **foreign}
+    else:
+        found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

@@ -83,7 +83,7 @@ class ModelRunner:
         began = time.perf_counter()
         check_available(self.config.validate())
         config = self.config
-        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self.threads)
+        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads)
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world)
         models = [model]
         if config.speculation == "draft":
@@ -247,7 +247,11 @@ class ModelRunner:
 
     @property
     def threads(self) -> int:
-        """That compute."""
+        """That compute; where a GPU does, the one that waits for it."""
+        return 1 if self.config.on_gpus else self._host_threads
+
+    @property
+    def _host_threads(self) -> int:
         return self.config.num_threads or physical_cores(self.cpus)
 
     def _count_host_spans(self) -> int:

@@ -3,6 +3,9 @@ is, whatever packed them. A rank's slice of K whose columns have an order of the
 
 from __future__ import annotations
 
+import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Iterator
@@ -12,7 +15,7 @@ import numpy as np
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.weights.formats import SMALLEST_GROUP, WeightFormat
 
-PIECE_ELEMENTS = 1 << 22
+PIECE_ELEMENTS, MAX_WORKERS = 1 << 22, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +44,21 @@ class QuantizedTensor:
     order: np.ndarray | None = None
 
     def pieces(self, begin: int, end: int, columns: int) -> Iterator[tuple[int, QuantizedRows]]:
-        """Its rows [begin, end), some at a time, each with the first one's number."""
+        """Its rows [begin, end), some at a time, each with the first one's number; the next are unpacked meanwhile."""
         height = max(64, PIECE_ELEMENTS // columns // 64 * 64)
-        for first in range(begin, end, height):
-            yield first, self.rows(first, min(end, first + height))
+        if end - begin <= height:
+            yield begin, self.rows(begin, end)
+            return
+        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        with ThreadPoolExecutor(workers) as pool:
+            ahead: deque[tuple[int, Future[QuantizedRows]]] = deque()
+            for first in range(begin, end, height):
+                ahead.append((first, pool.submit(self.rows, first, min(end, first + height))))
+                if len(ahead) > workers:
+                    first, rows = ahead.popleft()
+                    yield first, rows.result()
+            for first, rows in ahead:
+                yield first, rows.result()
 
 
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:

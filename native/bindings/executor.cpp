@@ -13,6 +13,7 @@
 #include "batch/stepper.h"
 #include "bindings/bindings.h"
 #include "bindings/step_result.h"
+#include "cpu/blocks.h"
 #include "cpu/host_sampler.h"
 
 namespace py = pybind11;
@@ -186,9 +187,35 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
       });
 }
 
+void bind_blocks(py::module_& m) {
+  m.def(
+      "unpack_blocks",
+      [](const std::string& name, Bytes rows) {
+        const BlockKind& kind = block_kind_of(name);
+        if (rows.ndim() != 2 || rows.shape(1) % kind.bytes)
+          throw std::invalid_argument("unpack_blocks: rows must be [n, whole blocks of " + std::to_string(kind.bytes) +
+                                      " bytes]");
+        const py::ssize_t n = rows.shape(0), blocks = rows.shape(1) / kind.bytes;
+        Bytes codes({n, blocks * kind.values * kind.bits / 8});
+        py::array_t<int8_t> scales({n, blocks * kind.scales}), minimums({n, kind.minimums ? blocks * kind.scales : 0});
+        const uint8_t* from = rows.data();
+        uint8_t* to = codes.mutable_data();
+        int8_t *first = scales.mutable_data(), *second = minimums.mutable_data();
+        {
+          py::gil_scoped_release release;
+          unpack_blocks(kind, from, n * blocks, to, first, second);
+        }
+        return py::make_tuple(codes, scales, minimums);
+      },
+      py::arg("type"), py::arg("rows").noconvert(),
+      "Rows of GGUF's blocks, uint8 [n, bytes]: (codes as fill_quantized takes them, int8 scales and minimums [n, "
+      "groups], empty\nwhere there are none). The blocks' float16 are left where they are.");
+}
+
 }  // namespace
 
 void bind_executor(py::module_& m) {
+  bind_blocks(m);
   py::class_<StepResult>(
       m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
       .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")

@@ -316,7 +316,7 @@ void CudaRunner::bind_rotary_table(const OpNode& op) {
   t.cosine = rotary_memory_.as<float>() + taken, t.sine = t.cosine + (size_t)limits_.max_rows * (t.dim / 2);
   rotary_[op.integer("table")] = t;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
-    if (size.rows && t.dim) rotary_table(t, data->positions(), data->lengths(), size.rows, queue);
+    if (size.rows && t.dim) rotary_table(t, data->positions(), data->prompts(), size.rows, queue);
   });
 }
 

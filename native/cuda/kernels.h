@@ -86,8 +86,8 @@ struct RotaryTable {
   double base = 0, factor = 1, original_max = 0;
   float *cosine = nullptr, *sine = nullptr;  // [rows, dim / 2]
 };
-// lengths: of each row's sequence, as far as the table goes by it.
-void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, const Queue& queue);
+// prompts: of each row's sequence, its prompt's length. A table goes by that, or by the row's own if it is longer.
+void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue);
 
 // What is done to heads that stand side by side in columns [offset, offset + heads * head_dim).
 struct Heads {

@@ -66,12 +66,15 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
   executor
       .def(
           "add_matrix",
-          [](CudaExecutor& e, int n, int k, const std::string& dtype, int, int experts) {
+          [](CudaExecutor& e, int n, int k, const std::string& dtype, int, int experts, const std::vector<int>& order,
+             const py::kwargs&) {
             if (experts != 1) throw std::invalid_argument("models with experts are not available on CUDA yet");
+            if (!order.empty()) throw std::invalid_argument("columns in an order are not available on CUDA yet");
             return e.add_matrix(n, k, dtype);
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
-          py::arg("experts") = 1)
+          py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
+          "Keywords, of the layout of scales, count for types that have some.")
       .def("fill_rows", fill_rows, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
            "Columns `column`... of arrays' rows, one array after the other, become a matrix' rows; returns how many "

@@ -21,7 +21,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
-  take(tokens_, rows), take(positions_, rows), take(lengths_, rows), take(where_, rows), take(chosen_, max_outputs);
+  take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows), take(chosen_, max_outputs);
   take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, (size_t)max_slots * max_spans);
   all_ = next;
   host_memory_ = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
@@ -48,14 +48,14 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
       host(tokens_)[r] = row.token, host(positions_)[r] = row.position;
-      host(lengths_)[r] = std::max(slot.sampling.prompt_len, row.position + 1);
+      host(prompts_)[r] = slot.sampling.prompt_len;
       host(where_)[r] = spans[row.position / span_size_] * span_size_ + row.position % span_size_;
     }
     table += used;
   }
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   for (int r = size.rows; r < padded; r++) {
-    host(tokens_)[r] = host(positions_)[r] = 0, host(lengths_)[r] = 1, host(where_)[r] = -1;
+    host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1, host(where_)[r] = -1;
     host(chosen_)[r] = 0;
     few[r] = {0, 0, 0, 0, 0};
   }

@@ -26,7 +26,7 @@ class StepData {
 
   const int* tokens() const { return at(tokens_); }
   const int* positions() const { return at(positions_); }
-  const int* lengths() const { return at(lengths_); }  // of each row's sequence, as rotary tables go by it
+  const int* prompts() const { return at(prompts_); }  // the length of its sequence's prompt
   const int* where() const { return at(where_); }      // of the cache: span * span size + place; -1: nowhere
   const int* chosen() const { return at(chosen_); }    // the row of each output
   const int* tables() const { return at(tables_); }
@@ -39,7 +39,7 @@ class StepData {
   int* host(size_t offset) const { return host_memory_.as<int>() + offset; }
 
   const int span_size_, group_;
-  size_t tokens_, positions_, lengths_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
+  size_t tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
   Memory host_memory_, device_memory_;
 };
 

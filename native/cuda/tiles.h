@@ -1,7 +1,8 @@
 // How bfloat16 matrices lie in the GPU's memory, weights and activations alike: blocks of 64 rows x 64 columns (8 KiB),
-// along the rows first; in a block core matrices of 8 rows x 8 columns (128 bytes), likewise. That is what wgmma wants
-// without swizzle (a block is one bulk copy), and a warp reads core matrices for mma.sync without bank conflicts.
-// Both sides are padded to whole blocks; padding of columns is zero in weights.
+// along the rows first; in a block rows of 128 bytes, whose eight pieces of 8 columns change places with the row: piece
+// p of row r is at p ^ (r % 8). That is wgmma's 128-byte swizzle, so that a block is one bulk copy, and 8 x 8 values
+// for mma.sync are read out of shared memory without bank conflicts. Both sides are padded to whole blocks; padding of
+// columns is zero in weights.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,7 +19,7 @@ namespace cuda {
 constexpr int kBlock = 64;                     // rows and columns of a block
 constexpr int kBlockValues = kBlock * kBlock;  // of one
 constexpr int kBlockBytes = 2 * kBlockValues;  // of one
-constexpr int kCoreBytes = 128;                // of a core matrix
+constexpr int kRowBytes = 128;                 // of a row of a block
 constexpr int kMostPieces = 4;                 // of a sum along K
 
 AS_BOTH constexpr int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
@@ -27,9 +28,12 @@ constexpr size_t tiles_bytes(int rows, int columns) {
 }
 // Where a value lies, counted in values. column_blocks: of the matrix.
 AS_BOTH inline size_t tile_offset(int row, int column, int column_blocks) {
-  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues +
-         (size_t)((row % kBlock / 8) * 8 + column % kBlock / 8) * 64 + row % 8 * 8 + column % 8;
+  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues + (size_t)(row % kBlock) * kBlock +
+         (column % kBlock / 8 ^ row % 8) * 8 + column % 8;
 }
+
+// Where piece `piece` of row `row` is in a block, in bytes.
+AS_BOTH constexpr int piece_offset(int row, int piece) { return row * kRowBytes + (piece ^ row % 8) * 16; }
 
 // A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by K alone: each is one chain
 // of tensor-core products in ascending order, and they are added in ascending order. So it does not matter who

@@ -53,14 +53,6 @@ def _fifth_bits(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.unpackbits(blocks[:, :, at:at + 4], axis=2, bitorder="little")
 
 
-def _q4_0(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_flat(_nibbles(blocks[:, :, 2:]), 4), _half(blocks, 0))
-
-
-def _q4_1(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_flat(_nibbles(blocks[:, :, 4:]), 4), _half(blocks, 0), _half(blocks, 2))
-
-
 def _q5(blocks: np.ndarray, at: int) -> np.ndarray:
     codes = _nibbles(blocks[:, :, at + 4:]).reshape(*blocks.shape[:2], 32)
     return _flat(codes | _fifth_bits(blocks, at) << 4, 8)
@@ -74,8 +66,38 @@ def _q5_1(blocks: np.ndarray) -> QuantizedRows:
     return QuantizedRows(_q5(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
+def _native(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and minimums of the types that most files have, unpacked at the speed of memory."""
+    from allspark_server.runtime.native import native_library
+
+    return native_library().unpack_blocks(name, np.ascontiguousarray(blocks.reshape(len(blocks), -1)))
+
+
+def _q4_0(blocks: np.ndarray) -> QuantizedRows:
+    return QuantizedRows(_native("Q4_0", blocks)[0], _half(blocks, 0))
+
+
+def _q4_1(blocks: np.ndarray) -> QuantizedRows:
+    return QuantizedRows(_native("Q4_1", blocks)[0], _half(blocks, 0), _half(blocks, 2))
+
+
 def _q8_0(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_flat(blocks[:, :, 2:] ^ np.uint8(0x80), 8), _half(blocks, 0))
+    return QuantizedRows(_native("Q8_0", blocks)[0], _half(blocks, 0))
+
+
+def _q4_k(blocks: np.ndarray) -> QuantizedRows:
+    codes, scales, minimums = _native("Q4_K", blocks)
+    return QuantizedRows(codes, scales, minimums, _half(blocks, 0), _minus(_half(blocks, 2)))
+
+
+def _q5_k(blocks: np.ndarray) -> QuantizedRows:
+    codes, scales, minimums = _native("Q5_K", blocks)
+    return QuantizedRows(codes, scales, minimums, _half(blocks, 0), _minus(_half(blocks, 2)))
+
+
+def _q6_k(blocks: np.ndarray) -> QuantizedRows:
+    codes, scales, _ = _native("Q6_K", blocks)
+    return QuantizedRows(codes, scales, None, _half(blocks, 208))
 
 
 def _minus(half: np.ndarray) -> np.ndarray:
@@ -88,35 +110,6 @@ def _nested(codes: np.ndarray, bits: int, d: np.ndarray, scales: np.ndarray, dmi
         return None if x is None else np.ascontiguousarray(x.reshape(len(x), -1)).view(np.int8)
 
     return QuantizedRows(_flat(codes, bits), rows(scales), rows(minimums), d, None if dmin is None else _minus(dmin))
-
-
-def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight minimums of 6 bits in 12 bytes, of Q4_K and Q5_K."""
-    first, second, upper = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
-    scales = np.concatenate((first & 63, upper & 15 | first >> 6 << 4), axis=-1)
-    return scales, np.concatenate((second & 63, upper >> 4 | second >> 6 << 4), axis=-1)
-
-
-def _q4_k(blocks: np.ndarray) -> QuantizedRows:
-    scales, minimums = _six_bits(blocks[:, :, 4:16])
-    codes = blocks[:, :, 16:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([[0], [4]], np.uint8) & 15
-    return _nested(codes, 4, _half(blocks, 0), scales, _half(blocks, 2), minimums)
-
-
-def _q5_k(blocks: np.ndarray) -> QuantizedRows:
-    scales, minimums = _six_bits(blocks[:, :, 4:16])
-    codes = blocks[:, :, 48:].reshape(*blocks.shape[:2], 4, 1, 32) >> np.array([[0], [4]], np.uint8) & 15
-    fifth = blocks[:, :, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes |= (fifth << 4).reshape(codes.shape)
-    return _nested(codes, 8, _half(blocks, 0), scales, _half(blocks, 2), minimums)
-
-
-def _q6_k(blocks: np.ndarray) -> QuantizedRows:
-    low = blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 1, 64) >> np.array([[0], [4]], np.uint8) & 15
-    shifts = np.array([[0], [2], [4], [6]], np.uint8)
-    high = blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3
-    codes = low.reshape(*blocks.shape[:2], 2, 4, 32) | high << 4
-    return _nested(codes, 8, _half(blocks, 208), blocks[:, :, 192:208])
 
 
 def _two_bits(packed: np.ndarray) -> np.ndarray:

@@ -62,6 +62,7 @@ struct Packed {
   size_t panel_bytes;
   ScaleLayout scaling = {};
   bool plain_scales = true;    // bfloat16 scales and offsets
+  bool half_scales = false;    // float16 ones of symmetric integers, no offsets: most that others have quantized
   int bias = 0;                // of 8-bit integers: what is added to a code, so that its center is 128
   size_t head_bytes = 0;       // of a group
   size_t first_group = 0;      // bytes of a panel before it: the super-groups' scales
@@ -126,6 +127,8 @@ AS_INLINE Packed layout(int n, int k, const Rules& rules, Format format, int gro
   if (quantized) {
     m.scaling = scaling, m.plain_scales = scaling.is_default();
     m.bias = m.planes && bits_of(format) == 8 ? m.middle() - m.center() : 0;
+    m.half_scales = scaling.scales == ScaleType::float16 && scaling.zeros == ZeroType::none && !scaling.super_group &&
+                    m.middle() == m.center() + m.bias;
     const size_t line = m.panel % 32 ? 32 : 64;  // so that vectors of weights lie as well as they do without a head
     m.head_bytes = ((size_t)m.panel * (m.scale_bytes() + m.zero_bytes()) + line - 1) / line * line;
     m.first_group = m.super_groups() * m.super_bytes();
@@ -170,6 +173,8 @@ struct GatedOutput {
   char* rounded;  // null: y
   size_t rounded_stride;
 };
+
+constexpr int kSmallestGroup = 8;  // k of a group, but for a last one
 
 // The longest k whose sums of activation * (q - 128) are sure to fit 32 bits: 2^31 / (128 * 128).
 constexpr int kMaxIntegerK = 131'000;

@@ -21,7 +21,7 @@ namespace AS_ISA {
 namespace {
 
 // Floats of 8 bits, by way of those of 16: their bits there are 2^-8 of the value, subnormals included, and converting
-// those costs nothing extra.
+// those costs nothing extra. (A shift with the sign leaves it in the exponent's highest bit, too.)
 struct Bytes {
   static constexpr int kUnit = 1;
   static constexpr float kFactor = 256;  // of the sums
@@ -30,15 +30,11 @@ struct Bytes {
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
 #if defined(AS_ISA_AVX512)
-      const __m256i x = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(w + v * W)));
-      const __m256i sign = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x80)), 8),
-                    rest = _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), 7);
-      out[0][v] = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+      const __m256i x = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(w + v * W))), 8);
+      out[0][v] = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16((short)0xbfff)));
 #elif defined(AS_ISA_AVX2)
-      const __m128i x = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(w + v * W)));
-      const __m128i sign = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x80)), 8),
-                    rest = _mm_slli_epi16(_mm_and_si128(x, _mm_set1_epi16(0x7f)), 7);
-      out[0][v] = _mm256_cvtph_ps(_mm_or_si128(sign, rest));
+      const __m128i x = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(w + v * W))), 8);
+      out[0][v] = _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(x, 1), _mm_set1_epi16((short)0xbfff)));
 #else
       uint16_t half[W];
       for (int i = 0; i < W; i++) half[i] = (uint16_t)((w[v * W + i] & 0x80) << 8 | (w[v * W + i] & 0x7f) << 7);

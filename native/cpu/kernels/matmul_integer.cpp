@@ -62,20 +62,31 @@ struct Rows {
   }
 };
 
+// Where a matrix' scales are taken from: its groups' heads, or (if not null) as load_scales() made them of these.
+struct GroupScales {
+  const uint16_t* head;
+  const float* loaded;
+  bool half;  // float16 scales alone, else bfloat16 scales and offsets
+
+  AS_INLINE void load(vf (&scale)[NV], vf (&offset)[NV]) const {
+    if (loaded) {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) scale[v] = vload(loaded + v * W), offset[v] = vload(loaded + NR + v * W);
+    } else if (half) {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) scale[v] = vload_f16(head + v * W), offset[v] = vzero();
+    } else {
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; v++) scale[v] = vload_bf16(head + v * W), offset[v] = vload_bf16(head + NR + v * W);
+    }
+  }
+};
+
 // total [R][NV] += a group's scale * chain(r, v) + offset * sum of activations
 template <int R, int P, typename Chain>
-AS_INLINE void add_group(const Packed& w, int panel, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
+AS_INLINE void add_group(const GroupScales& scales, const Rows<P>& rows, int g, Chain&& chain, vf* total) {
   vf scale[NV], offset[NV];
-  if (w.plain_scales) {
-    const uint16_t* scales = w.scales(panel, g);
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) scale[v] = vload_bf16(scales + v * W), offset[v] = vload_bf16(scales + NR + v * W);
-  } else {
-    alignas(64) float both[2 * NR];
-    load_scales(w, panel, g, both);
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) scale[v] = vload(both + v * W), offset[v] = vload(both + NR + v * W);
-  }
+  scales.load(scale, offset);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
     const vf sum = vset(rows.sum(r, g));
@@ -106,7 +117,10 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   const Rows<P> rows(at, a, groups, row);
   vf total[R * NV];
   for (vf& t : total) t = vzero();
+  alignas(64) float own_scales[2 * NR];
+  const float* converted = w.plain_scales || w.half_scales ? nullptr : own_scales;
   for (int g = 0, k0 = 0; g < groups; k0 += w.group_k(g), g++) {
+    if (converted) load_scales(w, panel, g, own_scales);
     const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
     auto line = [&](int r)
                     __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
@@ -124,7 +138,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
       add_group<R>(
-          w, panel, rows, g,
+          {w.scales(panel, g), converted, w.half_scales}, rows, g,
           [&](int r, int v) {
             return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
           },
@@ -141,7 +155,7 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
     vi chains[R * L * NV];
     spill(acc, chains);
     add_group<R>(
-        w, panel, rows, g,
+        {w.scales(panel, g), converted, w.half_scales}, rows, g,
         [&](int r, int v) __attribute__((always_inline)) {
           const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
           return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
@@ -166,8 +180,9 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
   alignas(64) vi kept[kBlockRows * NV];                   // a group's sums, through several blocks
   alignas(64) double wide[P == 2 ? kBlockRows * NR : 1];  // the same of 16-bit activations, if there are several
   alignas(64) vf totals[kBlockRows * NV];
+  alignas(64) float own_scales[kBlockK / kSmallestGroup * 2 * NR];  // of a block's groups, if they are not plain
   std::fill_n(totals, count * NV, vzero());
-  const bool cut = w.group > kBlockK;
+  const bool cut = w.group > kBlockK, direct = w.plain_scales || w.half_scales;
   const int groups = w.groups(), tiles = (count + kPairRows - 1) / kPairRows,
             most = cut ? kBlockK : kBlockK / w.group * w.group;
   const size_t group_bytes = w.group_bytes(w.group), ahead = w.weight_bytes(most) / tiles;
@@ -178,6 +193,9 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
     const char* data = w.weights(panel, g0) + w.weight_bytes(first - begin);
     for (int k0 = first; k0 < end; k0 += w.group, data += group_bytes)
       F::widen(data, std::min(w.group, end - k0), block + (k0 - first) * NR);
+    if (!direct)
+      for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group)
+        load_scales(w, panel, g, own_scales + (g - g0) * 2 * NR);
     const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
     if (P == 2 && cut && begins) std::fill_n(wide, count * NR, 0.0);
     for (int r0 = 0; r0 < count; r0 += kPairRows) {
@@ -188,7 +206,10 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
         const Rows<P> rows(at, a, groups, row + r0);
         vi* sums = kept + r0 * NV;
         double* wide_sums = wide + r0 * NR;
-        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group) {
+        const uint16_t* scales = w.scales(panel, g0);
+        const float* converted = direct ? nullptr : own_scales;
+        const size_t scale_step = group_bytes / sizeof(*scales), converted_step = direct ? 0 : 2 * NR;
+        for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group, scales += scale_step, converted += converted_step) {
           const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
           F::template multiply<R>(
               block + (k0 - first) * NR, std::min(w.group, end - k0),
@@ -198,11 +219,11 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
           if (!ends) return;
           if (P == 2 && cut) {
             add_group<R>(
-                w, panel, rows, g, [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); },
-                totals + r0 * NV);
+                {scales, converted, w.half_scales}, rows, g,
+                [&](int r, int v) { return round_doubles(wide_sums + (r * NV + v) * W, 0); }, totals + r0 * NV);
           } else {
             add_group<R>(
-                w, panel, rows, g,
+                {scales, converted, w.half_scales}, rows, g,
                 [&](int r, int v) __attribute__((always_inline)) {
                   const vi sum = sums[r * NV + v];
                   return to_float(F::kWideMiddle ? iadd(sum, iset(-F::kWideMiddle * rows.plane_sum(r, 0, g))) : sum);

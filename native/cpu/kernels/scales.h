@@ -34,36 +34,66 @@ AS_INLINE vf vload_i8(const int8_t* p) {
 #endif
 }
 
-// One panel's scales of a group, or its offsets as they are stored: v of NV vectors.
-AS_INLINE vf stored_scale(ScaleType type, const char* p, int v) {
-  if (type == ScaleType::float32) return vload(reinterpret_cast<const float*>(p) + v * W);
-  const uint16_t* half = reinterpret_cast<const uint16_t*>(p) + v * W;
-  return type == ScaleType::float16 ? vload_f16(half) : vload_bf16(half);
-}
+// A head's scales, or its offsets as they are stored.
+struct Float32s {
+  static constexpr int kBytes = 4;
+  static AS_INLINE vf load(const char* p, int v) { return vload(reinterpret_cast<const float*>(p) + v * W); }
+};
+struct Float16s {
+  static constexpr int kBytes = 2;
+  static AS_INLINE vf load(const char* p, int v) { return vload_f16(reinterpret_cast<const uint16_t*>(p) + v * W); }
+};
+struct BFloat16s {
+  static constexpr int kBytes = 2;
+  static AS_INLINE vf load(const char* p, int v) { return vload_bf16(reinterpret_cast<const uint16_t*>(p) + v * W); }
+};
 
 // out: scales [NR], then offsets [NR], so that a weight is scale * (q - middle of the format) + offset, q as it lies in
-// memory. Out of line: a group's products take longer, and need the registers.
-__attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, float* out) {
-  const char *head = w.head(panel, g), *second = head + NR * w.scale_bytes();
-  const ZeroType zeros = w.scaling.zeros;
-  // 8-bit codes are moved to the middle where they lie, those of 4 bits have no room for it.
-  const float moved = (float)(w.middle() - w.bias - w.center());
-  for (int v = 0; v < NV; v++) {
-    vf scale, offset = vzero();
-    if (w.scaling.super_group) {
-      const uint16_t* super = w.super_scales(panel, g) + v * W;
-      scale = vmul(vload_f16(super), vload_i8(reinterpret_cast<const int8_t*>(head) + v * W));
-      if (zeros == ZeroType::offsets)
-        offset = vmul(vload_f16(super + NR), vload_i8(reinterpret_cast<const int8_t*>(second) + v * W));
-    } else {
-      scale = stored_scale(w.scaling.scales, head, v);
-      if (zeros == ZeroType::offsets) offset = stored_scale(w.scaling.scales, second, v);
+// memory: 8-bit codes were moved so that their center is the middle, those of 4 bits have no room for it (`moved`).
+template <typename Stored>
+AS_INLINE void load_plain(const char* head, ZeroType zeros, float middle, float moved, float* out) {
+  const char* second = head + NR * Stored::kBytes;
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) vstore(out + v * W, Stored::load(head, v));
+  if (zeros == ZeroType::points) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      const vf point = vload_u8(reinterpret_cast<const uint8_t*>(second) + v * W);
+      vstore(out + NR + v * W, vmul(Stored::load(head, v), vsub(vset(middle), point)));
     }
-    if (zeros == ZeroType::points)
-      offset = vmul(scale, vsub(vset((float)w.middle()), vload_u8(reinterpret_cast<const uint8_t*>(second) + v * W)));
-    else if (moved != 0) offset = vfma(vset(moved), scale, offset);
+  } else if (zeros == ZeroType::none) {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) vstore(out + NR + v * W, vmul(vset(moved), Stored::load(head, v)));
+  } else {
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++)
+      vstore(out + NR + v * W, vfma(vset(moved), Stored::load(head, v), Stored::load(second, v)));
+  }
+}
+AS_INLINE void load_nested(const char* head, const uint16_t* super, bool offsets, float moved, float* out) {
+  const int8_t *first = reinterpret_cast<const int8_t*>(head), *second = first + NR;
+#pragma GCC unroll 4
+  for (int v = 0; v < NV; v++) {
+    const vf scale = vmul(vload_f16(super + v * W), vload_i8(first + v * W));
+    const vf offset = offsets ? vmul(vload_f16(super + NR + v * W), vload_i8(second + v * W)) : vzero();
     vstore(out + v * W, scale);
-    vstore(out + NR + v * W, offset);
+    vstore(out + NR + v * W, vfma(vset(moved), scale, offset));
+  }
+}
+
+// Out of line: a group's products take longer, and need the registers.
+__attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, float* out) {
+  const char* head = w.head(panel, g);
+  const ZeroType zeros = w.scaling.zeros;
+  const float middle = (float)w.middle(), moved = (float)(w.middle() - w.bias - w.center());
+  if (w.scaling.super_group) return load_nested(head, w.super_scales(panel, g), zeros == ZeroType::offsets, moved, out);
+  switch (w.scaling.scales) {
+    case ScaleType::float32:
+      return load_plain<Float32s>(head, zeros, middle, moved, out);
+    case ScaleType::float16:
+      return load_plain<Float16s>(head, zeros, middle, moved, out);
+    default:
+      return load_plain<BFloat16s>(head, zeros, middle, moved, out);
   }
 }
 

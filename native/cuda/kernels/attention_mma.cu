@@ -14,6 +14,17 @@ constexpr int kPad = 8;                   // values behind each row in shared me
 template <int kDim>
 constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stages of keys and values
 
+// A pair's features that a thread has: values[v][2 h] and the next, of features 8 v + 2 (lane % 4) and the next.
+template <int kDim>
+__device__ void write_row(const Attention& a, const TileRows& rows, int pair, int kv_head,
+                          const float (&values)[kDim / 8][4], int h, float sum) {
+  const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int v = 0; v < kDim / 8; v++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) put(a.out, row, column + v * 8 + i, share(values[v][2 * h + i], sum));
+}
+
 template <int kDim, int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
@@ -52,11 +63,17 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   const uint32_t base = shared_address(shared);
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
-    for (int i = threadIdx.x; i < kTokens * (kDim / 8); i += 32 * kWarps) {
-      const int token = i / (kDim / 8), at = begin + token, piece = i % (kDim / 8);
+    // Which spans the block has, at most four: one read by as many lanes, not one for each token.
+    constexpr int kSpans = kTokens / 16, kPieces = kDim / 8;
+    const int first = begin / size, own = first + min(lane, kSpans - 1);
+    const int spans = own * size <= last ? table[own] : 0;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < kTokens * kPieces; i += 32 * kWarps) {
+      const int token = i / kPieces, at = begin + token, piece = i % kPieces;
       const bool there = at <= last;
+      const int span = __shfl_sync(0xffffffffu, spans, at / size - first);
       const char* from = a.cache.data;
-      if (there) from = head_of(a.cache, table[at / size], kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
+      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at % size) * kDim + piece * 8) * 2;
       const uint32_t to = base + stage * 2 * kTensor + (token * kStride + piece * 8) * 2;
       copy_16(to, from, there);
       copy_16(to + kTensor, there ? from + (size_t)size * kDim * 2 : from, there);
@@ -148,21 +165,23 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
     }
-    if (kFew && rows.first_run < rows.last_run) {
-      float* to = partial_of(a, blockIdx.x, kv_head, run);
+    // Of a row's run: what it leaves for the merge, its result if there is no other run, or a part of the total.
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int pair = lane / 4 + 8 * h;
+    for (int h = 0; h < 2; h++) {
+      const int pair = warp * kPairs + lane / 4 + 8 * h;
+      if constexpr (kFew) {
         if (pair >= rows.count) continue;
+        if (rows.first_run == rows.last_run) {
+          write_row<kDim>(a, rows, pair, kv_head, out, h, sum[h]);
+          continue;
+        }
+        float* to = partial_of(a, blockIdx.x, kv_head, run);
         if (lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
 #pragma unroll
         for (int v = 0; v < kValues; v++)
           *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + v * 8 + lane % 4 * 2) =
               make_float2(out[v][2 * h], out[v][2 * h + 1]);
-      }
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
+      } else {
         const float now = fmaxf(total_most[h], most[h]), by = shrunk(total_most[h], now), run_by = shrunk(most[h], now);
         total_most[h] = now, total_sum[h] = merged(total_sum[h], by, sum[h], run_by);
 #pragma unroll
@@ -172,18 +191,11 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       }
     }
   }
-  if (!kFew || rows.first_run == rows.last_run) {
+  if constexpr (!kFew) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int pair = warp * kPairs + lane / 4 + 8 * h;
-      if (pair >= rows.count) continue;
-      const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim;
-#pragma unroll
-      for (int v = 0; v < kValues; v++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          put(a.out, row, column + v * 8 + lane % 4 * 2 + i, share(total[v][2 * h + i], total_sum[h]));
-    }
+    for (int h = 0; h < 2; h++)
+      if (const int pair = warp * kPairs + lane / 4 + 8 * h; pair < rows.count)
+        write_row<kDim>(a, rows, pair, kv_head, total, h, total_sum[h]);
   }
 }
 

@@ -55,10 +55,10 @@ __device__ inline void await_previous() {
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 
-// Raises a kernel's limit of shared memory, once.
+// Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes > 48 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+  if (bytes > 32 << 10) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
 }
 
 // Of the device in use.
@@ -159,9 +159,61 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
 __device__ inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 // The same of a gate and what it gates; column: of the result.
-__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+__device__ inline float gated(const Product& p, int column, float gate, float up) {
   if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);
-  put(p.y, row, column, silu_times(gate, up));
+  return silu_times(gate, up);
+}
+__device__ inline void finish_gated(const Product& p, int row, int column, float gate, float up) {
+  put(p.y, row, column, gated(p, column, gate, up));
+}
+
+// Eight values of a row from a column on that is a multiple of eight, those before column `width`: at once where they
+// are aligned.
+__device__ inline void put_eight(const Rows& out, int row, int column, int width, const float (&values)[8]) {
+  if (column >= width) return;
+  if (out.tiles) {  // a piece of a block; columns from the width on are padding, which is zero
+    uint32_t pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      pairs[j] =
+          two_bf16(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
+    *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  } else if (out.width % 4 == 0 && column + 8 <= width) {
+    float4* to = reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      if (column + j < width) out.values[(size_t)row * out.width + column + j] = values[j];
+  }
+}
+
+// Likewise what a product leaves of eight sums.
+__device__ inline void finish_eight(const Product& p, int row, int column, const float* sums) {
+  const int width = p.w.n;
+  if (column >= width) return;
+  float values[8], before[8] = {};
+  if (p.adds) {
+    const float* from = p.y.values + (size_t)row * p.y.width + column;
+    if (p.y.width % 4 == 0 && column + 8 <= width) {
+      const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+      before[0] = low.x, before[1] = low.y, before[2] = low.z, before[3] = low.w;
+      before[4] = high.x, before[5] = high.y, before[6] = high.z, before[7] = high.w;
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (column + j < width) before[j] = from[j];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 8; j++) {
+    values[j] = sums[j];
+    if (p.bias && column + j < width) values[j] = __fadd_rn(values[j], p.bias[column + j]);
+    if (p.adds) values[j] = __fadd_rn(before[j], values[j]);
+  }
+  put_eight(p.y, row, column, width, values);
 }
 
 }  // namespace cuda

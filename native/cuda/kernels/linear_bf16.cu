@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 #pragma unroll
           for (int step = 0; step < 4; step++) {
             uint32_t a[4];
-            load_cores(a, at + (lane / 8 % 2 * 8 + 2 * step + lane / 16) * kCoreBytes + lane % 8 * 16);
+            load_cores(a, at + piece_offset(lane % 16, 2 * step + lane / 16));
 #pragma unroll
             for (int t = 0; t < kTiles; t++) {
               if (step % 2 == 0)
-                load_cores(y[t], at + kStageWeights + t * kStageRows + step * 2 * kCoreBytes + lane * 16);
+                load_cores(y[t], at + kStageWeights + t * kStageRows + piece_offset(lane % 8, 2 * step + lane / 8));
               multiply_add(d[t], a, y[t][step % 2 * 2], y[t][step % 2 * 2 + 1]);
             }
           }

@@ -15,9 +15,9 @@ namespace {
 template <int kRows, int kGroups>
 struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
-  static constexpr int kStages = kRows <= 32 ? 8 : kRows <= 64 ? 6 : 3;
-  static constexpr int kRowBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kRowBytes;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;          // of sums: rows lie in different banks
+  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
+  static constexpr int kPartBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kPartBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
   static constexpr int kShared = kStages * kStageBytes;
 };
@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
       const int groups = min(kGroups, blocks_of(p.w.n) - column_block);
       // Of rows there are so many blocks, or a part of one.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
-      const int row_bytes = kRows <= kBlock ? S::kRowBytes : kBlockBytes;
-      const char* x = reinterpret_cast<const char*>(p.x.tiles) + first_row % kBlock / 8 * 8 * kCoreBytes;
+      const int row_bytes = kRows <= kBlock ? S::kPartBytes : kBlockBytes;
+      const char* x = reinterpret_cast<const char*>(p.x.tiles) + first_row % kBlock * kRowBytes;
       const auto fetch_weights = [&](int b) {
         const int stage = b % kStages;
         barrier_expect(&full[stage], groups * kBlockBytes + row_blocks * row_bytes);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
       begin_products();
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        Tile<kRows>::multiply(d, descriptor(own + step * 2 * kCoreBytes), descriptor(theirs + step * 2 * kCoreBytes),
+        Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
                               step > 0 || b > 0);
       commit_products();
       wait_products<1>();

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         begin_products();
 #pragma unroll
         for (int step = 0; step < 4; step++)
-          Tile<kRows>::multiply(d, descriptor(own + step * 2 * kCoreBytes), descriptor(theirs + step * 2 * kCoreBytes),
+          Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
                                 step > 0 || b > first);
         commit_products();
         wait_products<1>();
@@ -101,23 +101,35 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kValues; i++) total[i] = piece ? __fadd_rn(total[i], d[i]) : d[i];
     }
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int first = (column_block + group) * kBlock + warp * 16;  // column of this warp
-    if (p.gated) {
-      const int gate = first / 2 + lane / 4;
+    // Through shared memory, so that rows are written, and what is added to is read, whole lines at a time.
+    constexpr int kStride = kColumns + 4;  // rows lie in different banks
+    float* sums = reinterpret_cast<float*>(shared);
+    const int thread = threadIdx.x - 128, lane = thread % 32;
+    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory"); };
+    meet();  // nobody reads the stages any more
 #pragma unroll
-      for (int i = 0; i < kValues; i++) {
-        const int row = row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (i % 4 < 2 && row < rows && gate < p.y.width) finish_gated(p, row, gate, total[i], total[i + 2]);
+    for (int i = 0; i < kValues; i++)
+      sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kStride + thread / 32 * 16 + lane / 4 + i % 4 / 2 * 8] = total[i];
+    meet();
+    const int first_row = row_block * kBlock, count = min(kRows, rows - first_row);
+    if (p.gated) {
+      constexpr int kEights = kColumns / 16;
+      for (int i = thread; i < count * kEights; i += 128 * kGroups) {
+        const int row = i / kEights, c = i % kEights, column = column_block * (kBlock / 2) + c * 8;
+        const float* gates = sums + row * kStride + c * 16;
+        float values[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+          values[j] = column + j < p.y.width ? gated(p, column + j, gates[j], gates[8 + j]) : 0;
+        put_eight(p.y, first_row + row, column, p.y.width, values);
       }
     } else {
-      constexpr int kAtOnce = 16;
-#pragma unroll
-      for (int begin = 0; begin < kValues; begin += kAtOnce)
-        finish<kAtOnce>(p, rows, p.w.n, total + begin, [&](int j) {
-          const int i = begin + j;
-          return Place{row_block * kBlock + i / 4 * 8 + lane % 4 * 2 + i % 2, first + lane / 4 + i % 4 / 2 * 8};
-        });
+      constexpr int kEights = kColumns / 8;
+#pragma unroll 2
+      for (int i = thread; i < count * kEights; i += 128 * kGroups) {
+        const int row = i / kEights, c = i % kEights * 8;
+        finish_eight(p, first_row + row, column_block * kBlock + c, sums + row * kStride + c);
+      }
     }
   }
   __syncwarp();

@@ -101,9 +101,10 @@ __global__ void head_norm_kernel(float* x, int width, Heads heads, Norm norm) {
   for (int i = lane; i < heads.head_dim; i += 32) values[i] = values[i] * factor * (norm.weight[i] + one);
 }
 
-__global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* lengths) {
+__global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
   after_previous();
-  const int row = blockIdx.x, half = t.dim / 2, length = lengths[row];
+  const int row = blockIdx.x, half = t.dim / 2,
+            length = t.powers ? prompts[row] : max(prompts[row], positions[row] + 1);
   for (int i = threadIdx.x; i < half; i += blockDim.x) {
     float inverse = t.inverse[i];
     if ((t.dynamic || t.longer) && length > t.original_max) {
@@ -187,8 +188,8 @@ void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int ro
   launched("head_norm");
 }
 
-void rotary_table(const RotaryTable& table, const int* positions, const int* lengths, int rows, const Queue& queue) {
-  start(queue, rotary_table_kernel, rows, 64, 0, table, positions, lengths);
+void rotary_table(const RotaryTable& table, const int* positions, const int* prompts, int rows, const Queue& queue) {
+  start(queue, rotary_table_kernel, rows, 64, 0, table, positions, prompts);
   launched("rotary_table");
 }
 

@@ -67,11 +67,12 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
-// Of core matrices that are 128 bytes apart along K, and 1024 along the rows.
+// Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
+// bytes from eight rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
-  return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kCoreBytes >> 4) << 16 |
-         (uint64_t)(8 * kCoreBytes >> 4) << 32;
+  return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
+constexpr int kStepBytes = 32;  // from 16 columns to the next
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kLeft>

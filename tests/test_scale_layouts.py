@@ -1,0 +1,226 @@
+"""Matrices that others have quantized, in the kernels: each layout of scales and each type of codes against float64, to the
+bit where they are recovered; rows, threads and slices of K; orders of columns; what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from allspark_server import _native  # noqa: E402
+from test_quantization import quantized_rows  # noqa: E402
+
+LAYOUTS = {
+    "float16": dict(scales="float16", zeros="none"),
+    "bfloat16": dict(scales="bfloat16", zeros="none"),
+    "float32": dict(scales="float32", zeros="none"),
+    "points": dict(scales="float16", zeros="points"),
+    "points-bfloat16": dict(scales="bfloat16", zeros="points"),
+    "minimums": dict(scales="float16", zeros="offsets", center=0),
+    "offsets": dict(scales="float32", zeros="offsets"),
+    "nested": dict(scales="float16", zeros="none", super_group=128, scale_bits=8, center=5),
+    "nested-minimums": dict(scales="float16", zeros="offsets", super_group=64, scale_bits=8, center=0),
+}
+CODED = dict(scales="float32", zeros="none")
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+       -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+       0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+CASES = [(dtype, layout) for dtype in ("int4", "int8", "w4a8", "w8a8") for layout in LAYOUTS]
+CASES += [(dtype, "coded") for dtype in ("e4m3", "nf4", "e2m1")]
+
+
+def values_of(dtype: str) -> np.ndarray:
+    """float32: what codes of floats stand for."""
+    if dtype == "nf4":
+        return np.array(NF4, np.float32)
+    if dtype == "e2m1":
+        return np.array(E2M1 + [-x for x in E2M1], np.float32)
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    values = np.where(exponent, np.ldexp(1 + fraction / 8, exponent - 7), np.ldexp(fraction / 8, -6))
+    return np.where(codes & 0x80, -values, values).astype(np.float32)
+
+
+class Matrix:
+    """Random rows, what is recovered of them [n, k], and arguments of the native library."""
+
+    def __init__(self, dtype: str, layout: str, n: int, k: int, group: int, seed: int = 0):
+        self.rng = rng = np.random.default_rng((n, k, group, seed))
+        self.dtype, self.k, self.group = dtype, k, group
+        self.layout = layout = LAYOUTS.get(layout, CODED)
+        self.bits = 8 if dtype in ("int8", "w8a8", "e4m3") else 4
+        size, self.sup = group or k, layout.get("super_group", 0)
+        groups = -(-k // size)
+        coded = dtype in ("e4m3", "nf4", "e2m1")
+        center = layout.get("center", 1 << (self.bits - 1))
+        most = 128 + center if self.bits == 8 and not coded else 1 << self.bits
+        codes = rng.integers(0, most, (n, k)).astype(np.uint8)
+        if dtype == "e4m3":
+            codes = np.where((codes & 0x7F) == 0x7F, 0, codes).astype(np.uint8)
+        index = np.arange(k) // size
+        self.zeros = self.super_scales = self.super_offsets = None
+        if self.sup:
+            self.scales = rng.integers(-128, 128, (n, groups)).astype(np.int8)
+            above = np.arange(groups) * size // self.sup
+            self.super_scales = rng.normal(size=(n, -(-k // self.sup))).astype(np.float16)
+            scale, offset = self.scales.astype(np.float32) * self.super_scales.astype(np.float32)[:, above], 0
+            if layout["zeros"] == "offsets":
+                self.zeros = rng.integers(-128, 128, (n, groups)).astype(np.int8)
+                self.super_offsets = rng.normal(size=self.super_scales.shape).astype(np.float16)
+                offset = self.zeros.astype(np.float32) * self.super_offsets.astype(np.float32)[:, above]
+        else:
+            def some():
+                values = rng.normal(size=(n, groups)).astype(np.float32)
+                if layout["scales"] == "bfloat16":
+                    bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+                    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+                values = values.astype(layout["scales"])
+                return values, values.astype(np.float32)
+
+            self.scales, scale = some()
+            offset = 0
+            if layout["zeros"] == "offsets":
+                self.zeros, offset = some()
+        if layout["zeros"] == "points":
+            self.zeros = rng.integers(0, 1 << self.bits, (n, groups)).astype(np.uint8)
+            numbers = codes.astype(np.float32) - self.zeros.astype(np.float32)[:, index]
+        elif coded:
+            numbers = values_of(dtype)[codes]
+        else:
+            numbers = codes.astype(np.float32) - np.float32(center)
+        self.whole = scale[:, index] * numbers
+        if layout["zeros"] == "offsets":
+            self.whole = self.whole + offset[:, index]
+        # What is summed: with a center that is not the middle, more than what is recovered.
+        self.bound = np.abs(scale[:, index]).astype(np.float64) * (256 if self.bits == 8 else 16)
+        self.bound = np.maximum(self.bound, np.abs(scale[:, index]) * np.abs(numbers)) + np.abs(
+            offset[:, index] if layout["zeros"] == "offsets" else 0)
+        self.codes = codes
+        if self.bits == 4:
+            even = np.pad(codes, ((0, 0), (0, k % 2)))
+            self.codes = np.ascontiguousarray(even[:, 0::2] | even[:, 1::2] << 4)
+
+    def into(self, executor, column=0, length=None, group=None, sup=None, order=()) -> int:
+        layout = {**self.layout, **({"super_group": sup} if sup else {})}
+        n = len(self.whole)
+        handle = executor.add_matrix(n, length or self.k, self.dtype, self.group if group is None else group,
+                                     order=list(order), **layout)
+
+        def bits(x):
+            return None if x is None else x.view(np.uint16)
+
+        executor.fill_quantized(handle, self.codes, self.scales, self.zeros, self.bits, self.k, self.group, column=column,
+                                super_group=self.sup, super_scales=bits(self.super_scales),
+                                super_offsets=bits(self.super_offsets))
+        return handle
+
+
+def expected(x: np.ndarray, matrix: Matrix) -> tuple[np.ndarray, np.ndarray]:
+    """(float64 product, bound of what float32 sums may lose)."""
+    values = x.astype(np.float64)
+    if matrix.layout is not CODED:
+        rounded, scale = quantized_rows(x, 127 if matrix.dtype.startswith("w") else 127 * 257)
+        values = rounded * scale.astype(np.float64)
+    return values @ matrix.whole.astype(np.float64).T, np.abs(values) @ matrix.bound.T
+
+
+@pytest.mark.parametrize("dtype, layout", CASES)
+def test_products_against_float64_and_rows_to_the_bit(dtype, layout):
+    executor = _native.Executor(num_threads=2)
+    for n, k, group in ((1, 128, 64), (75, 321, 32), (131, 640, 16), (40, 1031, 8), (70, 777, 0)):
+        if LAYOUTS.get(layout, {}).get("super_group") and not group:
+            continue
+        matrix = Matrix(dtype, layout, n, k, group)
+        handle = matrix.into(executor)
+        rows = np.stack([executor.read_row(handle, row) for row in range(n)])
+        np.testing.assert_array_equal(rows, matrix.whole)
+        x = matrix.rng.normal(size=(37, k)).astype(np.float32)
+        product, bound = expected(x, matrix)
+        bias = matrix.rng.normal(size=n).astype(np.float32)
+        whole = executor.multiply(handle, x, n, bias)
+        allowed = (k // (group or k) + 64) * 2.0**-23 * (bound + np.abs(bias))
+        assert np.all(np.abs(whole - product - bias) <= allowed)
+        for first, count in ((0, 1), (5, 2), (3, 3), (7, 5), (9, 13), (1, 25)):
+            part = executor.multiply(handle, x[first:first + count], n, bias)
+            np.testing.assert_array_equal(part.view(np.uint32), whole[first:first + count].view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype, layout", [("int4", "points"), ("int8", "nested"), ("int4", "nested-minimums"), ("e4m3", "coded")])
+def test_slices_of_k(dtype, layout):
+    """A slice that begins inside groups and super-groups has the values of the whole's."""
+    executor = _native.Executor(num_threads=2)
+    matrix = Matrix(dtype, layout, 50, 320, 32)
+    for first, length, group, sup in ((0, 96, 32, 0), (96, 224, 32, 32), (48, 272, 16, 16), (64, 200, 32, 64)):
+        part = matrix.into(executor, first, length, group, (sup or matrix.sup) if matrix.sup else None)
+        rows = np.stack([executor.read_row(part, row) for row in range(50)])
+        np.testing.assert_array_equal(rows, matrix.whole[:, first:first + length])
+
+
+def test_columns_in_an_order_of_their_own():
+    executor = _native.Executor(num_threads=2)
+    for dtype in ("int4", "w8a8"):
+        matrix = Matrix(dtype, "points", 60, 256, 32)
+        order = matrix.rng.permutation(256)
+        plain, ordered = matrix.into(executor), matrix.into(executor, order=order)
+        x = matrix.rng.normal(size=(17, 256)).astype(np.float32)
+        for rows in (1, 17):
+            np.testing.assert_array_equal(executor.multiply(ordered, x[:rows], 60),
+                                          executor.multiply(plain, np.ascontiguousarray(x[:rows][:, order]), 60))
+        back = np.empty_like(matrix.whole)
+        back[:, order] = matrix.whole
+        np.testing.assert_array_equal(np.stack([executor.read_row(ordered, row) for row in range(60)]), back)
+        # Fewer inputs than places: -1 is a place that no input has.
+        some = [int(i) if i < 200 else -1 for i in order]
+        fewer = matrix.into(executor, length=200, order=some)
+        padded = np.zeros((3, 256), np.float32)
+        padded[:, :200] = x[:3, :200]
+        np.testing.assert_array_equal(executor.multiply(fewer, x[:3, :200], 60), executor.multiply(ordered, padded, 60))
+
+
+def test_what_is_refused():
+    executor = _native.Executor()
+    for arguments, layout, problem in (
+            ((8, 64, "int5", 32), {}, "int5"), ((8, 64, "int4", 20), {}, "group_size must be a multiple of 8"),
+            ((8, 64, "e4m3", 32), {}, "has no offsets: say how its scales"),
+            ((8, 64, "nf4", 32), dict(scales="float32", zeros="points"), "has no zero points"),
+            ((8, 64, "int4", 32), dict(scales="e8m0", zeros="none"), "takes scales of float32, bfloat16 and float16"),
+            ((8, 64, "int4", 32), dict(scales="float8"), "scales must be one of"),
+            ((8, 64, "int4", 32), dict(center=16), "has no code 16 to stand for 0"),
+            ((8, 64, "int4", 32), dict(scales="float16", super_group=48, scale_bits=8), "nested scales need"),
+            ((8, 64, "float32", 0), dict(scales="float16"), "has no scales")):
+        with pytest.raises(ValueError, match=problem):
+            executor.add_matrix(*arguments, **layout)
+    with pytest.raises(TypeError, match="has no field blocks"):
+        executor.add_matrix(8, 64, "int4", 32, blocks=1)
+    with pytest.raises(ValueError, match="there is no input feature 64 of 64"):
+        executor.add_matrix(8, 64, "int4", 32, order=[64])
+    with pytest.raises(ValueError, match="columns in an order of their own are for matrices of integers"):
+        executor.add_matrix(8, 64, "e4m3", 32, order=list(range(64)), **CODED)
+    matrix = Matrix("int4", "points", 8, 64, 32)
+    for name, array, problem in (
+            ("scales", matrix.scales[:, 1:], "scales must be"), ("scales", matrix.scales.astype(np.float32), "scales must be"),
+            ("zeros", None, "must be those of the matrix' layout"), ("zeros", matrix.zeros[:4], "zeros must be"),
+            ("codes", matrix.codes[:, 1:], "q must be")):
+        kept = getattr(matrix, name)
+        setattr(matrix, name, array if array is None else np.ascontiguousarray(array))
+        with pytest.raises(ValueError, match=problem):
+            matrix.into(executor)
+        setattr(matrix, name, kept)
+    with pytest.raises(ValueError, match="takes quantized rows"):
+        executor.fill_matrix(executor.add_matrix(8, 64, "int4", 32, **LAYOUTS["points"]), np.ones((8, 64), np.float32), "F32")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
+@pytest.mark.parametrize("isa", _native.isas()[1:])
+def test_lower_instruction_sets_pass_the_same_tests(isa):
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+                          env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
