@@ -125,7 +125,7 @@ class Scheduler:
         self._queue.add(sequence)
 
     def block(self, sequence: Sequence, reason: str) -> None:
-        """From now on the sequence, unless it has ended, waits for something outside. It keeps its place in the order."""
+        """From now on the sequence, unless it has ended, waits for something outside; its place in the order stays."""
         if sequence.state in (State.ENDED, State.BLOCKED):
             return
         sequence.blocked_on = reason
