@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from allspark_server import _native
+from levels import LOWER
 
 FORMATS = {"int8": (8, False), "int4": (4, False), "w8a8": (8, True), "w4a8": (4, True)}
 SIZES = [1, 3, 17, 63, 64, 65, 896]
@@ -416,7 +417,7 @@ def test_fingerprint_covers_format_and_group_size():
 
 
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
-@pytest.mark.parametrize("isa", _native.isas()[1:])
+@pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
                           env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allspark_server import _native  # noqa: E402
+from levels import LOWER  # noqa: E402
 from test_quantization import quantized_rows  # noqa: E402
 
 LAYOUTS = {
@@ -219,7 +220,7 @@ def test_what_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.skipif("ALLSPARK_ISA" in os.environ, reason="an instruction set is forced from outside")
-@pytest.mark.parametrize("isa", _native.isas()[1:])
+@pytest.mark.parametrize("isa", LOWER)
 def test_lower_instruction_sets_pass_the_same_tests(isa):
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
                           env={**os.environ, "ALLSPARK_ISA": isa}, capture_output=True, text=True)

@@ -12,7 +12,7 @@ from allspark_server.scheduler import FinishReason, Sequence, State, StopRules
 from fake_group import expected_output
 from test_scheduler import Rig, output, prompt_of
 
-RUNS = 1200
+RUNS = 800
 CHUNKS = 4  # runs are spread over so many tests
 
 
