@@ -125,3 +125,22 @@ def http_client(http_door):
 def any_engine(request: pytest.FixtureRequest, engine_of: Callable[[str], AbstractEngine]) -> AbstractEngine:
     """Each kind of engine in turn: what is tested with it holds for all."""
     return engine_of(request.param)
+
+
+def _why_no_gpu() -> str:
+    try:
+        from allspark_server import _native  # noqa: F401
+        from allspark_server import _cuda
+    except ImportError as error:
+        return f"no CUDA backend: {error}"
+    try:
+        return "" if _cuda.device_count() else "no GPU"
+    except ValueError as error:
+        return str(error)
+
+
+def pytest_collection_modifyitems(items):
+    wanted = [item for item in items if item.get_closest_marker("cuda")]
+    if wanted and (why := _why_no_gpu()):
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason=why))
