@@ -8,6 +8,7 @@ from typing import Callable, Mapping, Sequence
 import numpy as np
 
 from allspark_server import _native
+from allspark_server.weights.formats import ScaleLayout
 from reference.batch import Batch, Item, Limits, Slots
 from reference.encodings import Stored
 from reference.ops import OPS
@@ -63,7 +64,8 @@ class Rank:
         if not isinstance(weight, Stored):
             return np.asarray(weight, float)
         _, _, form, group = self.program.weights[number]
-        if (form, group, self.program.scale_layout(number)) != (weight.format, weight.group, vars(weight.layout)):
+        declared = vars(ScaleLayout()) | {"center": -1} | weight.layout.changed()
+        if (form, group, self.program.scale_layout(number)) != (weight.format, weight.group, declared):
             raise ValueError(f"weight {number} is declared as {form}, groups of {group}, and is {weight.format}")
         return weight.decode()
 

@@ -46,7 +46,7 @@ class Stored:
     group_of: np.ndarray | None = None
 
     def declare(self, program) -> int:
-        return program.add_matrix(*self.codes.shape, self.format, self.group, **vars(self.layout))
+        return program.add_matrix(*self.codes.shape, self.format, self.group, **self.layout.changed())
 
     def decode(self) -> np.ndarray:
         """What the matrix is, in float64."""

@@ -199,7 +199,7 @@ def test_a_program_declares_it_and_computes_with_it(case):
     if case.__name__ in ROW_BYTES:
         program = _native.Program()
         a, b = program.add_tensor(256), program.add_tensor(7)
-        matrix = program.add_matrix(7, 256, stored.format, stored.group, **vars(stored.layout))
+        matrix = program.add_matrix(7, 256, stored.format, stored.group, **stored.layout.changed())
         op = program.add_op("linear", [a], [b], [matrix], {})
         assert program.cost(op, rows=0)[0] == 7 * ROW_BYTES[case.__name__]
 
