@@ -69,7 +69,8 @@ def test_every_endpoint(group, tmp_path, capsys):
 
 
 def test_goes_on_after_a_kill(group, tmp_path, capsys):
-    (tmp_path / "in").write_text("".join(line(f"r{i}", prompt=f"Number {i}:", max_tokens=200, ignore_eos=True) for i in range(60)))
+    long = {"max_tokens": 200, "ignore_eos": True}
+    (tmp_path / "in").write_text("".join(line(f"r{i}", prompt=f"Number {i}:", **long) for i in range(60)))
     words = [sys.executable, "-m", "allspark_launch", "batch", "--address", group, "--concurrency", "3"]
     for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
         before = len((tmp_path / "out").read_bytes().splitlines()) if number != signal.SIGKILL else 0
