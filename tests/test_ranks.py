@@ -483,6 +483,7 @@ class FakeRunner:
     def __init__(self, config, *, rank, world, window, cpus):
         self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
         self.host_spans, self.held = 10 + rank, {bytes([0] * 16): 0, bytes([rank + 1] * 16): 1}
+        self.placement = {}
 
     def _maybe_fail(self, where: str) -> None:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):

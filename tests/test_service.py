@@ -200,6 +200,9 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
             session.register(i)
             session._answer(i, pb.RequestEvent(id=i, started=pb.Started()))
         session.take()
+        return min(one_time(session, notices) for _ in range(20))   # the first finds its memory far away
+
+    def one_time(session: ClientStream, notices: list) -> float:
         notices.clear()
         for token in range(5):
             for i in range(3):
@@ -213,8 +216,7 @@ def test_a_step_costs_a_session_one_notice_and_a_message_what_has_changed():
         assert [list(event.elements[0].ids) for event in events] == [[0, 1, 2, 3, 4]] * 3
         return taken
 
-    few, many = (min(seconds_to_take(waiting) for _ in range(5)) for waiting in (10, 20_000))
-    assert many < 10 * few
+    assert seconds_to_take(20_000) < 10 * seconds_to_take(10)
 
 
 def test_who_leaves_most_unread_goes_first_when_all_together_leave_too_much():
