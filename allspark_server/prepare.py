@@ -16,7 +16,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
-from .cache import SpanKeys
+from .cache import SpanGroups, SpanKeys
 from .chat import formats
 from .chat import prompt as chats
 from .guided import Guidance, Guide, Matcher, MatcherError
@@ -122,7 +122,8 @@ def prepare(
             check_ids(f"{name}[{i}]", word, info.vocab_size)
     check_ids("logit_bias", sorted(config.logit_bias), info.vocab_size)
     limit = length_limit(config, len(prompt), longest, info)
-    if len(prompt) + longest > info.num_spans * info.span_size:
+    groups = SpanGroups(info.span_size, tuple(info.cache_windows))
+    if groups.needed(len(prompt) + longest) > info.num_spans:
         raise AllSparkError(
             AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
             f"{len(prompt) + longest} tokens can never fit the cache of model {info.name!r}: "

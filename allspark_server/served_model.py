@@ -75,6 +75,7 @@ class ServedModel:
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
+            windows=tuple(info.cache_windows),
         )
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -122,7 +123,7 @@ class ServedModel:
     def stat(self) -> AsEngineStat:
         """Load and counters. Read without a lock: values may be a step apart."""
         scheduler, info = self.scheduler, self.info
-        counters, pool = scheduler.counters, scheduler.pool
+        counters, pool, groups = scheduler.counters, scheduler.pool, scheduler.limits.groups
         rows, generated = self.throughput.rates(time.monotonic())
         hit, seen = counters.prefix_tokens, counters.prompt_tokens
         return AsEngineStat(
@@ -130,8 +131,8 @@ class ServedModel:
             total_span=pool.num_spans,
             used_span=pool.used,
             free_span=pool.available,
-            total_token=pool.num_spans * info.span_size,
-            free_token=pool.available * info.span_size,
+            total_token=groups.positions(pool.num_spans),
+            free_token=groups.positions(pool.available),
             pendding_request=scheduler.waiting + self.queue.incoming,
             running_request=scheduler.running,
             total_prefill_token=seen,

@@ -69,7 +69,7 @@ def to_message(graph: Graph) -> pb.Graph:
             )
         )
     message.row_sets.extend(pb.RowSet(**vars(row_set)) for row_set in graph.row_sets.values())
-    if len(graph.cache_groups) > 1:
+    if graph.cache_groups != [CacheGroup()]:
         message.cache_groups.extend(pb.CacheGroup(**vars(group)) for group in graph.cache_groups)
     for tensor in graph.tensors.values():
         blocks = [pb.Block(width=b.width, split=_split_message(b.split)) for b in tensor.blocks]
@@ -150,8 +150,8 @@ def from_message(message: pb.Graph) -> Graph:
         graph.row_set(row_set.name, row_set.times, row_set.of)
     if message.cache_groups:
         graph.cache_groups = [CacheGroup(group.kind, group.window) for group in message.cache_groups]
-        if graph.cache_groups[0] != CacheGroup():
-            raise ValueError("its first cache group is not one of full attention")
+        if graph.cache_groups != sorted(graph.cache_groups, key=lambda group: group.kind != "full"):
+            raise ValueError("its cache groups of full attention are not the first")
     for t in message.tensors:
         blocks = tuple(Block(b.width, split_of(b, b.width)) for b in t.blocks)
         if not blocks or any(block.width < 1 for block in blocks):

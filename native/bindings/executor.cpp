@@ -281,7 +281,7 @@ void bind_executor(py::module_& m) {
           [](Executor& e, const std::string& kind, int window) {
             return e.program().add_cache_group(cache_kind_of(kind), window);
           },
-          py::arg("kind"), py::arg("window") = 0, "A further one: the first is there, of full attention.")
+          py::arg("kind"), py::arg("window") = 0, "Before any op; without, there is one of full attention.")
       .def(
           "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
           py::arg("width"), py::arg("rows") = kAllRows)
@@ -298,7 +298,7 @@ void bind_executor(py::module_& m) {
              const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft, int masks) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft), masks);
+                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(draft), masks);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
