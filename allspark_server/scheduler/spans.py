@@ -128,17 +128,18 @@ class SequenceSpans:
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Gives a running sequence the spans of so many positions, if there are enough."""
-        count = self.groups.count_for(positions)
-        missing = [count - len(table) for table in sequence.spans]
-        if max(missing) > 0:
-            spans = self.pool.allocate(sum(max(0, each) for each in missing))
+        count = -(-positions // self._size)
+        short = [table for table in sequence.spans if len(table) < count]
+        if short:
+            spans = self.pool.allocate(sum([count - len(table) for table in short]))
             if spans is None:
                 return False
             if self.tier is not None:
                 self.tier.before_writes(spans)
-            for table, each in zip(sequence.spans, missing):
-                table += spans[: max(0, each)]
-                del spans[: max(0, each)]
+            for table in short:
+                left = len(spans) - count + len(table)
+                table += spans[left:]
+                del spans[left:]
         return True
 
     def slide(self, sequence: Sequence) -> bool:
@@ -171,8 +172,8 @@ class SequenceSpans:
             return None
         begin, sequence.entered = sequence.entered, full
         self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
-        for index in range(begin, full):
-            for group, table in enumerate(sequence.spans):
+        for group, table in enumerate(sequence.spans):
+            for index in range(begin, full):
                 self.prefix_cache.enter(in_group(sequence.keys[index], group), table[index])
         return self.coming.arrived(sequence, begin, full) if sequence.announced > begin else []
 
