@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks-on-node", type=int, default=0, metavar="N",
                    help="how many ranks share the memory of this one's node (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
+    p.add_argument("--split-hosts", type=int, default=0, help=argparse.SUPPRESS)     # for tests: see mpi.join
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--strict", action="store_true", help="fail to load a model if memory is on wrong nodes")
     p.add_argument("--log-format", default="text", choices=logs.FORMATS)
@@ -151,8 +152,12 @@ class Rank:
         from . import _native
         from .runtime.group import RankModels, WindowGroup
         from .runtime.mpi import join
-        world = join(self.expected, _native.Window.bytes_needed(self.expected))
-        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS)
+        world = join(self.expected, _native.Window.bytes_needed(self.expected), a.split_hosts)
+        between = {}
+        if world.between is not None:
+            between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
+                       "sockets": world.between.sockets}
+        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS, **between)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
             self.lead(WindowGroup(window, world.size, self.cpus, self.fail))

@@ -36,6 +36,8 @@ class GroupOptions:
     ranks: int = 0
     numa_nodes: list[int] | None = None
     gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
+    hosts: str = ""                 # a host file, names, or auto; "": this one
+    remote_shell: str = ""          # words that start a command on one of them
     cpus_per_rank: int = 0
     use_siblings: bool = False
     strict: bool = False            # refuse to serve with memory on wrong nodes

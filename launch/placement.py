@@ -20,6 +20,7 @@ class RankPlacement:
     bound_cpus: tuple[int, ...]
     memory_node: int | None     # None: leave the memory policy alone
     whole_node: bool            # the rank has its node's CPUs to itself
+    host: str = ""              # another host's name
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Placement:
 
 
 def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cpus_per_rank: int = 0,
-          use_siblings: bool = False) -> Placement:
-    """Place `ranks` ranks on `nodes`.
+          use_siblings: bool = False, first: int = 0) -> Placement:
+    """Place `ranks` ranks on `nodes`, numbered from `first` on.
 
     ranks: 0 is one per node. nodes: node ids; None is every node with cores and memory. cpus_per_rank: compute
     threads of each rank; 0 is every physical core of its share. use_siblings: threads may also sit on the second
@@ -61,7 +62,7 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
     ranks = ranks or len(chosen)
     result = Placement([])
     share = _ranks_per_node(chosen[:ranks], ranks)
-    rank = 0
+    rank = first
     for node, count in zip(chosen[:ranks], share):
         if not node.has_memory:
             near = topology.memory_node(node)
