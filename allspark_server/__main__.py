@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import logging
+import socket
 import sys
 import time
 from pathlib import Path
@@ -153,16 +154,17 @@ class Rank:
         from .runtime.group import RankModels, WindowGroup
         from .runtime.mpi import join
         world = join(self.expected, _native.Window.bytes_needed(self.expected), a.split_hosts)
-        between = {}
+        between, host, leads = {}, "", False
         if world.between is not None:
+            host, leads = socket.gethostname(), world.rank in world.between.first
             between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
                        "sockets": world.between.sockets}
         window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS, **between)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
-            self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
+            self.lead(WindowGroup(window, world.size, self.cpus, self.fail, host))
         else:
-            models = RankModels(world.rank, world.size, window, self.cpus)
+            models = RankModels(world.rank, world.size, window, self.cpus, host, leads)
             if self.heartbeat:
                 self.heartbeat.watch(models)
                 self.heartbeat.state("ready")
