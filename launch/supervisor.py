@@ -236,6 +236,7 @@ class Supervisor:
                     break
                 problem = self._problem(run)
                 if problem:
+                    logger.warning("%s: the group is ended", problem)
                     run.error, lost = run.error or problem, True
                     break
                 self._tell(run)

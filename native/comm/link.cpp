@@ -35,9 +35,11 @@ void Link::close() {
   closed_ = true;
   if (write(wake_[1], "x", 1) < 0) return thread_.join();  // the pipe is full: it is awake
   thread_.join();
+  std::string why;
+  const bool aborted = end_.aborted(why);
   for (Peer& peer : peers_) {
     try {
-      if (peer.open) send(peer, kBye, 0, nullptr, 0, kShortSend);
+      if (peer.open) send(peer, aborted ? kAbort : kBye, 0, why.data(), why.size(), kShortSend);
     } catch (const std::runtime_error&) { peer.open = false; }
     ::close(peer.socket);
   }
