@@ -42,7 +42,7 @@ def test_windows_over_hosts(source, ranks, count):
 
 def answer(folder: Path, model: Path, *words: str) -> list:
     """What a group of four ranks says: ids and bits of their probabilities."""
-    process = mpirun(next(iter(MPIS)), 4, "-m", "allspark_server", "--no-spin", "--cpus", "0", "--address",
+    process = mpirun(next(iter(MPIS)), 4, "-m", "allspark_server", "--no-spin", "--cpus", "0", "--model-root", "/", "--address",
                      f"unix:{folder}/s", *words)
     try:
         wait_for((folder / "s").exists)
@@ -55,20 +55,19 @@ def answer(folder: Path, model: Path, *words: str) -> list:
                 _, handle, queue = engine.start_request("m", {"input_ids": ids}, {
                     "max_new_tokens": 12, "logprobs": True, "top_logprobs": 3, "early_stopping": False, **config})
                 for elements in queue:
-                    found += elements.ids_from_generate, elements.log_probs_list
+                    found += zip(elements.ids_from_generate, elements.log_probs_list)
                 engine.release_request("m", handle)
             engine.release_model("m")
             return found
     finally:
         process.terminate()
-        output, _ = process.communicate(timeout=20)
-        assert process.returncode == 0, output
+        print(process.communicate(timeout=20)[0])
         (folder / "s").unlink(missing_ok=True)
 
 
 def test_a_group_over_hosts_gives_the_bits_of_one(tmp_path, tiny_model):
     one, two = answer(tmp_path, tiny_model), answer(tmp_path, tiny_model, "--split-hosts", "2")
-    assert len(one) >= 4 and two == one
+    assert len(one) == 24 and two == one
 
 
 def test_layouts():
