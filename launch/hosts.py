@@ -96,18 +96,17 @@ def _from_environment(environment: Mapping[str, str]) -> list[Host]:
 
 def _shell(remote_shell: str, environment: Mapping[str, str]) -> list[str]:
     """As mpirun would do: what it is told, srun in a Slurm allocation, ssh."""
+    arguments = shlex.split(environment.get("OMPI_MCA_plm_rsh_args", ""))
     agent = remote_shell or environment.get("OMPI_MCA_plm_rsh_agent", "")
     if agent:
         words = shlex.split(agent)
         if shutil.which(words[0]) is None:
             raise ValueError(f"remote_shell: {words[0]!r} is not an executable")
-        if not remote_shell:
-            words += shlex.split(environment.get("OMPI_MCA_plm_rsh_args", ""))
-        return words
+        return words + ([] if remote_shell else arguments)
     if environment.get("SLURM_JOB_ID"):
         return ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quit-on-interrupt",
                 "--nodelist"]
-    return list(_SSH)
+    return [*_SSH, *arguments]
 
 
 def is_here(name: str) -> bool:

@@ -216,3 +216,61 @@ def test_another_checkpoint_is_told(tmp_path):
                 engine.install_model(AsModelConfig(model_name="m", model_path=str(copy)))
                 engine.start_model("m")
             assert f"{copy / 'config.json'} on host h1 is another than on host h0" in str(error.value)
+
+
+SLURM = """
+ClusterName=test
+SlurmctldHost=h0
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+NodeName=h[0-1] CPUs=1
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch"))), reason="Slurm is not installed")
+def test_slurm(tmp_path, undisturbed):
+    """A job of a real slurmctld and two slurmds, as launch/examples/group.sbatch has it."""
+    wanted = undisturbed(2)
+    (tmp_path / "state").mkdir()
+    file = tmp_path / "slurm.conf"
+    file.write_text(SLURM.format(folder=tmp_path))
+    script = tmp_path / "job"
+    script.write_text(f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --exclusive --no-kill --signal=B:TERM@20 --output={tmp_path}/log
+exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_path}/s --ready-file {tmp_path}/ready \\
+    --model {shipped_model()} --model-name m --cpus-per-rank 1
+""")
+    with namespaces.hosts(2, tmp_path) as hosts:
+        slurm = ["env", f"SLURM_CONF={file}"]
+        for name, words in (("h0", ["slurmctld", "-D"]), ("h0", ["slurmd", "-D", "-N", "h0"]),
+                            ("h1", ["slurmd", "-D", "-N", "h1"])):
+            subprocess.Popen([*hosts.enter(name), *slurm, *words], stdin=subprocess.DEVNULL,     # the hosts' end is theirs
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(lambda: hosts.run("h0", *slurm, "sinfo", "--noheader", "--format=%D %t") == "2 idle\n", 60)
+            job = hosts.run("h0", *slurm, "sbatch", "--parsable", str(script)).strip()
+            wait_for((tmp_path / "ready").exists, 60)
+            with ClientEngine(f"unix:{tmp_path}/s") as engine:
+                assert [len(ranks_on(hosts, name)) for name in hosts.names] == [1, 1]
+                assert ask(engine) == wanted
+            hosts.run("h0", *slurm, "scancel", "--batch", "--signal=TERM", job)
+            wait_for(lambda: not any(ranks_on(hosts, name) + agents_on(hosts, name) for name in hosts.names))
+        except BaseException:
+            for log in sorted(tmp_path.glob("*log")):
+                print(log, log.read_text(errors="replace")[-5000:], sep="\n")
+            raise
