@@ -10,6 +10,7 @@ from pathlib import Path
 from allspark_server import access
 
 from .options import GroupOptions
+from .placement import nearest_memory
 from .topology import Topology, format_list
 
 logger = logging.getLogger(__name__)
@@ -33,12 +34,15 @@ def check(member: GroupOptions) -> None:
                          "numa_nodes and a directory of its own")
 
 
-def expand(name: str, member: GroupOptions, nodes: list[int]) -> dict[str, GroupOptions]:
+def expand(name: str, member: GroupOptions, machine: Topology) -> dict[str, GroupOptions]:
     """A group on each node instead of one member: NAME-NODE, on ports that follow one another, Unix sockets
     PATH-NODE."""
-    return {f"{name}-{node}": replace(member, numa_nodes=[node], http=member.http and _shift(member.http, i, node),
-                                      address=[_shift(address, i, node) for address in member.address])
-            for i, node in enumerate(nodes)}
+    found = {}
+    for i, (node, memory) in enumerate(nearest_memory(machine, machine.default_nodes, member.memory_nodes).items()):
+        found[f"{name}-{node}"] = replace(
+            member, numa_nodes=[node], memory_nodes=list(memory), http=member.http and _shift(member.http, i, node),
+            address=[_shift(address, i, node) for address in member.address])
+    return found
 
 
 def _shift(address: str, index: int, node: int) -> str:
@@ -48,11 +52,11 @@ def _shift(address: str, index: int, node: int) -> str:
     return f"{host}:{int(port) + index}"
 
 
-def candidates(member: GroupOptions, nodes: list[int]) -> dict[str, list[GroupOptions]]:
+def candidates(member: GroupOptions, machine: Topology) -> dict[str, list[GroupOptions]]:
     """Layout -> its groups, with what bears on their speed; they serve nobody."""
     bare = GroupOptions(models=member.models, cpus_per_rank=member.cpus_per_rank, use_siblings=member.use_siblings,
-                        strict=member.strict)
-    return {"wide": [replace(bare, numa_nodes=nodes)], "nodes": [replace(bare, numa_nodes=[node]) for node in nodes]}
+                        strict=member.strict, memory_nodes=member.memory_nodes)
+    return {"wide": [replace(bare, numa_nodes=machine.default_nodes)], "nodes": list(expand("", bare, machine).values())}
 
 
 def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
@@ -61,7 +65,7 @@ def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
         "optimize": purpose,
         "nodes": [{"id": node.id, "cpus": format_list(node.cpus), "memory_gib": round(node.memory_total / 2**30)}
                   for node in machine.nodes],
-        "models": member.models, "cpus_per_rank": member.cpus_per_rank, "use_siblings": member.use_siblings}
+        "memory_nodes": member.memory_nodes, "models": member.models, "cpus_per_rank": member.cpus_per_rank, "use_siblings": member.use_siblings}
 
 
 @dataclass
@@ -97,8 +101,8 @@ class Kept:
         except FileNotFoundError:
             return cls(path)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it, and layouts are measured "
-                             "again where they are to be") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it, and what it had decided is "
+                             "measured again") from None
 
     def write(self) -> None:
         """Leaves no file where there is nothing to keep."""

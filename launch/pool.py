@@ -104,10 +104,10 @@ class Pool:
             if layouts.is_open(member) and layout != "wide":
                 try:
                     layouts.check(member)
+                    if kept.layout_of(name, layout) == "nodes" and len(machine.default_nodes) > 1:
+                        parts = layouts.expand(name, member, machine)
                 except ValueError as error:
                     raise ValueError(f"{self.places[name].at()}: layout is {layout}: {error}") from None
-                if kept.layout_of(name, layout) == "nodes" and len(machine.default_nodes) > 1:
-                    parts = layouts.expand(name, member, machine.default_nodes)
             for part, options in parts.items():
                 if part in found.members or part != name and part in self.members:
                     raise ValueError(f"{self.places[name].at('name')}: layout is {layout}: {part!r} is the name of "
@@ -173,8 +173,8 @@ A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
 
     def of_layout(q: argparse.ArgumentParser) -> None:
         q.add_argument("--layout", choices=layouts.LAYOUTS, default="",
-                       help="of members without numa_nodes: one wide group with a rank on each NUMA node (default), a "
-                            "group on each of the nodes, or what is measured to be better; kept until it is said anew")
+                       help="of members without numa_nodes: a wide group with a rank on each NUMA node (default), a "
+                            "group on each of them, or what is measured to be better; kept until it is said anew")
         q.add_argument("--optimize", "--for", choices=layouts.PURPOSES, default="",
                        help="what auto measures (default throughput)")
         q.add_argument("--measure", action="store_true", help="measure again what auto has decided before")
@@ -292,7 +292,7 @@ def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine
 
 def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
     from .bench import layouts as bench
-    found = bench.measure(layouts.candidates(member, machine.default_nodes), purpose,
+    found = bench.measure(layouts.candidates(member, machine), purpose,
                           lambda text: print(f"{name}: {text}", flush=True))
     print(bench.table(found))
     layout, why = bench.choose(found, purpose)
