@@ -113,9 +113,9 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, memory_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure,
-socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit,
-log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
+ranks, numa_nodes, memory_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca,
+tls_role, insecure, socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests,
+state_file, drain_limit, log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
 the rest from the next start; tokens are read again whenever their file changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "

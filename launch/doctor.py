@@ -100,9 +100,8 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
     governors = {cpu: read(f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor") for cpu in machine.allowed_cpus}
     slow = [cpu for cpu, governor in governors.items() if governor not in ("", "performance")]
     if slow:
-        found.append(Finding("note", "clock", f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they "
-                                              "take a while to reach full speed",
-                             "as root: cpupower frequency-set -g performance"))
+        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they take a while to reach full speed"
+        found.append(Finding("note", "clock", text, "as root: cpupower frequency-set -g performance"))
     huge = "sys/kernel/mm/transparent_hugepage/"
     pages, defrag = (re.search(r"\[([\w+]+)\]", read(huge + name)) for name in ("enabled", "defrag"))
     if pages and pages[1] == "never":
@@ -111,8 +110,8 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
     elif pages:
         found.append(Finding("ok", "huge pages", f"transparent ones: {pages[1]}"))
         if defrag and defrag[1] == "never":
-            found.append(Finding("note", "huge pages", "none are made when memory is asked for: after some uptime much of "
-                                                       "it is in small pages", f"as root: echo madvise >/{huge}defrag"))
+            text = "none are made when memory is asked for: after some uptime much of it is in small pages"
+            found.append(Finding("note", "huge pages", text, f"as root: echo madvise >/{huge}defrag"))
     balancing = read("proc/sys/kernel/numa_balancing")
     if balancing not in ("", "0") and len(machine.nodes) > 1:
         found.append(Finding("note", "NUMA", "automatic balancing is on; pinned ranks gain nothing from it",
@@ -135,7 +134,8 @@ def _mpi() -> list[Finding]:
         use = "used" if mpi.library.resolve() == chosen.library.resolve() else "not used; ALLSPARK_MPIRUN chooses"
         found.append(Finding("ok", "MPI", f"Open MPI {mpi.version_text} ({mpi.source}): {mpi.mpirun} with "
                                           f"{mpi.library} ({use})"))
-    return found + [Finding("note", "MPI", p, "remove it, or let ALLSPARK_MPIRUN name the one to use") for p in problems]
+    remedy = "remove it, or let ALLSPARK_MPIRUN name the one to use"
+    return found + [Finding("note", "MPI", p, remedy) for p in problems]
 
 
 def _numactl() -> list[Finding]:
@@ -164,8 +164,9 @@ def nodes_of(machine: Topology) -> list[Finding]:
 def _node(n: Node, machine: Topology) -> list[Finding]:
     found = []
     if not n.cpus and n.has_memory:
-        found.append(Finding("ok", "NUMA", f"node {n.id} has {n.memory_total / 2**30:.0f} GiB and no CPUs (CXL, say): only "
-                                           "groups that name it in memory_nodes use it"))
+        size = f"{n.memory_total / 2**30:.0f} GiB"
+        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, say): only groups that name it in "
+                                           "memory_nodes use it"))
     elif not n.cores:
         found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use",
                              "widen the container's cpuset (docker run --cpuset-cpus), or bring its CPUs online"))
@@ -173,10 +174,9 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
         text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
         found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
     if n.cores and not n.has_memory:
-        found.append(Finding("note", "NUMA", f"node {n.id} has no memory that this process may use: it gets no rank unless "
-                                             f"numa_nodes names it, which then uses that of node "
-                                             f"{machine.memory_node(n).id}",
-                             "memory modules on that socket" if not n.memory_total else
+        text = (f"node {n.id} has no memory that this process may use: it gets no rank unless numa_nodes names it, which "
+                f"then uses that of node {machine.memory_node(n).id}")
+        found.append(Finding("note", "NUMA", text, "memory modules on that socket" if not n.memory_total else
                              "widen the container's cpuset (docker run --cpuset-mems)"))
     return found
 
@@ -198,9 +198,9 @@ def _limits() -> list[Finding]:
                              "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
     processes = process.rlimit(psutil.RLIMIT_NPROC)[1]
     if processes != psutil.RLIM_INFINITY and processes < FEW_PROCESSES:
-        found.append(Finding("note", "processes", f"this user may have {processes} threads in all: each rank has one for "
-                                                  "each core, and some more",
-                             f"ulimit -u {FEW_PROCESSES}; in a unit: LimitNPROC={FEW_PROCESSES}, TasksMax={FEW_PROCESSES}"))
+        text = f"this user may have {processes} threads in all: each rank has one for each core, and some more"
+        found.append(Finding("note", "processes", text, f"ulimit -u {FEW_PROCESSES}; in a unit: LimitNPROC="
+                                                        f"{FEW_PROCESSES}, TasksMax={FEW_PROCESSES}"))
     return found
 
 
@@ -208,7 +208,8 @@ def _shared_memory(machine: Topology) -> list[Finding]:
     try:
         free = psutil.disk_usage("/dev/shm").free
     except OSError as error:
-        return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead", "as root: mount -t tmpfs tmpfs /dev/shm")]
+        remedy = "as root: mount -t tmpfs tmpfs /dev/shm"
+        return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead", remedy)]
     ranks = max(2, len(machine.nodes))
     needed = ranks * WINDOW_BYTES_PER_RANK
     if free < needed:

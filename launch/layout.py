@@ -56,7 +56,8 @@ def candidates(member: GroupOptions, machine: Topology) -> dict[str, list[GroupO
     """Layout -> its groups, with what bears on their speed; they serve nobody."""
     bare = GroupOptions(models=member.models, cpus_per_rank=member.cpus_per_rank, use_siblings=member.use_siblings,
                         strict=member.strict, memory_nodes=member.memory_nodes)
-    return {"wide": [replace(bare, numa_nodes=machine.default_nodes)], "nodes": list(expand("", bare, machine).values())}
+    wide = replace(bare, numa_nodes=machine.default_nodes)
+    return {"wide": [wide], "nodes": list(expand("", bare, machine).values())}
 
 
 def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
@@ -65,7 +66,8 @@ def subject(member: GroupOptions, machine: Topology, purpose: str) -> dict:
         "optimize": purpose,
         "nodes": [{"id": node.id, "cpus": format_list(node.cpus), "memory_gib": round(node.memory_total / 2**30)}
                   for node in machine.nodes],
-        "memory_nodes": member.memory_nodes, "models": member.models, "cpus_per_rank": member.cpus_per_rank, "use_siblings": member.use_siblings}
+        "models": member.models, "memory_nodes": member.memory_nodes, "cpus_per_rank": member.cpus_per_rank,
+        "use_siblings": member.use_siblings}
 
 
 @dataclass
@@ -101,8 +103,8 @@ class Kept:
         except FileNotFoundError:
             return cls(path)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it, and what it had decided is "
-                             "measured again") from None
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); remove it, and what it had decided "
+                             "is measured again") from None
 
     def write(self) -> None:
         """Leaves no file where there is nothing to keep."""

@@ -31,7 +31,8 @@ class Target:
 def add_target_options(p: argparse.ArgumentParser) -> None:
     """Of commands that look at groups."""
     p.add_argument("--config", metavar="FILE", help="pool.toml")
-    p.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="where it is installed (default %(default)s)")
+    p.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR",
+                   help="where it is installed (default %(default)s)")
     p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
                                                                   "default $ALLSPARK_ADDRESS, or where a group serves "
                                                                   "that was given none)")

@@ -153,10 +153,10 @@ What has changed in the file counts: members that are new are started, those tha
 tokens, drain_limit or log_level changed are told, and others are restarted, one after the other. A restart waits until
 the requests of the member have ended, as long as that takes: none is ended by it.
 
-layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide group
-and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or "throughput" (as
-many as are computed at once), before the pool starts. What was decided is kept in the configuration directory and holds
-until --measure, or until a pool that does not run is applied with another model, purpose or machine.
+layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide
+group and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or
+"throughput" (as many as are computed at once), before the pool starts. What was decided is kept in the configuration
+directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or machine.
 
 A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -109,8 +109,8 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
         raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
                          "SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory and options.memory_nodes:
-        raise ValueError("memory_nodes: this system does not let processes choose their memory policy; a container needs "
-                         "SYS_NICE for it (docker run --cap-add SYS_NICE)")
+        raise ValueError("memory_nodes: this system does not let processes choose their memory policy; a container "
+                         "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")

@@ -16,8 +16,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def bind_memory(nodes: list[int]) -> bool:
-    """Allocate from `nodes` only, from now on, from the nearest as long as it has some free. False if the system refuses
-    (a container without SYS_NICE): then memory still comes from the node whose CPU touches it first, likewise."""
+    """Allocate from `nodes` only, from now on, from the nearest as long as it has some free. False if the system
+    refuses (a container without SYS_NICE): then memory still comes from the node whose CPU touches it first, likewise.
+    """
     if _SET_MEMPOLICY is None:
         return False
     words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()

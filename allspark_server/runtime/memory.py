@@ -18,8 +18,8 @@ _MPOL_BIND = 2
 _MASK_WORDS = 16
 _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
 
-#: Node -> how many ranks of this process's group take memory from it, as the launcher says; where it does not, ranks are
-#: taken to be spread over all nodes.
+#: Node -> how many ranks of this process's group take memory from it, as the launcher says; where it does not, ranks
+#: are taken to be spread over all nodes.
 ranks_on_node: dict[int, int] = {}
 #: Whether a model is not served whose memory is on other nodes than it should be.
 strict = False

@@ -324,7 +324,8 @@ class ModelRunner:
         pages = pages_by_node()
         total = sum(pages.values())
         elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
-        self.placement = {"node": min(own & nodes_of_cpus(self.cpus) or own, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
+        home = own & nodes_of_cpus(self.cpus) or own
+        self.placement = {"node": min(home, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
         if own and total and elsewhere > MISPLACED_SHARE * total:
             message = (f"{mib(elsewhere)} ({100 * elsewhere / total:.0f} %) of rank {self.rank}'s memory are on other "
                        f"NUMA nodes than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")
