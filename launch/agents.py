@@ -205,6 +205,7 @@ class Agents:
                 if "error" in found:
                     raise ValueError(f"host {agent.name}: {found['error']}")
                 ranks = [RankPlacement(**{**r, "cpus": tuple(r["cpus"]), "bound_cpus": tuple(r["bound_cpus"]),
+                                          "more_memory": tuple(r["more_memory"]),
                                           "host": agent.name}) for r in found["ranks"]]
                 warnings = [f"host {agent.name}: {warning}" for warning in found["warnings"]]
                 return Placement(ranks, found["oversubscribed"], warnings)

@@ -53,7 +53,7 @@ class GroupPlan:
     def describe(self) -> list[str]:
         """One line for each rank: where it runs."""
         return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}NUMA node {r.node}, CPUs {format_list(r.cpus)}"
-                + (f", memory of node {r.memory_node}" if r.memory_node is not None else "")
+                + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
                 for r in self.placement.ranks]
 
 
@@ -84,7 +84,8 @@ def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_
     counts = share_ranks([sum(len(n.cores) for n in topology.nodes), *(a.hello["cores"] for a in others)],
                          [agents.own.ranks or len(options.numa_nodes or topology.default_nodes),
                           *(a.host.ranks or len(options.numa_nodes or ()) or a.hello["nodes"] for a in others)], ranks)
-    how = {"nodes": options.numa_nodes, "cpus_per_rank": options.cpus_per_rank, "use_siblings": options.use_siblings}
+    how = {"nodes": options.numa_nodes, "cpus_per_rank": options.cpus_per_rank, "use_siblings": options.use_siblings,
+           "memory_nodes": options.memory_nodes}
     result = place(topology, counts[0], **how)
     if not bind_memory:
         result.ranks = [replace(rank, memory_node=None) for rank in result.ranks]
@@ -140,10 +141,14 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     if agents is not None:
         placement = _place_on_hosts(replace(options, numa_nodes=numa_nodes), topology, ranks, bind_memory, agents)
     else:
-        placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings)
+        placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
+                          options.memory_nodes)
     if not bind_memory and options.strict:
         raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
                          "SYS_NICE for it (docker run --cap-add SYS_NICE)")
+    if not bind_memory and options.memory_nodes:
+        raise ValueError("memory_nodes: this system does not let processes choose their memory policy; a container "
+                         "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")
