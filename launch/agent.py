@@ -1,8 +1,9 @@
 """The supervisor's hands on another host, which it starts there by ssh or srun: python -m allspark_launch.agent.
 
-They talk by lines of JSON on standard input and output, so there is no door to guard: who may run commands on a host may
-do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' beats, tells at once when one has
-ended, and ends them all when it is told to, when the supervisor's end of the line is closed, or when its lease runs out.
+They talk by lines of JSON on standard input and output, so there is no door to guard: who may run commands on a host
+may do this. The agent places ranks on its host, runs mpirun's daemon, passes on the ranks' beats, tells at once when one
+has ended, and ends them all when it is told to, when the supervisor's end of the line is closed, or when its lease runs
+out.
 
 The lease: each message {"alive": k} is answered {"lease": k}, and holds for LEASE_SECONDS from when it was sent. So
 whoever has waited that long since the last one it got knows that nothing of the group runs here any more.
@@ -75,7 +76,7 @@ class Agent:
             while not self._closed:
                 now = time.monotonic()
                 if now > self._lease + LEASE_SECONDS:
-                    logger.error("the supervisor has not been heard of for %g s: the group is ended here", LEASE_SECONDS)
+                    logger.error("nothing was heard of the supervisor for %g s: the group is ended", LEASE_SECONDS)
                     return EXIT_LEASE
                 if now >= next_alive:
                     next_alive = now + ALIVE_SECONDS
@@ -89,8 +90,8 @@ class Agent:
 
     def _hello(self) -> dict:
         topology = read_topology()
-        return {"version": __version__, "host": socket.gethostname(), "cores": sum(len(n.cores) for n in topology.nodes),
-                "nodes": len(topology.default_nodes)}
+        return {"version": __version__, "host": socket.gethostname(), "nodes": len(topology.default_nodes),
+                "cores": sum(len(n.cores) for n in topology.nodes)}
 
     def _alive(self, now: float) -> None:
         self._count += 1
@@ -157,8 +158,8 @@ class Agent:
         if not allowed:
             for rank in found["ranks"]:
                 rank["memory_node"] = None
-            found["warnings"].append("this system does not let processes choose their memory policy; memory is placed by "
-                                     "first touch")
+            found["warnings"].append("this system does not let processes choose their memory policy; memory is placed "
+                                     "by first touch")
         return found
 
     def _launch(self, command: str, environment: dict[str, str]) -> None:

@@ -66,7 +66,7 @@ class Agent:
         command = [sys.executable, "-m", "allspark_launch.agent"]
         self.errors.clear()
         self._unread, self.hello, self.ended, self.stopped = b"", {}, True, set()
-        self.process = subprocess.Popen([*shell, self.name, *command],     # none of these words means a thing to a shell
+        self.process = subprocess.Popen([*shell, self.name, *command],     # no word of it means a thing to a shell
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                         start_new_session=True, preexec_fn=lambda: die_with_parent(9))
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -131,8 +131,8 @@ class Agents:
         self._began = False
 
     def connect(self) -> list[Agent]:
-        """Those that are there; starts the others. Raises ValueError if one does not come at the first time; later those
-        that were lost are left out."""
+        """Those that are there; starts the others. Raises ValueError if one does not come at the first time; later
+        those that were lost are left out."""
         for agent in self.all:
             if agent.why_lost():
                 self._close(agent)
@@ -140,7 +140,7 @@ class Agents:
                 for stream, read in ((agent.process.stdout, self._take), (agent.process.stderr, self._take_errors)):
                     self.selector.register(stream, selectors.EVENT_READ, (agent, read))
         deadline = time.monotonic() + (AGAIN_SECONDS if self._began else START_SECONDS)
-        while (waited := [a for a in self.all if a.process is not None and not a.hello]) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and (waited := [a for a in self.all if a.process and not a.hello]):
             if self._began and all(agent.was_lost for agent in waited):
                 break
             self.poll(0.1)
@@ -154,10 +154,11 @@ class Agents:
                                      f"{__version__}; they must be the same")
             elif not self._began:
                 raise ValueError(f"hosts: the agent on {agent.name} does not start by {' '.join(self._shell)}"
-                                 f"{agent.last_words() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} with "
-                                 "allspark must be there, and no password be asked for")
+                                 f"{agent.last_words() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} "
+                                 "with allspark must be there, and no password be asked for")
             else:
-                logger.warning("host %s is not there; the group is started without it%s", agent.name, agent.last_words())
+                logger.warning("host %s is not there; the group is started without it%s", agent.name,
+                               agent.last_words())
         self._began = True
         return [agent for agent in self.all if agent.connected]
 

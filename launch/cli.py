@@ -161,11 +161,11 @@ the rest from the next start; tokens are read again whenever their file changes.
     p.add_argument("--hosts", "--hostfile", metavar="FILE|NAMES",
                    help="spread the group over these hosts, of which this is one: a file with a line 'NAME' or 'NAME "
                         "slots=N' for each, names with commas between them, or auto: the Slurm allocation, or the host "
-                        "file of the Kubernetes MPI operator; ranks are one for each NUMA node, or slots, or --ranks in "
-                        "all")
+                        "file of the Kubernetes MPI operator; ranks are one for each NUMA node, or slots, or --ranks "
+                        "in all")
     p.add_argument("--remote-shell", metavar="WORDS",
-                   help="run a command on a host of --hosts by these words, its name and the command (default: ssh, in a "
-                        "Slurm allocation srun)")
+                   help="run a command on a host of --hosts by these words, its name and the command (default: ssh, in "
+                        "a Slurm allocation srun)")
     p.add_argument("--strict", action="store_true", help="refuse to serve with memory on other nodes than it should be")
     _placement_options(p)
     _model_options(p)

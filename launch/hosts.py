@@ -47,11 +47,11 @@ def find_hosts(text: str, remote_shell: str = "", environment: Mapping[str, str]
         hosts = [_host(word, text) for word in text.split(",")]
     names = [host.name for host in hosts]
     if len(set(names)) != len(names):
-        raise ValueError(f"hosts: {next(n for n in names if names.count(n) > 1)} is named twice; write NAME slots=N for "
-                         "several ranks")
+        raise ValueError(f"hosts: {next(n for n in names if names.count(n) > 1)} is named twice; write NAME slots=N "
+                         "for several ranks")
     here = next((host for host in hosts if is_here(host.name)), None)
     if here is None:
-        raise ValueError(f"hosts: this one ({socket.gethostname()}) is not among {', '.join(names) or 'none'}; start the "
+        raise ValueError(f"hosts: this one ({socket.gethostname()}) is not among {', '.join(names)}; start the "
                          "group on one of its hosts (an MPIJob needs runLauncherAsWorker: true)")
     return Allocation((here, *(host for host in hosts if host != here)), tuple(_shell(remote_shell, environment)))
 
@@ -85,13 +85,13 @@ def _from_environment(environment: Mapping[str, str]) -> list[Host]:
             done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20,
                                   stdin=subprocess.DEVNULL, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            raise ValueError(f"hosts: scontrol does not tell the hosts of SLURM_JOB_NODELIST={nodes}: {error}") from None
+            raise ValueError(f"hosts: scontrol does not tell those of SLURM_JOB_NODELIST={nodes}: {error}") from None
         return [Host(name) for name in done.stdout.split()]
     file = environment.get("OMPI_MCA_orte_default_hostfile") or environment.get("PRTE_MCA_prte_default_hostfile")
     if file or MPI_OPERATOR.is_file():
         return read_host_file(file or str(MPI_OPERATOR))
-    raise ValueError("hosts: auto finds neither a Slurm allocation (SLURM_JOB_NODELIST) nor a host file of the Kubernetes "
-                     f"MPI operator ({MPI_OPERATOR}); name a file or hosts")
+    raise ValueError("hosts: auto finds neither a Slurm allocation (SLURM_JOB_NODELIST) nor a host file of the "
+                     f"Kubernetes MPI operator ({MPI_OPERATOR}); name a file or hosts")
 
 
 def _shell(remote_shell: str, environment: Mapping[str, str]) -> list[str]:
@@ -122,8 +122,8 @@ def is_here(name: str) -> bool:
 
 
 def share_ranks(cores: list[int], wanted: list[int], ranks: int) -> list[int]:
-    """How many ranks each host gets. cores: that each has. wanted: what it gets unless `ranks` says how many there are in
-    all: then one each, as far as that goes, and the rest where most cores are left for each."""
+    """How many ranks each host gets. cores: that each has. wanted: what it gets unless `ranks` says how many there are
+    in all: then one each, as far as that goes, and the rest where most cores are left for each."""
     if not ranks:
         return list(wanted)
     counts = [int(i < ranks) for i in range(len(cores))]

@@ -165,8 +165,8 @@ def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str,
 
 
 def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool = False) -> list[str]:
-    """Options before the first rank: nothing rebinds, shared memory only unless there are several hosts, as root if need
-    be."""
+    """Options before the first rank: nothing rebinds, shared memory only unless there are several hosts, as root if
+    need be."""
     options = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
@@ -184,8 +184,8 @@ def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool 
 
 
 def _between_hosts(mpi: Installation) -> list[str]:
-    """Daemons are started by the supervisor's agents, whose children they stay; ranks of different hosts talk by TCP, or
-    as OMPI_MCA_pml and OMPI_MCA_btl say."""
+    """Daemons are started by the supervisor's agents, whose children they stay; ranks of different hosts talk by TCP,
+    or as OMPI_MCA_pml and OMPI_MCA_btl say."""
     words = ["--leave-session-attached"] if mpi.version < (5,) else []
     prefix, shell = ("--prtemca", "ssh") if mpi.version >= (5,) else ("--mca", "rsh")
     words += [prefix, "plm", shell, prefix, f"plm_{shell}_agent", f"{sys.executable} {_REMOTE_SHELL}",

@@ -76,7 +76,8 @@ def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
     return following[:ranks] if ranks else following
 
 
-def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool, agents: Agents) -> Placement:
+def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool,
+                    agents: Agents) -> Placement:
     """Ranks on this host and on the others that are there, each placed by its agent."""
     if options.gpus:
         raise ValueError("gpus: a group of GPUs on several hosts is not available yet")

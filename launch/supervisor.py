@@ -117,7 +117,8 @@ class Supervisor:
     gives up. parent_pid: stop when that process ends. on_output: gets each chunk of bytes the group prints. on_ready:
     gets what is written to the ready file. on_progress: gets a model's name and how much of it every rank has loaded,
     0…1. on_reload: called when `request_reload` was; rank 0 is told then. notifier: hears how things are.
-    drain_limit: s that requests have to end when a stop is asked for; inf: as long as they take. agents: of other hosts.
+    drain_limit: s that requests have to end when a stop is asked for; inf: as long as they take. agents: of the other
+    hosts.
     """
 
     def __init__(self, start: Callable[[int], Start], runtime_dir: Path, *,

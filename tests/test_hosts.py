@@ -1,5 +1,5 @@
-"""Groups over several hosts. What needs no root makes hosts of this one, by name only: ranks then talk by MPI as those of
-different hosts do. See test_namespaces.py for hosts that are namespaces."""
+"""Groups over several hosts. What needs no root makes hosts of this one, by name only: ranks then talk by MPI as those
+of different hosts do. See test_namespaces.py for hosts that are namespaces."""
 import json
 import os
 import socket
@@ -42,8 +42,8 @@ def test_windows_over_hosts(source, ranks, count):
 
 def answer(folder: Path, model: Path, *words: str) -> list:
     """What a group of four ranks says: ids and bits of their probabilities."""
-    process = mpirun(next(iter(MPIS)), 4, "-m", "allspark_server", "--no-spin", "--cpus", "0", "--model-root", "/", "--address",
-                     f"unix:{folder}/s", *words)
+    process = mpirun(next(iter(MPIS)), 4, "-m", "allspark_server", "--no-spin", "--cpus", "0", "--model-root", "/",
+                     "--address", f"unix:{folder}/s", *words)
     try:
         wait_for((folder / "s").exists)
         with ClientEngine(f"unix:{folder}/s") as engine:
@@ -81,8 +81,8 @@ def test_layouts():
 
 def test_host_files(tmp_path):
     file = tmp_path / "hosts"
-    file.write_text(f"# a comment\n{OWN} slots=2\nnode-1.example.org:4\n\n10.0.0.3   # more\nnode2 slots=1 max_slots=3\n")
-    assert read_host_file(str(file)) == [Host(OWN, 2), Host("node-1.example.org", 4), Host("10.0.0.3"), Host("node2", 1)]
+    file.write_text(f"# a comment\n{OWN} slots=2\nnode-1.example.org:4\n\n10.0.0.3   # more\nn2 slots=1 max_slots=3\n")
+    assert read_host_file(str(file)) == [Host(OWN, 2), Host("node-1.example.org", 4), Host("10.0.0.3"), Host("n2", 1)]
     for text, message in (("a b", "hosts:1: 'a b' must be"), ("", "names no host"), ("-oProxyCommand=x", "must be")):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -107,7 +107,8 @@ def test_finding_hosts(tmp_path, monkeypatch):
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = find_hosts("auto", "", {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]"})
-    assert found.hosts == (Host(OWN), Host("n1.invalid")) and found.shell[0] == "srun" and found.shell[-1] == "--nodelist"
+    assert found.hosts == (Host(OWN), Host("n1.invalid"))
+    assert found.shell[0] == "srun" and found.shell[-1] == "--nodelist"
     # the Kubernetes MPI operator
     file = tmp_path / "hostfile"
     file.write_text(f"w-0.invalid slots=1\n{OWN} slots=1\n")

@@ -64,8 +64,9 @@ class Group:
 def ask(engine, arrived=lambda: None, n: int = TOKENS) -> list:
     """Ids and bits of probabilities. arrived(): called at each message."""
     found = []
-    _, handle, queue = engine.start_request("m", {"input_ids": list(range(20, 60))}, {
-        "max_new_tokens": n, "early_stopping": False, "seed": 3, "temperature": 1.3, "logprobs": True, "top_logprobs": 2})
+    config = {"max_new_tokens": n, "early_stopping": False, "seed": 3, "temperature": 1.3, "logprobs": True,
+              "top_logprobs": 2}
+    _, handle, queue = engine.start_request("m", {"input_ids": list(range(20, 60))}, config)
     for elements in queue:
         for token, probabilities in zip(elements.ids_from_generate, elements.log_probs_list):
             found.append((token, probabilities))
@@ -82,7 +83,8 @@ def undisturbed(tmp_path_factory):
     def get(ranks: int) -> list:
         if ranks not in known:
             from allspark_launch.serving import background_group
-            words = ["--ranks", str(ranks), "--cpus-per-rank", "1", "--model", str(shipped_model()), "--model-name", "m"]
+            words = ["--ranks", str(ranks), "--cpus-per-rank", "1", "--model-name", "m", "--model",
+                     str(shipped_model())]
             with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:
                 known[ranks] = ask(engine)
         return known[ranks]
@@ -259,7 +261,8 @@ exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_
         slurm = ["env", f"SLURM_CONF={file}"]
         for name, words in (("h0", ["slurmctld", "-D"]), ("h0", ["slurmd", "-D", "-N", "h0"]),
                             ("h1", ["slurmd", "-D", "-N", "h1"])):
-            subprocess.Popen([*hosts.enter(name), *slurm, *words], stdin=subprocess.DEVNULL,     # the hosts' end is theirs
+            # The hosts' end is theirs.
+            subprocess.Popen([*hosts.enter(name), *slurm, *words], stdin=subprocess.DEVNULL,
                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             wait_for(lambda: hosts.run("h0", *slurm, "sinfo", "--noheader", "--format=%D %t") == "2 idle\n", 60)

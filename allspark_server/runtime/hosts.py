@@ -26,7 +26,7 @@ class HostsError(RuntimeError):
 
 @dataclass
 class Layout:
-    """Where ranks are. first: of each host the first rank, and behind them how many there are. own: this rank's host."""
+    """Where ranks are. first: of each host the first rank, then how many there are in all. own: this rank's host."""
     first: list[int]
     own: int
 
@@ -69,7 +69,7 @@ def connect(world, layout: Layout, library: str, loopback: bool) -> Between:
     own = world.Dup()
     own.Set_errhandler(MPI.ERRORS_RETURN)
     functions = ctypes.CDLL(library)
-    mpi = [ctypes.cast(getattr(functions, name), ctypes.c_void_p).value for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")]
+    mpi = [ctypes.cast(getattr(functions, f"MPI_{name}"), ctypes.c_void_p).value for name in ("Isend", "Irecv", "Test")]
     mpi += [ctypes.c_void_p.from_address(MPI._addressof(thing)).value for thing in (MPI.BYTE, own)]
     sockets: list[int] = []
     if world.rank == 0:
@@ -91,7 +91,8 @@ def own_addresses() -> list[str]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     for name, entries in psutil.net_if_addrs().items():
         for entry in entries if name in up else ():
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith(("127.", "::1", "fe80")):
+            internet = entry.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and not entry.address.startswith(("127.", "::1", "fe80")):
                 found.append((entry.family == socket.AF_INET6, entry.address))
     return [address for _, address in sorted(found)]
 
@@ -113,8 +114,9 @@ def _accept(listener: socket.socket, count: int, token: bytes) -> list[int]:
             peer, _ = listener.accept()
         except TimeoutError:
             missing = sorted(set(range(1, count + 1)) - set(found))
-            raise HostsError(f"host(s) {missing} of the group have not reached rank 0 within {CONNECT_SECONDS:g} s at port "
-                             f"{listener.getsockname()[1]}: hosts of a group must reach each other at any port") from None
+            raise HostsError(f"host(s) {missing} of the group have not reached rank 0 within {CONNECT_SECONDS:g} s at "
+                             f"port {listener.getsockname()[1]}: hosts of a group must reach each other at any "
+                             "port") from None
         peer.settimeout(ADDRESS_SECONDS)
         with contextlib.suppress(OSError):
             said = _receive(peer, _TOKEN + 4)
@@ -142,8 +144,8 @@ def _join(addresses: list[str], port: int, token: bytes, host: int) -> int:
                 return _ready(peer)
         peer.close()
         failed.append(f"{address}: something else answers there")
-    raise HostsError(f"host {socket.gethostname()} cannot reach rank 0 at port {port} ({'; '.join(failed) or 'no address'}): "
-                     "hosts of a group must reach each other at any port")
+    raise HostsError(f"host {socket.gethostname()} cannot reach rank 0 at port {port} "
+                     f"({'; '.join(failed) or 'it has no address'}): hosts of a group must reach each other at any port")
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

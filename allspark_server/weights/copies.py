@@ -16,8 +16,8 @@ _SUFFIXES = {".json", ".safetensors", ".bin", ".model", ".tiktoken", ".jinja", "
 
 
 def file_digests(config: AsModelConfig) -> dict[str, str]:
-    """Digests of a model's files by their paths: of large ones size and samples, which tell versions apart, trained ones
-    and quantized ones; that no bit has flipped they do not say. Files that cannot be read are left out."""
+    """Digests of a model's files by their paths: of large ones size and samples, which tell versions apart, trained
+    ones and quantized ones; that no bit has flipped they do not say. Files that cannot be read are left out."""
     found = {}
     for place in filter(None, (config.model_path, config.weights_path, config.draft_model)):
         path = Path(place)
@@ -45,13 +45,13 @@ def _digest(file: Path) -> str:
 
 
 def check_copies(name: str, hosts: Mapping[str, Mapping[str, str]]) -> None:
-    """AllSparkError if a file of model `name` is another one on some host; hosts: file_digests by host, rank 0's first. What
-    a host lacks its ranks have missed before, or do without."""
+    """AllSparkError if a file of model `name` is another one on some host; hosts: file_digests by host, rank 0's first.
+    What a host lacks its ranks have missed before, or do without."""
     (own, wanted), *others = hosts.items()
     for host, found in others:
         for file in sorted(found):
             if found[file] != wanted.get(file, found[file]):
                 raise AllSparkError(
                     AsStatus.ALLSPARK_PARAM_ERROR,
-                    f"model {name!r}: {file} on host {host} is another than on host {own}; every host of a group needs the "
-                    "same checkpoint")
+                    f"model {name!r}: {file} on host {host} is another than on host {own}; every host of a group needs "
+                    "the same checkpoint")

@@ -83,7 +83,8 @@ class Hosts:
         """Words that run a command on a host, on its processor: they share those of this machine out."""
         cpus = sorted(os.sched_getaffinity(0))
         own = cpus[self.names.index(name) % len(cpus)] if name in self.names else cpus[0]
-        return ["taskset", "--cpu-list", str(own), "nsenter", "--target", str(self.pid(name)), "--net", "--uts", "--mount", "--"]
+        return ["taskset", "--cpu-list", str(own), "nsenter", "--target", str(self.pid(name)), "--net", "--uts",
+                "--mount", "--"]
 
     def run(self, name: str, *words: str) -> str:
         return subprocess.run([*self.enter(name), *words], check=True, capture_output=True, text=True, timeout=20,
