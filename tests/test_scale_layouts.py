@@ -208,7 +208,7 @@ def test_what_is_refused():
     for name, array, problem in (
             ("scales", matrix.scales[:, 1:], "scales must be"), ("scales", matrix.scales.astype(np.float32), "scales must be"),
             ("zeros", None, "must be those of the matrix' layout"), ("zeros", matrix.zeros[:4], "zeros must be"),
-            ("codes", matrix.codes[:, 1:], "q must be")):
+            ("codes", matrix.codes[:, 1:], "packed as rows must be")):
         kept = getattr(matrix, name)
         setattr(matrix, name, array if array is None else np.ascontiguousarray(array))
         with pytest.raises(ValueError, match=problem):

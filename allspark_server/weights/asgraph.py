@@ -313,9 +313,9 @@ def _arrays_of(suffixes: Iterable[str]) -> list[int]:
     return [1 + (SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET).index(suffix) for suffix in suffixes]
 
 
-def _stored_pieces(tensor: QuantizedTensor, shape: tuple[int, int], array: int) -> Iterator[np.ndarray]:
+def _stored_pieces(tensor: QuantizedTensor, form: WeightFormat, shape: tuple[int, int], array: int) -> Iterator[np.ndarray]:
     """The pieces of one array of a matrix that is quantized in its source."""
-    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape))
+    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape, plain=form))
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:
