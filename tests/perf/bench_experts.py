@@ -2,10 +2,11 @@
 
     bench_experts.py LLAMA_BATCHED_BENCH [--threads 2] [--formats bfloat16:0=BF16 w8a8:0=Q8_0 w4a8:32=Q4_0] [--rounds 3]
 
-Two layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these are
-what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench on a
+Two layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
+are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench on a
 GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction sets,
-$ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds' own.
+$ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds'
+own.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def write_model(path: Path, shape: Shape, kind: str) -> Path:
         return "F32", np.ones(n, np.float32)
 
     width, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    tensors = {"token_embd.weight": matrix(shape.vocab, shape.hidden), "output.weight": matrix(shape.vocab, shape.hidden),
-               "output_norm.weight": ones(shape.hidden)}
+    tensors = {"token_embd.weight": matrix(shape.vocab, shape.hidden), "output_norm.weight": ones(shape.hidden),
+               "output.weight": matrix(shape.vocab, shape.hidden)}
     for layer in range(shape.layers):
         router = rng.normal(size=(shape.experts, shape.hidden)).astype(np.float32)
         own = {"attn_q": matrix(width, shape.hidden), "attn_k": matrix(kv, shape.hidden),
                "attn_v": matrix(kv, shape.hidden), "attn_output": matrix(shape.hidden, width),
-               "attn_norm": ones(shape.hidden), "attn_q_norm": ones(shape.head_dim), "attn_k_norm": ones(shape.head_dim),
-               "ffn_norm": ones(shape.hidden), "ffn_gate_inp": ("F32", router),
+               "attn_norm": ones(shape.hidden), "attn_q_norm": ones(shape.head_dim),
+               "attn_k_norm": ones(shape.head_dim), "ffn_norm": ones(shape.hidden), "ffn_gate_inp": ("F32", router),
                "ffn_gate_exps": matrix(shape.inner, shape.hidden, shape.experts),
                "ffn_up_exps": matrix(shape.inner, shape.hidden, shape.experts),
                "ffn_down_exps": matrix(shape.hidden, shape.inner, shape.experts)}
