@@ -55,6 +55,8 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
+#: a prompt of ids in a message up to this size is taken by the loop itself: less work than two changes of threads
+_TINY_MESSAGE = 2 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
 _MAX_METADATA = 64 << 10
@@ -341,6 +343,8 @@ class Service:
                     # What comes behind does not wait until its grammar is compiled.
                     await compiling.acquire()
                     loop.run_in_executor(self._guided_input, start).add_done_callback(lambda _: compiling.release())
+                elif client.role in _REQUESTS and _is_tiny(data, message.start.request):
+                    start()
                 elif client.role in _REQUESTS:
                     await loop.run_in_executor(pool, start)
                 else:
@@ -569,6 +573,11 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
                         steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
+
+
+def _is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
+    """Whether the event loop may take a request: nothing is tokenized, and the work does not multiply."""
+    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
 
 
 def _guided(request: pb.GenerateRequest) -> bool:
