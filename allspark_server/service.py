@@ -31,7 +31,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 
 from . import metrics
 from .access import Access, Client, ModelRoots, Role
-from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
+from .calls import HELLO_SECONDS, Allowance, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
 from .client_limits import ClientLimits
@@ -60,6 +60,8 @@ _TINY_MESSAGE = 2 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
 _MAX_METADATA = 64 << 10
+#: what one stream may send, at once and in a second: the text of two million tokens, more than any model reads
+_BURST, _RATE = 8 << 20, 8 << 20
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
@@ -326,8 +328,9 @@ class Service:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
         compiling = asyncio.Semaphore(_MAX_COMPILING)
-        changes = self._access.look()
+        changes, allowance = self._access.look(), Allowance(_BURST, _RATE)
         while (data := await context.read()) is not grpc.aio.EOF:
+            pause = allowance.take(len(data))
             pool = self._input_pool(data)
             if pool is self._input:
                 message = self._parse(pb.SessionRequest, data, context)
@@ -355,6 +358,9 @@ class Service:
                 stream.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
+            if pause:
+                del data, message       # which may be large
+                await asyncio.sleep(pause)
 
     def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
         return self._input if len(data) < _LARGE_MESSAGE else self._large_input
