@@ -287,7 +287,7 @@ def write_params(
             found, suffixes = source.quantized(name, form, shape), form.scale_tensors(weight.columns)
             entries += [(name + suffix, kind, (shape[0], width)) for suffix, (kind, width) in suffixes.items()]
             entries.append((name, "U8", (shape[0], form.row_bytes(shape[1]))))
-            data += [_stored_pieces(found, shape, i) for i in (*_arrays_of(suffixes), 0)]
+            data += [_stored_pieces(found, form, shape, i) for i in (*_arrays_of(suffixes), 0)]
             if found.order is not None:
                 entries.append((name + ORDER, "I32", (shape[1],)))
                 data.append(iter([found.order]))
@@ -313,9 +313,10 @@ def _arrays_of(suffixes: Iterable[str]) -> list[int]:
     return [1 + (SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET).index(suffix) for suffix in suffixes]
 
 
-def _stored_pieces(tensor: QuantizedTensor, shape: tuple[int, int], array: int) -> Iterator[np.ndarray]:
+def _stored_pieces(tensor: QuantizedTensor, form: WeightFormat, shape: tuple[int, int],
+                   array: int) -> Iterator[np.ndarray]:
     """The pieces of one array of a matrix that is quantized in its source."""
-    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape))
+    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape, plain=form))
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:

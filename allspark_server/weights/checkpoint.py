@@ -139,7 +139,7 @@ class ParamSource(SafetensorsSource):
         def some(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(*(array if array is None else array[begin:end] for array in chosen))
 
-        return QuantizedTensor(some, q.file, order)
+        return QuantizedTensor(name, q.file, some, order, mapped=True)
 
     def _checked(self, name: str, kind: str, shape: tuple[int, ...], what: str) -> StoredTensor:
         tensor = self.get(name)
