@@ -323,7 +323,7 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        rows = tensor.data.reshape(-1, tensor.shape[-1])
+        rows = np.ascontiguousarray(tensor.data).reshape(-1, tensor.shape[-1])
         q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
