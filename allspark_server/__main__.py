@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import logs
+from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
 from .client_limits import ClientLimits
 from .runtime import memory
@@ -186,6 +186,7 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
+        tracing.set_up()
         access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
         models = [model_config(text) for text in a.model]
         roots = ModelRoots(a.model_root, models)

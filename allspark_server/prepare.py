@@ -61,6 +61,7 @@ class PreparedRequest:
 
     name: str = ""  # the client's for it, for logs
     model: str = ""
+    trace: str = ""  # the traceparent that it came with
 
     @property
     def tenant(self) -> str:
@@ -171,7 +172,8 @@ def prepare(
     timeout = config.queue_timeout if not longest else 0  # what is resumed has begun
     deadline = time.monotonic() + timeout if timeout else math.inf
     return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline,
-                           deaths=spec.deaths, name=config.user_request_id or config.uuid or "", model=spec.model)
+                           deaths=spec.deaths, name=config.user_request_id or config.uuid or "", model=spec.model,
+                           trace=spec.trace)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:
