@@ -107,12 +107,13 @@ RECORDED = [
      [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
     ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
      [("get_weather", '{"city": "Par')]),
-    ("harmony", "<|channel|>analysis<|message|>The user asks. 1 < 2.<|end|><|start|>assistant<|channel|>final<|message|>"
-     "It is **5**.\n<|return|>", "It is **5**.\n", "The user asks. 1 < 2.", []),
+    ("harmony", "<|channel|>analysis<|message|>The user asks. 1 < 2.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>It is **5**.\n<|return|>", "It is **5**.\n", "The user asks. 1 < 2.", []),
     ("harmony", "<|channel|>analysis<|message|>I should look.<|end|><|start|>assistant<|channel|>commentary "
      'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", "I should look.",
      [("get_weather", PARIS)]),
-    ("harmony", " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS, "", "", [("get_weather", PARIS)]),
+    ("harmony", " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS, "", "",
+     [("get_weather", PARIS)]),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis to=functions.now code"
      "<|message|>{}<|call|>", "", "Hm.", [("now", "{}")]),
     ("harmony", "<|channel|>commentary<|message|>I will look.\n<|end|><|start|>assistant to=functions.get_weather"
@@ -426,11 +427,13 @@ def test_marks_that_are_special_tokens():
 
 # What the published template makes of a chat, as far as it matters here.
 HARMONY = (
-    "{%- macro message(head, text, end='<|end|>') %}{{- '<|start|>' + head + '<|message|>' + text + end }}{%- endmacro %}"
+    "{%- macro message(head, text, end='<|end|>') %}{{- '<|start|>' + head + '<|message|>' + text + end }}"
+    "{%- endmacro %}"
     "{{- message('system', 'Reasoning: ' + (reasoning_effort or 'medium') + '\\nValid channels: analysis, commentary, "
     "final.') }}"
     "{%- if tools %}{{- message('developer', tools | map(attribute='function.name') | join(', ')) }}{%- endif %}"
     "{%- for m in messages %}{%- if m.tool_calls %}{%- set call = m.tool_calls[0].function %}"
+    "{%- if m.thinking and m.content %}{{- raise_exception('both content and thinking') }}{%- endif %}"
     "{%- if m.thinking %}{{- message('assistant<|channel|>analysis', m.thinking) }}{%- endif %}"
     "{{- message('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, "
     "'<|call|>') }}{%- elif m.role == 'assistant' %}{{- message('assistant<|channel|>final', m.content) }}"
@@ -455,13 +458,13 @@ def harmony(request):
 
 def test_a_chat_in_harmony(harmony):
     tokenizer, _ = harmony
-    thought = {**CALLED, "reasoning_content": "I call."}
-    options = ChatOptions(tools=TOOLS, chat_template_kwargs={"reasoning_effort": "high"})
+    thought = {**CALLED, "reasoning_content": "I", "content": "call."}
+    options = ChatOptions(tools=TOOLS, chat_template_kwargs={"reasoning_effort": "xhigh"})
     text = render(tokenizer, [{"role": "user", "content": "When?"}, thought], options)
-    assert text.endswith('<|start|>user<|message|>When?<|end|><|start|>assistant<|channel|>analysis<|message|>I call.<|end|>'
-                         '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{"zone": "UTC"}<|call|>'
-                         '<|start|>assistant')
-    assert "high" in text and "get_weather, now" in text
+    assert text.endswith('<|start|>user<|message|>When?<|end|><|start|>assistant<|channel|>analysis<|message|>I\ncall.'
+                         '<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>'
+                         '{"zone": "UTC"}<|call|><|start|>assistant')
+    assert "Reasoning: high" in text and "get_weather, now" in text
     assert opened(tokenizer, tokenizer.encode(text)) == ""
     for begun in ("<|channel|>final<|message|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"):
         options = ChatOptions(chat_template_kwargs={"begun": begun})
@@ -477,7 +480,8 @@ def test_answers_in_messages_are_taken_apart_as_they_come(harmony):
     pieces = [stream.push([i]) for i in ids] + [stream.finish()]
     assert parse("harmony", pieces) == ("", "Hm, 1 < 2.", [("now", '{"zone": "UTC"}')])
     parser = form.parser(TOOLS)
-    assert parser.feed("<|channel|>analysis<|message|>Hm") == [Reasoning("Hm")] and not parser.feed("<|end|><|start|>assi")
+    assert parser.feed("<|channel|>analysis<|message|>Hm") == [Reasoning("Hm")]
+    assert not parser.feed("<|end|><|start|>assi")
     assert parser.feed("stant" + CALL_NOW[:-6]) == [ToolCallBegin(0, ANY, "now"), ToolCallArguments(0, '{"zone": ')]
 
 

@@ -39,7 +39,8 @@ def cases(worlds, *default):
 @cases((1, 3), ("gpt-oss-plain", 1))
 def test_graph_describes_the_model(name, world):
     prompt = prompt_of(80)  # beyond the window
-    check_logits(logits_after(model_runner(checkpoint(name), world), prompt), reference_logits(checkpoint(name), prompt))
+    found = logits_after(model_runner(checkpoint(name), world), prompt)
+    check_logits(found, reference_logits(checkpoint(name), prompt))
 
 
 def check_prompts(directory, world, lengths, twin=None):
@@ -353,7 +354,8 @@ def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
     from allspark_server.decoders import BYTE_CHARACTERS
     from conftest import TRAINING_TEXT
 
-    texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n", "ひらがな 漢字 한국어 ä é"]
+    texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n",
+             "ひらがな 漢字 한국어 ä é"]
     backend = Backend(models.BPE(ignore_merges=True))
     words = pre_tokenizers.Split(Regex(O200K), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -363,8 +365,8 @@ def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
     ranks = {bytes(BYTE_CHARACTERS[c] for c in token): i for token, i in backend.get_vocab().items()}
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>", "bos_token": "<|startoftext|>",
-                                                                "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "eos_token": "<|return|>", "bos_token": "<|startoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}))
     library = tiktoken.Encoding("small", pat_str=O200K, mergeable_ranks=ranks,
                                 special_tokens={text: len(ranks) + i for i, text in enumerate(SPECIAL)})
     tokenizer, draw = Tokenizer.from_dir(tmp_path), random.Random(3)

@@ -180,8 +180,8 @@ FORMATS: dict[str, ChatFormat] = {
 }
 
 #: of templates, in order: what only this format's have
-_SIGNS = (("<|channel|>", "harmony"), ("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
-          ('"parameters": ', "llama3"))
+_SIGNS = ((harmony.CHANNEL, "harmony"), ("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"),
+          ("<|python_tag|>", "llama3"), ('"parameters": ', "llama3"))
 _ARCHITECTURES = {"mistral": "mistral", "mixtral": "mistral", "glm4_moe": "glm45", "gptoss": "harmony"}
 
 

@@ -28,6 +28,26 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
 
 
+#: efforts that doors take and these models were not trained with, as the nearest that they were
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+def as_templates_take(
+    messages: list[dict[str, Any]], kwargs: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables as harmony's templates take them: of a message with calls, which they refuse to show with
+    reasoning and content, these are one text."""
+    shown = []
+    for message in messages:
+        thoughts = [name for name in _THOUGHTS if message.get(name)]
+        if message.get("tool_calls") and message.get("content") and thoughts:
+            message = {**message, "content": "", thoughts[0]: f"{message[thoughts[0]]}\n{message['content']}"}
+        shown.append(message)
+    effort = kwargs.get("reasoning_effort")
+    return shown, {**kwargs, "reasoning_effort": _EFFORTS[effort]} if effort in _EFFORTS else kwargs
+
+
 class HarmonyParser(OutputParser):
     """Of harmony's messages. Text that is in none of them is content."""
 
@@ -82,9 +102,9 @@ def opened(prompt: str) -> str:
 
 def grammar(functions: list[dict[str, Any]], forced: bool, prompt: str, literal: Literal,
             answer: Optional[str]) -> str:
-    """A Lark grammar of answers after a rendered prompt: messages of reasoning, then a call of one of the functions or,
-    unless that is `forced`, text for the user: any, or as the Lark rule `answer` says, and preambles before. ValueError:
-    the prompt has begun a message that is none of these."""
+    """A Lark grammar of answers after a rendered prompt: messages of reasoning, then a call of one of the functions; or,
+    unless that is `forced`, text for the user, any or as the Lark rule `answer` says, with preambles before. ValueError:
+    a call is forced, and the prompt has begun another message."""
     def header(channel: str, content_type: str = "") -> str:
         return f"{literal(CHANNEL)} {json.dumps(channel)} {content_type} {literal(MESSAGE)}"
 

@@ -10,6 +10,7 @@ from allspark_client.chat import ChatOptions
 from allspark_client.request import RequestSpec
 
 from ..guided import schema_of
+from . import harmony
 from .formats import ChatFormat, opened_in
 from .lark import json_rule
 
@@ -28,6 +29,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: Ch
     kwargs = dict(options.chat_template_kwargs)
     template = tokenizer.chat_template(bool(tools))
     shown = [_shown(message, bool(_TAKES_PARTS.search(template))) for message in messages]
+    if harmony.CHANNEL in template:
+        shown, kwargs = harmony.as_templates_take(shown, kwargs)
     return tokenizer.apply_chat_template(shown, tools=tools or None, **kwargs)
 
 
@@ -56,8 +59,8 @@ def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 def guided_calls(
     tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
 ) -> Optional[dict[str, Any]]:
-    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema within what
-    the format puts around them; None: the request asks for neither. ValueError if the format has none."""
+    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside what
+    else its format has; None: the request asks for neither. ValueError if the format has none."""
     options, wanted = spec.chat, spec.config.response_format
     if wanted is not None and wanted["type"] == "text":
         wanted = None
@@ -86,8 +89,8 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "choice":
         return " | ".join(map(json.dumps, response_format["choice"]))
     if kind == "grammar":
-        raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), nor "
-                         "within a message of an answer that consists of messages")
+        raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), "
+                         "nor within a message of an answer that consists of messages")
     schema, lenient = schema_of(response_format["json_schema"]) if kind == "json_schema" else ({}, False)
     flexible = not response_format.get("disable_any_whitespace", False)
     return json_rule(schema, {"whitespace_flexible": flexible, "lenient": lenient})

@@ -256,8 +256,8 @@ class TextPart(Changed):
 
 
 class InterleavedExperts(Changed):
-    """With the experts of gpt-oss one by one: `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns are
-    gate's, as `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]; `experts.down_proj`
+    """With the experts of gpt-oss one by one: `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns
+    are gate's, as `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]; `experts.down_proj`
     likewise, and `_bias` of both as `.bias`."""
 
     KINDS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}

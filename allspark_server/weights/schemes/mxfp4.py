@@ -51,8 +51,8 @@ class Mxfp4:
         blocks, scales = need(self.source, f"{stored}_blocks", ("U8",)), need(self.source, f"{stored}_scales", ("U8",))
         whole = blocks.shape[0], n * (of.step or 1), -(-k // BLOCK)
         if k % BLOCK or blocks.shape != (*whole, BLOCK // 2):
-            wrong(blocks, f"has shape {list(blocks.shape)}: expected {[*whole, BLOCK // 2]}, rows of {k} values in whole "
-                          f"blocks of {BLOCK}")
+            wrong(blocks, f"has shape {list(blocks.shape)}: expected {[*whole, BLOCK // 2]}, rows of {k} values in "
+                          f"whole blocks of {BLOCK}")
         if scales.shape != whole:
             wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
         codes, powers = blocks.data[expert, of], scales.data[expert, of]
