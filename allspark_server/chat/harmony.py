@@ -102,9 +102,9 @@ def opened(prompt: str) -> str:
 
 def grammar(functions: list[dict[str, Any]], forced: bool, prompt: str, literal: Literal,
             answer: Optional[str]) -> str:
-    """A Lark grammar of answers after a rendered prompt: messages of reasoning, then a call of one of the functions; or,
-    unless that is `forced`, text for the user, any or as the Lark rule `answer` says, with preambles before. ValueError:
-    a call is forced, and the prompt has begun another message."""
+    """A Lark grammar of answers after a rendered prompt: messages of reasoning, then a call of one of the functions;
+    or, unless that is `forced`, text for the user, any or as the Lark rule `answer` says, with preambles before.
+    ValueError: a call is forced, and the prompt has begun another message."""
     def header(channel: str, content_type: str = "") -> str:
         return f"{literal(CHANNEL)} {json.dumps(channel)} {content_type} {literal(MESSAGE)}"
 

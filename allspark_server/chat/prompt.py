@@ -59,8 +59,8 @@ def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 def guided_calls(
     tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
 ) -> Optional[dict[str, Any]]:
-    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside what
-    else its format has; None: the request asks for neither. ValueError if the format has none."""
+    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside
+    what else its format has; None: the request asks for neither. ValueError if the format has none."""
     options, wanted = spec.chat, spec.config.response_format
     if wanted is not None and wanted["type"] == "text":
         wanted = None
