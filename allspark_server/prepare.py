@@ -206,7 +206,8 @@ def _matchers(
     if chat_format is not None and (spec.chat.forced or tokenizer is not None):
         calls = chats.guided_calls(need_tokenizer(tokenizer, spec.model), chat_format, spec)
         if calls is not None:
-            field = "tools" if response_format is None else "tools and response_format"
+            given = {"tools": spec.chat.offered, "response_format": response_format}
+            field = " and ".join(name for name, value in given.items() if value)
             response_format = calls
     if response_format is None or response_format["type"] == "text" or config.pooling is not None:
         return None

@@ -14,7 +14,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
-from .chat import chat_format_of
+from .chat import chat_format, chat_format_of
 from .fingerprint import fingerprint
 from .guided import Guide, MaskWriter, MatcherError
 from .output import Begun, End, OutputStage, StepOutput
@@ -93,8 +93,9 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
+            stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
+            info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
         gpu = config.device_ids[0] if config.on_gpus else None

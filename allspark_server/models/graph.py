@@ -116,7 +116,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up).
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up), unless they
+    have whole experts' parts.
     values_split: how constants are divided. stored: the format of a matrix that is serialized quantized. experts: how
     many have equal shares of the parts, one after the other; 0: it is no stack of experts' weights.
     """
@@ -145,6 +146,11 @@ class Weight:
         """The half-open range of a stack's experts that the rank holds."""
         units = self.parts[0].units
         return (0, self.experts) if units is None else units.units_of(rank, world)
+
+    def is_zero_on(self, rank: int, world: int) -> bool:
+        """Whether a vector's values count on another rank alone."""
+        units = self.parts[0].units
+        return self.first_rank_only and rank > 0 and not (units is not None and units.divides(world))
 
     def column_range_of(self, rank: int, world: int) -> tuple[int, int]:
         return (0, self.columns) if self.column_split is None else self.column_split.range_of(rank, world)

@@ -324,7 +324,7 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        rows = tensor.data.reshape(-1, tensor.shape[-1])
+        rows = np.ascontiguousarray(tensor.data.reshape(-1, tensor.shape[-1]))
         q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
@@ -346,7 +346,7 @@ def _pieces(tensor: StoredTensor, kind: str) -> Iterator[np.ndarray]:
     """The tensor's elements as contiguous pieces of stored type `kind`."""
     flat = tensor.data.reshape(-1)
     for begin in range(0, flat.size, PIECE_ELEMENTS):
-        piece = flat[begin:begin + PIECE_ELEMENTS]
+        piece = np.ascontiguousarray(flat[begin:begin + PIECE_ELEMENTS])
         yield piece if kind == tensor.dtype else from_float32(to_float32(piece, tensor.dtype), kind)
 
 

@@ -194,7 +194,7 @@ class Loader:
             bad = values.size - int(np.isfinite(values).sum())
             if bad:
                 self._warn(tensor, bad)
-            pieces.append(np.zeros_like(values) if weight.first_rank_only and self.rank > 0 else values)
+            pieces.append(np.zeros_like(values) if weight.is_zero_on(self.rank, self.world) else values)
             self._advance(end - begin)
         return self.executor.add_vector(np.concatenate(pieces))
 

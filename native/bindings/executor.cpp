@@ -33,14 +33,14 @@ SourceType source_of(const std::string& name, const py::array& a) {
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Scales = py::array_t<QuantizedScale, py::array::c_style>;
 
-// The rows of a two-dimensional array of which columns are adjacent; its columns are all taken.
+// The rows of a two-dimensional array; its columns are all taken.
 SourceRows source_rows(const py::array& a, const std::string& source) {
   if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
   const SourceType type = source_of(source, a);
-  if (a.shape(1) > 1 && a.strides(1) != a.itemsize())
-    throw std::invalid_argument("a matrix' columns must be adjacent in memory");
-  if (a.strides(0) % a.itemsize()) throw std::invalid_argument("a matrix' rows must be whole elements apart");
-  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, (int64_t)a.shape(1), (int64_t)a.shape(1)};
+  if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
+    throw std::invalid_argument("a matrix' rows and columns must be whole elements apart");
+  const int64_t columns = a.shape(1), step = columns > 1 ? a.strides(1) / a.itemsize() : 1;
+  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, columns, columns, step};
 }
 
 // Rows of codes that are packed so, without what belongs to them unless they are blocks. rows: of octets.
@@ -192,6 +192,7 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "quantize_rows",
           [](Executor& e, const py::array& a, const std::string& source, int bits, int64_t group_size) {
             SourceRows rows = source_rows(a, source);
+            if (rows.step != 1) throw std::invalid_argument("quantize_rows: columns must be adjacent in memory");
             if ((bits != 8 && bits != 4) || group_size < 0 || group_size % 2)
               throw std::invalid_argument("quantize_rows: bits or group_size");
             rows.group = group_size ? group_size : rows.columns;

@@ -49,6 +49,24 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
   return packed;
 }
 
+namespace {
+
+// Rows [r0, r1) of a source whose rows' values are apart, side by side in `room`: of a transposed matrix, say.
+template <typename T>
+SourceRows gathered(const SourceRows& source, int64_t r0, int64_t r1, std::vector<char>& room) {
+  const int64_t columns = source.columns;
+  room.resize((r1 - r0) * columns * sizeof(T));
+  const T* from = static_cast<const T*>(source.data) + (r0 - source.row_offset) * source.stride;
+  T* to = reinterpret_cast<T*>(room.data());
+  for (int64_t k = 0; k < columns; k++, from += source.step)
+    for (int64_t r = 0; r < r1 - r0; r++) to[r * columns + k] = from[r * source.stride];
+  SourceRows rows = source;
+  rows.data = room.data(), rows.stride = columns, rows.row_offset = r0, rows.step = 1;
+  return rows;
+}
+
+}  // namespace
+
 int Weights::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
                         const ScaleLayout& scaling, std::vector<int> order) {
   if (experts < 1 || out_features % experts)
@@ -173,6 +191,7 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
   pool_.run([&](int thread) {
     const auto [part0, part1] = part(last - first, thread, pool_.size());  // whole panels: no two write one line
     uint64_t sum = 0;
+    std::vector<char> room;
     for (const Piece& p : pieces) {
       const int64_t row_offset = p.from.row_offset, end = row_offset + p.rows;
       const int64_t p0 = std::max(first + part0 - p.panels, row_offset / p.m.panel),
@@ -180,11 +199,14 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
       const size_t item = p.from.type == SourceType::f32 ? 4 : 2;
       for (int64_t panel = p0; panel < p1; panel++) {
         const int64_t r0 = std::max(row_offset, panel * p.m.panel), r1 = std::min(end, (panel + 1) * p.m.panel);
+        SourceRows from = p.from;
+        if (from.step != 1)
+          from = item == 4 ? gathered<float>(from, r0, r1, room) : gathered<uint16_t>(from, r0, r1, room);
         const char* row =
-            static_cast<const char*>(p.from.data) + ((r0 - row_offset) * p.from.stride + p.from.column) * item;
-        for (int64_t r = r0; r < r1; r++, row += p.from.stride * item)
+            static_cast<const char*>(from.data) + ((r0 - from.row_offset) * from.stride + from.column) * item;
+        for (int64_t r = r0; r < r1; r++, row += from.stride * item)
           sum += row_hash(row, p.m.k * item, p.before + r);  // brings the panel into the cache
-        bad[p.source] += fill_rows(p.m, p.from, r0, r1);
+        bad[p.source] += fill_rows(p.m, from, r0, r1);
       }
     }
     hash += sum;

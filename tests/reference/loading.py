@@ -36,7 +36,7 @@ class Loaded:
 
     def fill_matrix(self, identity: int, array: np.ndarray, source: str, row_offset: int = 0, column: int = 0,
                     group_size: int = 0) -> int:
-        assert array.ndim == 2 and array.strides[1] == array.itemsize
+        assert array.ndim == 2
         matrix = self.weights[identity]
         rows = slice(row_offset, row_offset + len(array))
         assert rows.stop <= len(matrix) and column + matrix.shape[1] <= array.shape[1]
