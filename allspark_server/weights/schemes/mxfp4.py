@@ -55,9 +55,11 @@ class Mxfp4:
                           f"whole blocks of {BLOCK}")
         if scales.shape != whole:
             wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
-        codes, powers = blocks.data[expert, of], scales.data[expert, of]
+        codes, powers = blocks.data[expert, of].reshape(n, k // 2), scales.data[expert, of]
         if (powers == _NAN).any():
             wrong(scales, f"holds scales that are NaN, of expert {expert}")
-        return QuantizedTensor(lambda begin, end: QuantizedRows(
-            np.ascontiguousarray(codes[begin:end]).reshape(end - begin, k // 2), _POWERS[powers[begin:end]]),
-            blocks.file)
+
+        def rows(begin: int, end: int) -> QuantizedRows:
+            return QuantizedRows(codes[begin:end], _POWERS[powers[begin:end]])
+
+        return QuantizedTensor(blocks.name, blocks.file, rows, mapped=True)
