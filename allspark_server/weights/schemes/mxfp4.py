@@ -58,6 +58,5 @@ class Mxfp4:
         codes, powers = blocks.data[expert, of], scales.data[expert, of]
         if (powers == _NAN).any():
             wrong(scales, f"holds scales that are NaN, of expert {expert}")
-        return QuantizedTensor(lambda begin, end: QuantizedRows(
-            np.ascontiguousarray(codes[begin:end]).reshape(end - begin, k // 2), _POWERS[powers[begin:end]]),
-            blocks.file)
+        return QuantizedTensor(blocks.name, blocks.file, lambda begin, end: QuantizedRows(
+            codes[begin:end].reshape(end - begin, k // 2), _POWERS[powers[begin:end]]), mapped=True)
