@@ -3,8 +3,8 @@
     bench_experts.py LLAMA_BATCHED_BENCH [--threads 2] [--formats bfloat16:0=BF16 w8a8:0=Q8_0 w4a8:32=Q4_0] [--rounds 3]
 
 Two layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
-are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench on a
-GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction sets,
+are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench
+on a GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction sets,
 $ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds'
 own.
 """

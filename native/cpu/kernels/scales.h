@@ -48,32 +48,35 @@ struct BFloat16s {
   static AS_INLINE vf load(const char* p, int v) { return vload_bf16(reinterpret_cast<const uint16_t*>(p) + v * W); }
 };
 
-// out: scales [NR], then offsets [NR], so that a weight is scale * (q - middle of the format) + offset, q as it lies in
-// memory: 8-bit codes were moved so that their center is the middle, those of 4 bits have no room for it (`moved`).
+// Of `count` groups whose heads are `step` bytes apart: scales [NR], then offsets [NR], so that a weight is
+// scale * (q - middle of the format) + offset, q as it lies in memory: 8-bit codes were moved so that their center is
+// the middle, those of 4 bits have no room for it (`moved`).
 template <typename Stored>
-AS_INLINE void load_plain(const char* head, ZeroType zeros, float middle, float moved, float* out) {
-  const char* second = head + NR * Stored::kBytes;
+AS_INLINE void load_plain(const char* head, size_t step, int count, ZeroType zeros, float middle, float moved,
+                          float* out) {
+  const auto load = [&](auto offset) __attribute__((always_inline)) {
+    for (int i = 0; i < count; i++, head += step, out += 2 * NR)
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) vstore(out + v * W, Stored::load(head, v));
-  if (zeros == ZeroType::points) {
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
-      const vf point = vload_u8(reinterpret_cast<const uint8_t*>(second) + v * W);
-      vstore(out + NR + v * W, vmul(Stored::load(head, v), vsub(vset(middle), point)));
-    }
-  } else if (zeros == ZeroType::none) {
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) vstore(out + NR + v * W, vmul(vset(moved), Stored::load(head, v)));
-  } else {
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; v++)
-      vstore(out + NR + v * W, vfma(vset(moved), Stored::load(head, v), Stored::load(second, v)));
-  }
+      for (int v = 0; v < NV; v++) {
+        const vf scale = Stored::load(head, v);
+        const vf its = offset(scale, head + NR * Stored::kBytes, v);
+        vstore(out + v * W, scale), vstore(out + NR + v * W, its);
+      }
+  };
+  if (zeros == ZeroType::points)
+    return load([&](vf scale, const char* second, int v) __attribute__((always_inline)) {
+      return vmul(scale, vsub(vset(middle), vload_u8(reinterpret_cast<const uint8_t*>(second) + v * W)));
+    });
+  if (zeros == ZeroType::none)
+    return load([&](vf scale, const char*, int) __attribute__((always_inline)) { return vmul(vset(moved), scale); });
+  load([&](vf scale, const char* second, int v)
+           __attribute__((always_inline)) { return vfma(vset(moved), scale, Stored::load(second, v)); });
 }
+
 // Of `count` groups from g on. A super-group's float16 are converted once.
+template <bool kOffsets>
 AS_INLINE void load_nested(const Packed& w, int panel, int g, int count, float moved, float* out) {
   const int groups = w.scaling.super_group / w.group;
-  const bool offsets = w.scaling.zeros == ZeroType::offsets;
   const char* head = w.head(panel, g);
   const size_t step = w.group_bytes(w.group);
   vf above[NV], above_offset[NV];
@@ -87,9 +90,8 @@ AS_INLINE void load_nested(const Packed& w, int panel, int g, int count, float m
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
       const vf scale = vmul(above[v], vload_i8(first + v * W));
-      const vf offset = offsets ? vmul(above_offset[v], vload_i8(second + v * W)) : vzero();
-      vstore(out + v * W, scale);
-      vstore(out + NR + v * W, vfma(vset(moved), scale, offset));
+      const vf offset = kOffsets ? vmul(above_offset[v], vload_i8(second + v * W)) : vzero();
+      vstore(out + v * W, scale), vstore(out + NR + v * W, vfma(vset(moved), scale, offset));
     }
   }
 }
@@ -101,19 +103,19 @@ constexpr int kLoadedGroups = 8;  // whose scales are loaded at a time: as many 
 __attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, int count, float* out) {
   const ZeroType zeros = w.scaling.zeros;
   const float middle = (float)w.middle(), moved = (float)(w.middle() - w.bias - w.center());
-  if (w.scaling.super_group) return load_nested(w, panel, g, count, moved, out);
+  if (w.scaling.super_group)
+    return zeros == ZeroType::offsets ? load_nested<true>(w, panel, g, count, moved, out)
+                                      : load_nested<false>(w, panel, g, count, moved, out);
   const char* head = w.head(panel, g);
   const size_t step = w.group_bytes(w.group);
-  for (int i = 0; i < count; i++, head += step, out += 2 * NR) switch (w.scaling.scales) {
-      case ScaleType::float32:
-        load_plain<Float32s>(head, zeros, middle, moved, out);
-        break;
-      case ScaleType::float16:
-        load_plain<Float16s>(head, zeros, middle, moved, out);
-        break;
-      default:
-        load_plain<BFloat16s>(head, zeros, middle, moved, out);
-    }
+  switch (w.scaling.scales) {
+    case ScaleType::float32:
+      return load_plain<Float32s>(head, step, count, zeros, middle, moved, out);
+    case ScaleType::float16:
+      return load_plain<Float16s>(head, step, count, zeros, middle, moved, out);
+    default:
+      return load_plain<BFloat16s>(head, step, count, zeros, middle, moved, out);
+  }
 }
 
 }  // namespace
