@@ -31,7 +31,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 
 from . import metrics
 from .access import Access, Client, ModelRoots, Role
-from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
+from .calls import HELLO_SECONDS, Allowance, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
 from .client_limits import ClientLimits
@@ -55,9 +55,13 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
+#: a prompt of ids in a message up to this size is taken by the loop itself: less work than two changes of threads
+_TINY_MESSAGE = 2 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
 _MAX_METADATA = 64 << 10
+#: what one stream may send, at once and in a second: the text of two million tokens, more than any model reads
+_BURST, _RATE = 8 << 20, 8 << 20
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
@@ -324,8 +328,9 @@ class Service:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
         compiling = asyncio.Semaphore(_MAX_COMPILING)
-        changes = self._access.look()
+        changes, allowance = self._access.look(), Allowance(_BURST, _RATE)
         while (data := await context.read()) is not grpc.aio.EOF:
+            pause = allowance.take(len(data))
             pool = self._input_pool(data)
             if pool is self._input:
                 message = self._parse(pb.SessionRequest, data, context)
@@ -341,6 +346,8 @@ class Service:
                     # What comes behind does not wait until its grammar is compiled.
                     await compiling.acquire()
                     loop.run_in_executor(self._guided_input, start).add_done_callback(lambda _: compiling.release())
+                elif client.role in _REQUESTS and _is_tiny(data, message.start.request):
+                    start()
                 elif client.role in _REQUESTS:
                     await loop.run_in_executor(pool, start)
                 else:
@@ -351,6 +358,9 @@ class Service:
                 stream.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
+            if pause:
+                del data, message       # which may be large
+                await asyncio.sleep(pause)
 
     def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
         return self._input if len(data) < _LARGE_MESSAGE else self._large_input
@@ -569,6 +579,11 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
                         steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
+
+
+def _is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
+    """Whether the event loop may take a request: nothing is tokenized, and the work does not multiply."""
+    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
 
 
 def _guided(request: pb.GenerateRequest) -> bool:
