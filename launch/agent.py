@@ -109,8 +109,13 @@ class Agent:
     def _read_beats(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
-                message = json.loads(self._beats.recv(65536))
-                pid = int(message["pid"])
+                data = self._beats.recv(65536)
+                try:
+                    message = json.loads(data)
+                    pid = int(message["pid"])
+                except (ValueError, TypeError, KeyError):
+                    logger.warning("a heartbeat that is not one was ignored")
+                    continue
                 if pid not in self._ranks:
                     self._ranks[pid] = descriptor = open_pid(pid)
                     if descriptor >= 0:

@@ -40,7 +40,8 @@ class Agent:
         self.stopped: set[int] = set()
         self.ended = True           # nothing of the group runs there,
         self.ending = False         # or it was told to see to that
-        self.was_lost = False
+        self.given_up = False       # it is granted no lease any more
+        self.was_lost = False       # it fell silent in the life before: nobody waits for it
         self.errors: deque[str] = deque(maxlen=5)   # what it, and who connects to it, last wrote
         self._unread = b""
 
@@ -65,7 +66,7 @@ class Agent:
     def start(self, shell: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "allspark_launch.agent"]
         self.errors.clear()
-        self._unread, self.hello, self.ended, self.stopped = b"", {}, True, set()
+        self._unread, self.hello, self.ended, self.given_up, self.stopped = b"", {}, True, False, set()
         self.process = subprocess.Popen([*shell, self.name, *command],     # no word of it means a thing to a shell
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                         start_new_session=True, preexec_fn=lambda: die_with_parent(9))
@@ -182,7 +183,7 @@ class Agents:
                 agent.hello = message["hello"]
             elif "alive" in message:
                 agent.stopped = set(message["stopped"])
-                if not agent.was_lost:
+                if not agent.given_up:
                     agent.send(lease=message["alive"])
             elif "ended" in message:
                 agent.ended = True
@@ -226,7 +227,7 @@ class Agents:
         """Have every host end what runs there."""
         for agent in self.all:
             if not agent.ended and not agent.ending:
-                agent.ending, agent.was_lost = True, agent.was_lost or bool(agent.why_lost())
+                agent.ending, agent.given_up = True, bool(agent.why_lost())
                 agent.send(end=True)
 
     def end(self, keep_alive: Callable[[], None]) -> None:
@@ -241,7 +242,7 @@ class Agents:
             keep_alive()
         for agent in self.all:
             if not agent.ended:
-                agent.was_lost = agent.ended = True
+                agent.ended, agent.was_lost = True, agent.process is not None
                 self._close(agent)
 
     def _close(self, agent: Agent) -> None:

@@ -99,6 +99,11 @@ removed ones are gone, and those that clients had stopped or released are back. 
 the state file; while one of them cannot be restored, the group serves the others and its health is NOT_SERVING, until
 the model is installed or released. A model of the configuration that cannot be loaded ends the command.
 
+Over several hosts (--hosts), agents that are started by ssh, or srun, place ranks there and watch over them; allspark
+and the models must be at the same paths everywhere. A host that falls silent is lost after 4 s; what ran there ends by
+itself within 5, and after 6 the group starts again on the others, with as many ranks if requests wait to go on. What
+hosts exchange is not encrypted, and goes to any port: they are to be in a network of their own.
+
 exit status: 0 after a stop that was asked for; 78 if a start would fail again until the configuration, or what it names,
 is changed; 1 if the group could not be kept running.
 
@@ -110,6 +115,7 @@ examples:
   allspark serve --model ~/Qwen2.5-7B-Instruct --numa-nodes 0,1
   allspark serve --model ~/Qwen2.5-7B-Instruct --address 0.0.0.0:50051 --token-file tokens \
       --tls-cert cert.pem --tls-key key.pem
+  allspark serve --model ~/Qwen2.5-72B-Instruct --hosts node1,node2
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,

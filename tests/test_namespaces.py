@@ -277,3 +277,21 @@ exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_
             for log in sorted(tmp_path.glob("*log")):
                 print(log, log.read_text(errors="replace")[-5000:], sep="\n")
             raise
+
+
+@pytest.mark.skipif(not os.path.exists("/usr/sbin/sshd"), reason="sshd is not installed")
+def test_ssh(tmp_path, undisturbed):
+    """Agents started by ssh, as by default."""
+    wanted = undisturbed(2)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", str(tmp_path / name)], check=True)
+    daemon = ["/usr/sbin/sshd", "-D", "-e", "-h", str(tmp_path / "host"), "-o", f"PidFile={tmp_path}/pid", "-o",
+              f"AuthorizedKeysFile={tmp_path}/user.pub", "-o", "StrictModes=no", "-o", "UsePAM=no"]
+    shell = f"ssh -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile={tmp_path}/known"
+    with namespaces.hosts(2, tmp_path) as hosts:
+        Path("/run/sshd").mkdir(exist_ok=True)      # sshd wants it
+        subprocess.Popen([*hosts.enter("h1"), *daemon], stdin=subprocess.DEVNULL, start_new_session=True)
+        with Group(hosts, tmp_path, "--ranks", "2", "--remote-shell", shell) as group:
+            with ClientEngine(group.address) as engine:
+                assert len(ranks_on(hosts, "h1")) == 1 and ask(engine) == wanted
+        wait_for(lambda: not ranks_on(hosts, "h1") and not agents_on(hosts, "h1"))

@@ -46,14 +46,14 @@ void Link::close() {
   ::close(wake_[0]), ::close(wake_[1]);
 }
 
-void Link::command(int kind, const std::string& payload, double timeout) {
-  for (const Peer& peer : peers_) send(peer, kCommand, kind, payload.data(), payload.size(), timeout);
+void Link::command(int kind, const std::string& payload) {
+  for (const Peer& peer : peers_) send(peer, kCommand, kind, payload.data(), payload.size(), kLease * beat_seconds_);
 }
 
 void Link::send(const Peer& peer, Type type, int kind, const char* data, size_t bytes, double timeout) {
   std::lock_guard<std::mutex> lock(sending_);
   const Header header{type, kind, bytes};
-  const auto start = Clock::now();
+  auto taken = Clock::now();
   for (size_t at = 0; at < sizeof header + bytes;) {
     iovec parts[2] = {{(char*)&header + std::min(at, sizeof header), sizeof header - std::min(at, sizeof header)},
                       {(char*)data + (at - std::min(at, sizeof header)), bytes - (at - std::min(at, sizeof header))}};
@@ -62,13 +62,14 @@ void Link::send(const Peer& peer, Type type, int kind, const char* data, size_t 
     const ssize_t n = sendmsg(peer.socket, &message, MSG_NOSIGNAL);
     if (n >= 0) {
       at += n;
+      taken = Clock::now();
       continue;
     }
     if (errno != EAGAIN && errno != EINTR)
       throw std::runtime_error("the connection to host " + std::to_string(peer.host) + " is lost: " + strerror(errno));
     std::string why;
     if (type == kCommand && end_.aborted(why)) throw std::runtime_error(why);
-    if (std::chrono::duration<double>(Clock::now() - start).count() > timeout)
+    if (std::chrono::duration<double>(Clock::now() - taken).count() > timeout)
       throw std::runtime_error("host " + std::to_string(peer.host) + " has taken nothing for " +
                                std::to_string((int)timeout) + " s");
     pollfd ready{peer.socket, POLLOUT, 0};

@@ -38,8 +38,8 @@ class Link {
   ~Link() { close(); }
   void close();
 
-  // To all hosts. Throws std::runtime_error if one takes nothing for `timeout` seconds, or the group was given up.
-  void command(int kind, const std::string& payload, double timeout);
+  // To all hosts. Throws std::runtime_error if one is lost, or the group was given up.
+  void command(int kind, const std::string& payload);
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -399,7 +399,7 @@ void Window::broadcast(std::string& bytes) {
 }
 
 void Window::publish(int kind, const std::string& payload) {
-  if (link_) link_->command(kind, payload, timeout_);
+  if (link_) link_->command(kind, payload);
   size_t offset = 0;
   do {
     for (int r = 1; r < end_here(); r++) wait(segments_[r]->taken, commands_, r, "taking a command");
