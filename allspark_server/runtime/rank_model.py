@@ -27,12 +27,15 @@ class RankModel:
     quantized cache_mode comes before it.
     """
 
-    def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int):
-        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. AllSparkError if it cannot be
-        opened, or not divided among `world` ranks."""
+    def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
+                 whole_histories: bool = False):
+        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache keeps
+        what windows have left behind. AllSparkError if it cannot be opened, or not divided among `world` ranks."""
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
+        if whole_histories:
+            self.graph = self.graph.with_whole_histories()
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
         self._choose_types(unquantized_type(self.graph, self.source))
@@ -65,11 +68,12 @@ class RankModel:
         return sum(size(weight) for weight in self.graph.weights.values())
 
     def span_bytes(self, device: Device) -> int:
-        """Keys and values of one span in every layer, in this rank's heads."""
+        """Keys and values of one span in every layer of a cache group, in this rank's heads."""
         net = self.graph.config
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
-        return head * (end - begin) * net.num_layers
+        layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}
+        return head * (end - begin) * len(layers)
 
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""

@@ -14,7 +14,6 @@ Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vec
   if (world < 1 || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " is not in 0..." + std::to_string(world - 1));
   if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
-  program_.add_cache_group(CacheKind::full);
 }
 
 Executor::Executor(const Executor& beside)
@@ -22,9 +21,7 @@ Executor::Executor(const Executor& beside)
       world_(beside.world_),
       window_(beside.window_),
       pool_(beside.pool_),
-      weights_(*pool_, kernels()) {
-  program_.add_cache_group(CacheKind::full);
-}
+      weights_(*pool_, kernels()) {}
 
 int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
                          const ScaleLayout& scaling, std::vector<int> order) {
@@ -46,9 +43,9 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
   if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get());
-  slot_limits_ = {
-      limits.max_rows, limits.max_outputs,      limits.max_slots, limits.max_length, cache.span_size, cache.num_spans,
-      masks,           runner_->hidden_states()};
+  slot_limits_ = {limits.max_rows,         limits.max_outputs, limits.max_slots,   limits.max_length,
+                  cache.span_size,         cache.num_spans,    program_.windows(), masks,
+                  runner_->hidden_states()};
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
 }
 
