@@ -1,9 +1,12 @@
-"""Single calls of the service: their first message, their refusal, and what is logged of them."""
+"""Single calls of the service: when they are read, their first message, their refusal, and what is logged of them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import Counter
+from typing import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -17,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 #: how long a stream may stay without its first message, and other calls, whose message may be large
 HELLO_SECONDS, RECEIVE_SECONDS = 10.0, 60.0
+_TINY_MESSAGE = 2 << 10
 _QUIET_SECONDS = 10.0       # between two log lines on what clients do wrong
 _CODES = {
     AsStatus.ALLSPARK_PARAM_ERROR: grpc.StatusCode.INVALID_ARGUMENT,
@@ -54,8 +58,8 @@ class RareLog:
 
 
 class Allowance:
-    """What a stream may send: `burst` bytes at once, `rate` bytes a second for long. Its messages are copied and decoded
-    under the interpreter's lock, which those who make other clients' messages need as well."""
+    """What a stream may send: `burst` bytes at once, `rate` bytes a second for long. Its messages are copied and
+    decoded under the interpreter's lock, which those who make other clients' messages need as well."""
 
     def __init__(self, burst: int, rate: int):
         self._burst, self._rate = burst, rate
@@ -67,6 +71,48 @@ class Allowance:
         self._left = min(self._burst, self._left + self._rate * (now - self._at)) - size
         self._at = now
         return max(0.0, -self._left / self._rate)
+
+
+class Gates:
+    """Lets so many calls of each client in at once. Used on one event loop."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self._gates: dict[str, asyncio.Semaphore] = {}
+        self._users: Counter[str] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def enter(self, client: str) -> AsyncIterator[None]:
+        """Raises AllSparkError if the others do not get on."""
+        gate = self._gates.setdefault(client, asyncio.Semaphore(self._most))
+        self._users[client] += 1
+        try:
+            try:
+                await asyncio.wait_for(gate.acquire(), RECEIVE_SECONDS)
+            except asyncio.TimeoutError:
+                raise AllSparkError(AsStatus.ALLSPARK_REQUEST_DENIED,
+                                    f"{self._most} other calls of this client were on their way for "
+                                    f"{RECEIVE_SECONDS:g} s", retryable=True) from None
+            try:
+                yield
+            finally:
+                gate.release()
+        finally:
+            self._users[client] -= 1
+            if not self._users[client]:
+                del self._gates[client], self._users[client]
+
+
+def is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
+    """Whether the event loop may take a request itself, which is less work than two changes of threads: nothing is
+    tokenized, and nothing multiplies."""
+    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
+
+
+def is_guided(request: pb.GenerateRequest) -> bool:
+    """Whether it has a grammar, which may take a second to compile."""
+    forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
+    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
 async def receive(context: grpc.aio.ServicerContext, seconds: float = RECEIVE_SECONDS) -> bytes:

@@ -31,7 +31,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 
 from . import metrics
 from .access import Access, Client, ModelRoots, Role
-from .calls import HELLO_SECONDS, Allowance, RareLog, Writer, abort, receive
+from .calls import HELLO_SECONDS, Allowance, Gates, RareLog, Writer, abort, is_guided, is_tiny, receive
 from .hub import with_local_paths
 from .listen import listen
 from .client_limits import ClientLimits
@@ -55,13 +55,13 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
-#: a prompt of ids in a message up to this size is taken by the loop itself: less work than two changes of threads
-_TINY_MESSAGE = 2 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
 _MAX_METADATA = 64 << 10
-#: what one stream may send, at once and in a second: the text of two million tokens, more than any model reads
-_BURST, _RATE = 8 << 20, 8 << 20
+#: bytes that one stream may send, at once and in a second: a million tokens of text, more than any model reads
+_BURST, _RATE = 8 << 20, 4 << 20
+#: calls of one client that are read, or wait here to be worked on, at once
+_AT_ONCE = 12
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
@@ -130,7 +130,7 @@ class Service:
         self._dirty_lock = threading.Lock()
         self._streams: set[ClientStream] = set()
         self._sessions = itertools.count(1)
-        self._backlog = Backlog()
+        self._backlog, self._gates = Backlog(), Gates(_AT_ONCE)
         self._health = health.aio.HealthServicer()
         self._reflection = reflection.aio.ReflectionServicer(
             (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
@@ -342,11 +342,11 @@ class Service:
                 if changes != self._access.look():  # the client may have lost its token, or have another role by it
                     changes, client = self._access.changes, self._access.client(context) or _NOBODY
                 start = functools.partial(self._start, stream, message.start, client, connection)
-                if client.role in _REQUESTS and _guided(message.start.request):
+                if client.role in _REQUESTS and is_guided(message.start.request):
                     # What comes behind does not wait until its grammar is compiled.
                     await compiling.acquire()
                     loop.run_in_executor(self._guided_input, start).add_done_callback(lambda _: compiling.release())
-                elif client.role in _REQUESTS and _is_tiny(data, message.start.request):
+                elif client.role in _REQUESTS and is_tiny(data, message.start.request):
                     start()
                 elif client.role in _REQUESTS:
                     await loop.run_in_executor(pool, start)
@@ -380,11 +380,13 @@ class Service:
         stream.task = asyncio.current_task()
         try:
             try:
-                loop, data = asyncio.get_running_loop(), await receive(context)
-                pool = self._input_pool(data)
-                request = await loop.run_in_executor(pool, self._parse, pb.GenerateRequest, data, context)
-                pool = self._guided_input if _guided(request) else pool
-                await loop.run_in_executor(pool, self._start_only, stream, request, context, client)
+                async with self._gates.enter(client.tenant or context.peer()):
+                    loop, data = asyncio.get_running_loop(), await receive(context)
+                    pool = self._input_pool(data)
+                    request = await loop.run_in_executor(pool, self._parse, pb.GenerateRequest, data, context)
+                    pool = self._guided_input if is_guided(request) else pool
+                    await loop.run_in_executor(pool, self._start_only, stream, request, context, client)
+                    del data, request
             except (ValueError, TypeError, AllSparkError) as error:
                 await abort(context, error)
             while not stream.idle:
@@ -491,10 +493,11 @@ class Service:
     def _unary(self, name: str, request_type: type[Message], pool: ThreadPoolExecutor | None,
                call: Callable[[Any], Message]) -> _Method:
         """A method that answers one message with one, by a call in a thread of `pool`; None: as its size demands."""
-        async def method(context: grpc.aio.ServicerContext, _: Client | None) -> None:
+        async def method(context: grpc.aio.ServicerContext, client: Client | None) -> None:
             try:
-                data = await receive(context)
-                request = self._parse(request_type, data, context)
+                async with self._gates.enter(client and client.tenant or context.peer()):
+                    data = await receive(context)
+                    request = self._parse(request_type, data, context)
                 response = await asyncio.get_running_loop().run_in_executor(
                     pool or self._input_pool(data), call, request)
             except Exception as error:
@@ -579,17 +582,6 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
                         steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
-
-
-def _is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
-    """Whether the event loop may take a request: nothing is tokenized, and the work does not multiply."""
-    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
-
-
-def _guided(request: pb.GenerateRequest) -> bool:
-    """Whether it has a grammar, which may take a second to compile."""
-    forced = request.chat_options.tool_choice_json not in ("", '"auto"', '"none"')
-    return forced or '"strict"' in request.chat_options.tools_json or request.config.HasField("response_format_json")
 
 
 def _denied(what: str, roles: frozenset[Role], role: Role) -> AllSparkError:

@@ -22,6 +22,7 @@ from allspark_client.version import __version__
 from allspark_server import service as service_module
 from allspark_server.access import Access, Role
 from allspark_server.service import Service
+from allspark_server.calls import Gates
 from allspark_server.client_stream import Backlog, ClientStream, _Pending, _RequestSink
 from fake_engine import FakeEngine
 from fake_service import MODEL, expected, serving, tokens, wait_until
@@ -340,6 +341,23 @@ def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
         client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 1})
         quick = time.monotonic() - began
         assert send(greedy, 10) > 0.3 > quick
+
+
+def test_only_so_many_calls_of_one_client_are_read_at_once():
+    async def calls() -> list[str]:
+        gates, log = Gates(2), []
+
+        async def call(client: str, name: str) -> None:
+            async with gates.enter(client):
+                log.append(name)
+                await asyncio.sleep(0.05)
+                log.append(name)
+
+        await asyncio.gather(*(call("a", f"a{i}") for i in range(4)), call("b", "b0"))
+        assert not gates._gates and not gates._users
+        return log
+
+    assert asyncio.run(calls()) == ["a0", "a1", "b0", "a0", "a1", "b0", "a2", "a3", "a2", "a3"]
 
 
 def test_closing_a_client_ends_its_requests(served):
