@@ -36,7 +36,7 @@ def read_and_write(path: Path, result_bytes: int, threads: int) -> None:
     """The least that loading can do: reads the file, and writes as many bytes into fresh huge pages."""
     with open(path, "rb") as file, ThreadPoolExecutor(threads) as pool:
         source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        target = mmap.mmap(-1, result_bytes)
+        target = mmap.mmap(-1, result_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of shared memory small pages
         target.madvise(mmap.MADV_HUGEPAGE)
         begin, into = np.frombuffer(source, np.uint8).ctypes.data, np.frombuffer(target, np.uint8).ctypes.data
 

@@ -97,7 +97,7 @@ def write_model(folder: Path, scheme: str, layers: int) -> Path:
 def copy(path: Path, threads: int) -> None:
     with open(path, "rb") as file, ThreadPoolExecutor(threads) as pool:
         source = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        target = mmap.mmap(-1, len(source))
+        target = mmap.mmap(-1, len(source), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # of shared memory small pages
         target.madvise(mmap.MADV_HUGEPAGE)
         begin, into = (np.frombuffer(memory, np.uint8).ctypes.data for memory in (source, target))
 
