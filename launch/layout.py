@@ -20,8 +20,8 @@ LAYOUTS, PURPOSES = ("wide", "nodes", "auto"), ("throughput", "latency")
 
 
 def is_open(member: GroupOptions) -> bool:
-    """Whether a layout concerns a member: not one that is told its nodes, or computes on GPUs."""
-    return member.numa_nodes is None and not member.gpus
+    """Whether a layout concerns a member: not one that is told its nodes, has other hosts, or computes on GPUs."""
+    return member.numa_nodes is None and not member.hosts and not member.gpus
 
 
 def check(member: GroupOptions) -> None:

@@ -65,12 +65,13 @@ def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemct
          "token_file": str(tmp_path / "t")},
         {"name": "b", "numa_nodes": [0, 1]},
         {"name": "g", "gpus": [0]},
+        {"name": "h", "hosts": "here,there"},
         {"name": "c"},
     ]
     write(tmp_path, members, layout="nodes")
     assert main(words(tmp_path, "install")) == 0
     found = config_of(tmp_path)
-    assert list(found) == ["a-0", "a-1", "b", "c-0", "c-1", "g"]
+    assert list(found) == ["a-0", "a-1", "b", "c-0", "c-1", "g", "h"]
     assert found["a-0"]["address"] == ["127.0.0.1:50051", "unix:/run/x-0"] and found["a-0"]["numa_nodes"] == [0]
     assert found["a-1"]["address"] == ["127.0.0.1:50052", "unix:/run/x-1"] and found["a-1"]["numa_nodes"] == [1]
     assert (found["a-0"]["http"], found["a-1"]["http"]) == ("127.0.0.1:8000", "127.0.0.1:8001")
@@ -78,10 +79,10 @@ def test_a_member_is_expanded_to_one_for_each_node(tmp_path, two_nodes, systemct
     capsys.readouterr()
     assert main(["pool", "status", *words(tmp_path, "status")[2:4], "--config-dir", str(tmp_path / "c")]) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == \
-        ["a-0", "a-1", "b", "g", "c-0", "c-1"]
+        ["a-0", "a-1", "b", "g", "h", "c-0", "c-1"]
     write(tmp_path, members, layout="wide")
     assert main(words(tmp_path, "apply")) == 0
-    assert list(config_of(tmp_path)) == ["a", "b", "c", "g"]
+    assert list(config_of(tmp_path)) == ["a", "b", "c", "g", "h"]
     assert any("disable --now allspark-default@a-1.service" in call for call in systemctl())
 
 
