@@ -310,6 +310,13 @@ class ModelRoots:
         for name, path in _paths(config):
             self.check(name, path)
 
+    def check_adapter(self, directory: str, config: AsModelConfig) -> None:
+        """Raises AllSparkError (denied) unless the directory may be opened: those below a model's that the operator
+        named may."""
+        model = os.path.realpath(config.model_path)
+        if model not in self._named or not _inside(os.path.realpath(directory), model):
+            self.check("lora_name", directory)
+
     def check(self, name: str, path: str) -> None:
         """Raises AllSparkError (denied) unless `path`, given by a client as `name`, may be opened."""
         resolved = os.path.realpath(path)

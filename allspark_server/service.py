@@ -31,6 +31,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 
 from . import metrics
 from .access import Access, Client, ModelRoots, Role
+from .adapters import adapter_directory, check_lora
 from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
@@ -435,7 +436,7 @@ class Service:
             ("StartModel", model, admin, lambda r: (engine.start_model(r.model), done)[1]),
             ("StopModel", model, admin, lambda r: (engine.stop_model(r.model), done)[1]),
             ("ReleaseModel", model, admin, lambda r: (engine.release_model(r.model), done)[1]),
-            ("LoadLora", lora, admin, lambda r: (engine.load_lora(r.model, r.lora), done)[1]),
+            ("LoadLora", lora, admin, self._load_lora),
             ("UnloadLora", lora, admin, lambda r: (engine.unload_lora(r.model, r.lora), done)[1]),
             ("UnloadDeviceMem", model, admin, lambda r: (engine.unload_device_mem(r.model), done)[1]),
             ("LoadDeviceMem", model, admin, lambda r: (engine.load_device_mem(r.model), done)[1]),
@@ -506,11 +507,20 @@ class Service:
     def _install(self, request: pb.InstallModelRequest) -> pb.Done:
         config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)
         self._roots.check_model(config)
+        for lora in config.lora_names:
+            self._roots.check_adapter(adapter_directory(config, check_lora(lora)), config)
         try:
             self._engine.install_model(config)
         except AllSparkError:
             if not (request.retried and self._engine.installed(config)):
                 raise
+        return pb.Done()
+
+    def _load_lora(self, request: pb.LoraRequest) -> pb.Done:
+        for model in self._engine.served_models():
+            if model.name == request.model:
+                self._roots.check_adapter(adapter_directory(model.config, check_lora(request.lora)), model.config)
+        self._engine.load_lora(request.model, request.lora)
         return pb.Done()
 
     def _tokenize(self, request: pb.TokenizeRequest) -> pb.Tokenized:

@@ -6,7 +6,7 @@ behind it belongs to the native executor. No tensors and no requests in this pac
 
 from .host_tier import Copies, HostTier
 from .prefix_cache import PrefixCache
-from .span_keys import SpanKeys
+from .span_keys import SpanKeys, scope
 from .span_pool import SpanPool
 
-__all__ = ["Copies", "HostTier", "PrefixCache", "SpanKeys", "SpanPool"]
+__all__ = ["Copies", "HostTier", "PrefixCache", "SpanKeys", "SpanPool", "scope"]

@@ -1,0 +1,58 @@
+#include "cpu/adapters.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/weights.h"
+
+namespace as {
+
+Adapter::Adapter(const Rules& rules, const AdapterLimits& limits, int targets) : rules_(rules), limits_(limits) {
+  if (targets < 1 || limits.count < 1) throw std::invalid_argument("the model's program has no room for adapters");
+  pairs_.resize(targets);
+}
+
+Packed Adapter::packed(const SourceRows& source, int rows) {
+  Packed m = layout(rows, (int)source.columns, rules_, limits_.format, 0);
+  m.data = arena_.take(matrix_bytes(m), "an adapter");
+  return m;
+}
+
+int64_t Adapter::set(int target, const SourceRows& a, int rank, const SourceRows& b, int columns, float scale) {
+  if (target < 0 || target >= targets() || pairs_[target].a.k)
+    throw std::invalid_argument("adapter: target " + std::to_string(target) + " of " + std::to_string(targets()) +
+                                " is not there, or has its matrices");
+  if (rank < 1 || rank > limits_.max_rank || b.columns != rank || columns < 1 || a.columns < 1)
+    throw std::invalid_argument("adapter: matrices of " + std::to_string(rank) + " x " + std::to_string(a.columns) +
+                                " and " + std::to_string(columns) + " x " + std::to_string(b.columns) +
+                                "; ranks are at most " + std::to_string(limits_.max_rank));
+  pairs_[target] = {packed(a, rank), packed(b, columns), scale};
+  return pack_floats(pairs_[target].a, a, 0, rank) + pack_floats(pairs_[target].b, b, 0, columns);
+}
+
+bool Adapters::begin(const Batch& batch) {
+  for (AdaptedRows* set : {&all, &outputs}) set->rows.clear(), set->groups.clear();
+  if (std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return item.adapter < 0; }))
+    return false;
+  std::vector<char> seen(loaded_.size());
+  for (const Item& first : batch.items) {
+    if (first.adapter < 0 || seen.at(first.adapter)++) continue;
+    const Adapter* adapter = loaded_[first.adapter].get();
+    if (!adapter) throw std::invalid_argument("adapter " + std::to_string(first.adapter) + " is not loaded");
+    const auto collect = [&](AdaptedRows& set, int Item::* begin, int Item::* count) {
+      AdaptedRows::Group group{adapter, (int)set.rows.size(), 0, true};
+      for (const Item& item : batch.items)
+        for (int i = 0; item.adapter == first.adapter && i < item.*count; i++) set.rows.push_back(item.*begin + i);
+      group.count = (int)set.rows.size() - group.begin;
+      if (!group.count) return;
+      group.adjacent = set.rows.back() - set.rows[group.begin] == group.count - 1;
+      set.groups.push_back(group);
+    };
+    collect(all, &Item::row, &Item::count);
+    collect(outputs, &Item::output, &Item::outputs);
+  }
+  return !all.groups.empty();
+}
+
+}  // namespace as
