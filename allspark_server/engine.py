@@ -105,7 +105,8 @@ class Engine(AbstractEngine):
             self._save()
         else:  # its cache cannot be trusted any more: load it again
             # It stays in the file should that fail.
-            self._unrestored[model_name] = state_entry(model.config, True, model_name in self._configured, model.adapters)
+            configured = model_name in self._configured
+            self._unrestored[model_name] = state_entry(model.config, True, configured, model.adapters)
             self._call(lambda: self._remove_model(model_name))
             self._output.flush()
             self._install(model.config, True, [adapter.given for adapter in model.adapters])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 
@@ -14,6 +13,7 @@ from allspark_client import GenerateRequestStatus as Status
 from allspark_server import Engine
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 from driver import Driver
+from waiting import wait_for
 
 checkpoints = pytest.importorskip("checkpoints")  # needs torch and transformers
 adapters = pytest.importorskip("adapters")
@@ -199,7 +199,8 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         no("target_modules is no pattern", target_modules="(")
         no("the rank 9 for .*q_proj.*lora_max_rank is 8", AsStatus.ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR,
            rank_pattern={"q_proj": 9})
-        refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.load_lora, "m", str(tmp_path / "none"), match="holds no adapter")
+        refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.load_lora, "m", str(tmp_path / "none"),
+                match="holds no adapter")
         missing = adapters.write_adapter(tmp_path / "missing", base, ["q_proj"])
         adapters.change_config(missing, target_modules=["q_proj", "k_proj"])
         refused(AsStatus.ALLSPARK_PARAM_ERROR, engine.load_lora, "m", str(missing), match="has no .*k_proj.lora_A")
@@ -214,6 +215,19 @@ def test_what_is_not_served_is_refused_by_name(tmp_path):
         engine.install_model(AsModelConfig("none", base, lora_max_num=0, cache_memory=1 << 22))
         refused(AsStatus.ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR, engine.load_lora, "none", str(good),
                 match="lora_max_num is 0")
+
+
+def test_clients_may_name_adapters_where_they_may_name_models(tmp_path):
+    from allspark_server.access import ModelRoots
+    for name in ("model/beside", "root", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    config = AsModelConfig("m", tmp_path / "model")
+    roots = ModelRoots([tmp_path / "root"], [config])
+    roots.check_adapter(str(tmp_path / "model/beside"), config)
+    roots.check_adapter(str(tmp_path / "root"), config)
+    (tmp_path / "model/link").symlink_to(tmp_path / "elsewhere")
+    for name in ("elsewhere", "model/../elsewhere", "model/link"):
+        refused(AsStatus.ALLSPARK_REQUEST_DENIED, roots.check_adapter, str(tmp_path / name), config, match="outside of")
 
 
 def test_experts_are_refused(tmp_path):
@@ -242,13 +256,13 @@ GENERATE = {"max_new_tokens": 24, "early_stopping": False, "seed": 3, "logprobs"
 
 
 def run(engine, prompt, lora="", name="m", **config):
-    """(ids, bits of the log probabilities, positions of the prompt that the prefix cache had)."""
+    """(ids and log probabilities, of each sample; positions of the prompt that the prefix cache had)."""
     _, handle, queue = engine.start_request(name, {"input_ids": prompt},
                                             {**GENERATE, **({"lora_name": lora} if lora else {}), **config})
-    ids, logprobs, cached = [], [], 0
+    ids, logprobs, cached = [[] for _ in range(config.get("n", 1))], [[] for _ in range(config.get("n", 1))], 0
     for elements in queue:
-        ids += elements.ids_from_generate
-        logprobs += elements.token_logprobs_list
+        ids[elements.sample_index] += elements.ids_from_generate
+        logprobs[elements.sample_index] += elements.token_logprobs_list
         cached = elements.prefix_cache_len
     assert queue.GenerateStatus() is Status.GenerateFinished
     engine.release_request(name, handle)
@@ -281,7 +295,9 @@ def test_many_adapters_come_and_go_while_a_model_serves(tmp_path):
         engine.load_lora("m", f"second={tmp_path / 'a2'}")
         refused(AsStatus.ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR, engine.load_lora, "m", str(tmp_path / "a3"))
         refused(AsStatus.ALLSPARK_LORA_ALREADY_LOADED, engine.load_lora, "m", str(tmp_path / "a1"))
-        refused(AsStatus.ALLSPARK_LORA_IN_USE, engine.unload_lora, "m", "a0", match="in use by [1-3] requests")
+        _, handle, _ = engine.start_request("m", {"input_ids": prompt}, {"lora_name": "a0", "early_stopping": False})
+        refused(AsStatus.ALLSPARK_LORA_IN_USE, engine.unload_lora, "m", "a0", match="in use by [1-4] requests")
+        engine.release_request("m", handle)
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.unload_lora, "m", "a3")
         found = {name: run(engine, prompt, name) for name in ("a1", "second")}
         engine.unload_lora("m", "a1")
@@ -379,7 +395,45 @@ def test_a_request_outlives_its_server_with_its_adapter(tmp_path, monkeypatch, v
             if not killed and len(ids) >= 50:
                 killed = True
                 ranks_of(engine._group._process.pid)[victim].kill()
-        assert (ids, logprobs) == undisturbed
+        assert ([ids], [logprobs]) == undisturbed
         assert engine.get_rank_nums() == 2 and list(engine.list_models()[0].adapters) == ["a"]
         engine.unload_lora("m", "a")
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, run, engine, prompt, "a")
+
+
+def test_the_http_door_knows_adapters_as_models(tmp_path):
+    httpx = pytest.importorskip("httpx")
+    from allspark_launch.serving import background_group, shipped_model
+    from http_helpers import door_before
+
+    base = shipped_model()
+    adapters.write_adapter(tmp_path / "pirate", base, rank=4, strength=1.0)
+    model = ["--model", str(base), "--max-length", "256", "--model-root", str(tmp_path)]
+    body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16}
+    with background_group(model, timeout=60.0) as group, ClientEngine(group.addresses[0]) as engine, \
+            door_before(group.addresses[0], insecure=True) as address, \
+            httpx.Client(base_url=f"http://{address}/v1", timeout=60) as door:
+        engine.load_lora("fable", str(tmp_path / "pirate"))
+
+        def ask(name: str, path: str = "/completions", **more):
+            answer = door.post(path, json={"model": name, **body, **more})
+            return answer.status_code, answer.json()
+
+        def listed() -> dict:
+            return {card["id"]: card.get("parent") for card in door.get("/models").json()["data"]}
+
+        wait_for(lambda: listed() == {"fable": None, "pirate": "fable"}, 10)
+        (_, plain), (status, told) = ask("fable"), ask("pirate")
+        assert status == 200 and told["model"] == "pirate"
+        assert plain["choices"][0]["text"] != told["choices"][0]["text"]
+        _, handle, queue = engine.start_request("fable", {"text": body["prompt"]}, {
+            "do_sample": False, "max_new_tokens": 16, "lora_name": "pirate"})
+        assert "".join(elements.text for elements in queue) == told["choices"][0]["text"]
+        engine.release_request("fable", handle)
+        assert door.get("/models/pirate").json()["max_model_len"] == 256
+        chat = {"model": "pirate", "messages": [{"role": "user", "content": "A story"}], "max_tokens": 4}
+        assert door.post("/chat/completions", json=chat).json()["model"] == "pirate"
+        engine.unload_lora("fable", "pirate")
+        wait_for(lambda: listed() == {"fable": None}, 10)
+        status, error = ask("pirate")
+        assert status == 404 and error["error"]["code"] == "model_not_found"
