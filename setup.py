@@ -276,6 +276,9 @@ def requirements() -> dict:
               "grpcio-health-checking>=1.60", "grpcio-reflection>=1.60", "tomli>=2.0; python_version < '3.11'",
               "uvicorn>=0.30", "httptools>=0.6", "uvloop>=0.19; platform_system != 'Windows'",
               "starlette>=0.40", "pydantic>=2.7", "prometheus-client>=0.20"]  # the HTTP door
+    # Spans of requests; read by the standard variables (allspark_server/tracing.py).
+    otel = ["opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30",
+            "opentelemetry-exporter-otlp-proto-grpc>=1.30"]
     test = [
         "pytest>=7.4",
         "pytest-timeout>=2.2",
@@ -292,6 +295,7 @@ def requirements() -> dict:
         "anthropic>=0.40",
         "clang-format==19.1.7",  # the dialect of native/
         "pybind11>=2.12",  # tests/sanitize builds the native library
+        *otel,
     ]
     # Programs that the doors are tested with, each skipped where it is not installed.
     clients = ["litellm>=1.60", "langchain-openai>=0.3", "lm_eval>=0.4.8", "tenacity>=8", "schemathesis>=4",
@@ -300,7 +304,7 @@ def requirements() -> dict:
     # What building the CUDA backend takes where there is no toolkit. Running it takes the driver alone.
     cuda = [f"nvidia-{name}>=13.0" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-runtime", "cuda-cccl")]
     return {"install_requires": client if CLIENT_ONLY else client + server,
-            "extras_require": {"test": test, "clients": clients, "cuda": cuda,
+            "extras_require": {"test": test, "clients": clients, "cuda": cuda, "otel": otel,
                                "sentencepiece": ["sentencepiece>=0.2"]}}  # of checkpoints with its models
 
 

@@ -145,7 +145,7 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
                                  want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
-                                 deaths=spec.deaths, adapter=spec.adapter,
+                                 deaths=spec.deaths, adapter=spec.adapter, trace=spec.trace,
                                  samples=[pb.TokenIds(ids=ids) for ids in spec.samples])
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
@@ -192,8 +192,9 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
                        generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
                        samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
-                       deaths=message.deaths, adapter=message.adapter)
+                       deaths=message.deaths, adapter=message.adapter, trace="")
     spec.check_tenant()
+    spec.trust_trace(message.trace)
     kind = message.WhichOneof("prompt")
     if kind == "input_ids":
         spec.input_ids = list(message.input_ids.ids)

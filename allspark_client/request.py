@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,17 @@ from .config import GenerateConfig
 from .fields import valid_unicode
 
 MAX_TENANT_BYTES = 256
+_TRACE_LENGTH = 55      # of a traceparent of version 00
+
+
+def current_trace() -> str:
+    """The traceparent (W3C Trace Context) of the span that the caller is in; empty if this program makes no spans."""
+    if "opentelemetry.sdk.trace" not in sys.modules:
+        return ""
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return carrier.get("traceparent", "")
 
 
 def adapter_name(lora: str) -> str:
@@ -61,6 +73,8 @@ class RequestSpec:
     adapter: str = ""
     #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
     opened: str = ""
+    #: a traceparent: the span below which this request's are
+    trace: str = field(default_factory=current_trace)
 
     def set_prompt(self, ids: list[int]) -> None:
         """The prompt is these ids from now on, whatever it was before: text rendered or tokenized anew, elsewhere or on
@@ -72,6 +86,10 @@ class RequestSpec:
         size = len(valid_unicode("tenant", self.tenant).encode())
         if size > MAX_TENANT_BYTES:
             raise ValueError(f"tenant={self.tenant[:40]!r}... has {size} bytes; allowed: at most {MAX_TENANT_BYTES}")
+
+    def trust_trace(self, given: str) -> None:
+        """Takes a traceparent that somebody else gave; one of another form counts for nothing, as its standard says."""
+        self.trace = given if len(given) == _TRACE_LENGTH and given.isascii() else ""
 
     def generated_of(self, sample: int) -> list[int]:
         """What another group has already produced of a sample."""

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import logs
+from . import logs, tracing
 from .access import Access, ModelRoots, Role, default_address, mode_of
 from .client_limits import ClientLimits
 from .runtime import memory
@@ -47,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=int, default=0, help="how many ranks the group must have (checked)")
     p.add_argument("--cpus", default="", help="comma-separated CPUs, one for each compute thread")
     p.add_argument("--bind-cpus", default="", help="bind the process to these CPUs (where there is no numactl)")
-    p.add_argument("--bind-memory", type=int, default=None, help="bind its memory to this NUMA node")
-    p.add_argument("--ranks-on-node", type=int, default=0, metavar="N",
-                   help="how many ranks share the memory of this one's node (default: ranks are spread over all nodes)")
+    p.add_argument("--bind-memory", default="", metavar="LIST", help="bind its memory to these NUMA nodes")
+    p.add_argument("--ranks-on-nodes", default="", metavar="NODE:N,...",
+                   help="how many ranks share the memory of these nodes (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--strict", action="store_true", help="fail to load a model if memory is on wrong nodes")
@@ -136,9 +136,11 @@ class Rank:
         if self.heartbeat:
             self.heartbeat.start()
         a = self.arguments
-        if a.bind_cpus or a.bind_memory is not None:
-            bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), a.bind_memory)
-        memory.ranks_on_node, memory.strict = a.ranks_on_node, a.strict
+        if a.bind_cpus or a.bind_memory:
+            bind_process(numbers(a.bind_cpus) or sorted(os.sched_getaffinity(0)), numbers(a.bind_memory))
+        memory.ranks_on_node = {int(node): int(count) for node, _, count in
+                                (part.partition(":") for part in a.ranks_on_nodes.split(",") if part)}
+        memory.strict = a.strict
         outside = sorted(set(self.cpus or []) - os.sched_getaffinity(0))
         if outside:
             raise ValueError(f"--cpus names {outside}, but this rank may only run on {sorted(os.sched_getaffinity(0))}")
@@ -186,6 +188,7 @@ class Rank:
         from .engine import Engine
         from .service import Service
         a = self.arguments
+        tracing.set_up()
         access = Access(tls=self.tls(), tls_role=Role(a.tls_role), insecure=a.insecure, token_file=a.token_file)
         models = [model_config(text) for text in a.model]
         roots = ModelRoots(a.model_root, models)

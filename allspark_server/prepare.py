@@ -63,6 +63,7 @@ class PreparedRequest:
     name: str = ""  # the client's for it, for logs
     model: str = ""
     adapter: Optional[Adapter] = None
+    trace: str = ""  # the traceparent that it came with
 
     @property
     def tenant(self) -> str:
@@ -176,7 +177,7 @@ def prepare(
     deadline = time.monotonic() + timeout if timeout else math.inf
     return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline,
                            deaths=spec.deaths, name=config.user_request_id or config.uuid or "", model=spec.model,
-                           adapter=adapter)
+                           adapter=adapter, trace=spec.trace)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:

@@ -17,6 +17,7 @@ from .logs import log_request
 from .prepare import Obstacle, PreparedRequest
 from .scheduler import FinishReason, Probed, Sequence
 from .sinks import SampleEnd, Sink
+from .tracing import trace_request
 
 if TYPE_CHECKING:
     from .stop_strings import OutputText
@@ -78,7 +79,7 @@ class Request:
     sink (`status`, `done` and the rest); `done` and `status` may be read by any thread."""
 
     def __init__(self, handle: int, sink: Sink, prepared: PreparedRequest):
-        self.handle, self.name, self.model = handle, prepared.name, prepared.model
+        self.handle, self.name, self.model, self.trace = handle, prepared.name, prepared.model, prepared.trace
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
@@ -162,7 +163,9 @@ class Request:
         else:
             reason = "interrupted" if status is GenerateRequestStatus.GenerateInterrupted else "error"
         stat = self.stat()
-        log_request(self.name or str(self.handle), self.model, self.tenant, stat, reason)
+        name = self.name or str(self.handle)
+        log_request(name, self.model, self.tenant, stat, reason)
+        trace_request(name, self.model, self.tenant, self.trace, stat, reason, error)
         try:
             self.sink.on_finish(self.handle, status, error, stat, reason)
         except Exception:  # a sink's trouble must not keep other requests from ending

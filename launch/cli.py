@@ -113,9 +113,9 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca, tls_role, insecure,
-socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests, state_file, drain_limit,
-log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
+ranks, numa_nodes, memory_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca,
+tls_role, insecure, socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests,
+state_file, drain_limit, log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
 the rest from the next start; tokens are read again whenever their file changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
@@ -199,6 +199,8 @@ def _placement_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--ranks", type=int, default=0, metavar="N",
                    help="server processes (default: one per NUMA node; $AS_NUMA_NUM)")
     g.add_argument("--numa-nodes", type=_numbers, default=None, metavar="LIST", help="nodes to use, such as 0,1")
+    g.add_argument("--memory-nodes", type=_numbers, default=[], metavar="LIST",
+                   help="nodes of memory alone (CXL, say) that ranks may use once their own is full (default: none)")
     g.add_argument("--gpus", type=_numbers, default=None, metavar="LIST",
                    help="compute on these GPUs, one rank each (one, so far)")
     g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
@@ -312,6 +314,8 @@ def _own_group(options: argparse.Namespace) -> Iterator[str]:
         arguments += ["--gpus", format_list(options.gpus)]
     if options.numa_nodes is not None:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
+    if options.memory_nodes:
+        arguments += ["--memory-nodes", format_list(options.memory_nodes)]
     if options.use_siblings:
         arguments.append("--use-siblings")
     progress = show_progress if sys.stderr.isatty() else None
@@ -395,12 +399,12 @@ def convert(options: argparse.Namespace) -> int:
 def topology(options: argparse.Namespace) -> int:
     machine = read_topology()
     placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
-                      options.cpus_per_rank, options.use_siblings)
+                      options.cpus_per_rank, options.use_siblings, options.memory_nodes)
     if options.plot:
         drawing.save(options.plot, machine, placement)
     if options.json:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
-                  "memory_node": r.memory_node} for r in placement.ranks]
+                  "memory_node": r.memory_node, "memory_nodes": list(r.memory_nodes)} for r in placement.ranks]
         print(json.dumps({**machine.to_dict(), "ranks": ranks, "oversubscribed": placement.oversubscribed,
                           "warnings": placement.warnings}, indent=2))
         return 0

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 
 from .mpi import find_mpi, installations, MpiNotFound
-from .topology import format_list, read_topology
+from .topology import Node, Topology, format_list, read_topology
 
 MOST_FILES = 65536
+FEW_PROCESSES = 4096
 WINDOW_BYTES_PER_RANK = 8 << 20     # a little more than what native.Window asks for
 
 
@@ -45,8 +46,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def examine() -> list[Finding]:
     """Every check, in the order in which a start would meet them."""
-    checks = (_python, _native, _processor, _mpi, _numactl, _topology, _memory, _limits, _shared_memory)
-    return [f for check in checks for f in check()]
+    machine = read_topology()
+    return [*_python(), *_native(), *_processor(), *_mpi(), *_numactl(), *nodes_of(machine), *kernel_of(machine),
+            *_memory(), *_limits(), *_shared_memory(machine)]
 
 
 def _python() -> list[Finding]:
@@ -74,12 +76,7 @@ def _native() -> list[Finding]:
 
 def _processor() -> list[Finding]:
     import cpuinfo
-    found = [Finding("ok", "processor", cpuinfo.get_cpu_info().get("brand_raw", "not known"))]
-    governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    if governor and governor != "performance":
-        found.append(Finding("note", "clock", f"the governor is {governor!r}: cores take a while to reach full speed",
-                             "as root: cpupower frequency-set -g performance"))
-    return found
+    return [Finding("ok", "processor", cpuinfo.get_cpu_info().get("brand_raw", "not known"))]
 
 
 def _memory() -> list[Finding]:
@@ -88,20 +85,42 @@ def _memory() -> list[Finding]:
     if swap.used > memory.total // 100:
         found.append(Finding("note", "swap", f"{swap.used / 2**30:.1f} GiB are in use: a model that is swapped out is slow",
                              "as root: swapoff -a, or systemd's MemorySwapMax=0 for the units"))
-    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    if pages and pages[1] == "never":
-        found.append(Finding("note", "huge pages", "transparent huge pages are off: memory is read more slowly",
-                             "as root: echo madvise >/sys/kernel/mm/transparent_hugepage/enabled"))
-    elif pages:
-        found.append(Finding("ok", "huge pages", f"transparent ones: {pages[1]}"))
     return found
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
+    """What the kernel's settings below `root` do to groups: clock, huge pages, pages that move."""
+    def read(path: str) -> str:
+        try:
+            return Path(root, path).read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    found = []
+    governors = {cpu: read(f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor") for cpu in machine.allowed_cpus}
+    slow = [cpu for cpu, governor in governors.items() if governor not in ("", "performance")]
+    if slow:
+        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they take a while to reach full speed"
+        found.append(Finding("note", "clock", text, "as root: cpupower frequency-set -g performance"))
+    huge = "sys/kernel/mm/transparent_hugepage/"
+    pages, defrag = (re.search(r"\[([\w+]+)\]", read(huge + name)) for name in ("enabled", "defrag"))
+    if pages and pages[1] == "never":
+        found.append(Finding("note", "huge pages", "transparent huge pages are off: memory is read more slowly",
+                             f"as root: echo madvise >/{huge}enabled"))
+    elif pages:
+        found.append(Finding("ok", "huge pages", f"transparent ones: {pages[1]}"))
+        if defrag and defrag[1] == "never":
+            text = "none are made when memory is asked for: after some uptime much of it is in small pages"
+            found.append(Finding("note", "huge pages", text, f"as root: echo madvise >/{huge}defrag"))
+    balancing = read("proc/sys/kernel/numa_balancing")
+    if balancing not in ("", "0") and len(machine.nodes) > 1:
+        found.append(Finding("note", "NUMA", "automatic balancing is on; pinned ranks gain nothing from it",
+                             "as root: sysctl kernel.numa_balancing=0"))
+    demotion = "sys/kernel/mm/numa/demotion_enabled"
+    if read(demotion) in ("1", "true") and any(n.has_memory and not n.cpus for n in machine.nodes):
+        found.append(Finding("note", "NUMA", "the kernel may move what was not used for a while to nodes without CPUs, "
+                                             "whatever it is bound to", f"as root: echo 0 >/{demotion}"))
+    return found
 
 
 def _mpi() -> list[Finding]:
@@ -115,7 +134,8 @@ def _mpi() -> list[Finding]:
         use = "used" if mpi.library.resolve() == chosen.library.resolve() else "not used; ALLSPARK_MPIRUN chooses"
         found.append(Finding("ok", "MPI", f"Open MPI {mpi.version_text} ({mpi.source}): {mpi.mpirun} with "
                                           f"{mpi.library} ({use})"))
-    return found + [Finding("note", "MPI", p) for p in problems]
+    remedy = "remove it, or let ALLSPARK_MPIRUN name the one to use"
+    return found + [Finding("note", "MPI", p, remedy) for p in problems]
 
 
 def _numactl() -> list[Finding]:
@@ -126,32 +146,38 @@ def _numactl() -> list[Finding]:
                     "apt-get install numactl, if you want to see the binding in the process list")]
 
 
-def _topology() -> list[Finding]:
-    machine = read_topology()
+def nodes_of(machine: Topology) -> list[Finding]:
+    """Nodes, CPUs and quotas."""
     found = [Finding("ok", "NUMA", f"{len(machine.nodes)} node(s), "
                                    f"{sum(len(n.cores) for n in machine.nodes)} usable physical core(s)")]
     for n in machine.nodes:
-        if not n.cores:
-            found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use"))
-        elif not n.whole:
-            text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
-            found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
-        if not n.has_memory:
-            text = f"node {n.id} has no memory that this process may use; ranks there use that of node "
-            found.append(Finding("note", "NUMA", text + str(machine.memory_node(n).id)))
+        found += _node(n, machine)
     if machine.offline_cpus:
         found.append(Finding("note", "CPUs", f"{format_list(machine.offline_cpus)} are offline",
                              "as root: echo 1 > /sys/devices/system/cpu/cpuN/online"))
     if machine.cpu_quota and machine.cpu_quota < sum(len(n.cores) for n in machine.nodes):
         text = f"the cgroup allows {machine.cpu_quota:g} CPUs: ranks have no more threads than that, and may be paused"
         found.append(Finding("note", "CPU quota", text, "pin with a cpuset instead (docker run --cpuset-cpus)"))
-    try:
-        with open("/proc/sys/kernel/numa_balancing", encoding="utf-8") as file:
-            if file.read().strip() != "0" and len(machine.nodes) > 1:
-                found.append(Finding("note", "NUMA", "automatic balancing is on; pinned ranks gain nothing from it",
-                                     "as root: sysctl kernel.numa_balancing=0"))
-    except OSError:
-        found.append(Finding("ok", "NUMA", "the kernel has no automatic balancing"))
+    return found
+
+
+def _node(n: Node, machine: Topology) -> list[Finding]:
+    found = []
+    if not n.cpus and n.has_memory:
+        size = f"{n.memory_total / 2**30:.0f} GiB"
+        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, say): only groups that name it in "
+                                           "memory_nodes use it"))
+    elif not n.cores:
+        found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use",
+                             "widen the container's cpuset (docker run --cpuset-cpus), or bring its CPUs online"))
+    elif not n.whole:
+        text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
+        found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
+    if n.cores and not n.has_memory:
+        text = (f"node {n.id} has no memory that this process may use: it gets no rank unless numa_nodes names it, which "
+                f"then uses that of node {machine.memory_node(n).id}")
+        found.append(Finding("note", "NUMA", text, "memory modules on that socket" if not n.memory_total else
+                             "widen the container's cpuset (docker run --cpuset-mems)"))
     return found
 
 
@@ -170,15 +196,21 @@ def _limits() -> list[Finding]:
     if locked != psutil.RLIM_INFINITY and locked < 64 << 20:
         found.append(Finding("note", "locked memory", f"at most {locked >> 10} KiB may be locked, which some networks need",
                              "ulimit -l unlimited; in a unit: LimitMEMLOCK=infinity"))
+    processes = process.rlimit(psutil.RLIMIT_NPROC)[1]
+    if processes != psutil.RLIM_INFINITY and processes < FEW_PROCESSES:
+        text = f"this user may have {processes} threads in all: each rank has one for each core, and some more"
+        found.append(Finding("note", "processes", text, f"ulimit -u {FEW_PROCESSES}; in a unit: LimitNPROC="
+                                                        f"{FEW_PROCESSES}, TasksMax={FEW_PROCESSES}"))
     return found
 
 
-def _shared_memory() -> list[Finding]:
+def _shared_memory(machine: Topology) -> list[Finding]:
     try:
         free = psutil.disk_usage("/dev/shm").free
     except OSError as error:
-        return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead")]
-    ranks = max(2, len(read_topology().nodes))
+        remedy = "as root: mount -t tmpfs tmpfs /dev/shm"
+        return [Finding("note", "/dev/shm", f"{error}; MPI uses files instead", remedy)]
+    ranks = max(2, len(machine.nodes))
     needed = ranks * WINDOW_BYTES_PER_RANK
     if free < needed:
         text = f"{free >> 20} MiB free; {ranks} ranks need {needed >> 20} MiB"

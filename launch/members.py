@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Iterable
 
 from allspark_server import access
 
+from .units import CONFIG_DIR
+
 if TYPE_CHECKING:
     from allspark_client._proto import allspark_pb2 as pb
 
@@ -29,6 +31,8 @@ class Target:
 def add_target_options(p: argparse.ArgumentParser) -> None:
     """Of commands that look at groups."""
     p.add_argument("--config", metavar="FILE", help="pool.toml")
+    p.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR",
+                   help="where it is installed (default %(default)s)")
     p.add_argument("--address", action="append", default=[], help="a group's address; repeatable (instead of --config; "
                                                                   "default $ALLSPARK_ADDRESS, or where a group serves "
                                                                   "that was given none)")
@@ -39,8 +43,8 @@ def add_target_options(p: argparse.ArgumentParser) -> None:
 def targets(options: argparse.Namespace) -> list[Target]:
     """What the options name."""
     if options.config:
-        from .pool import Pool
-        return pool_targets(Pool.from_file(options.config), options.token_file, options.tls_ca)
+        from .pool import installed_pool
+        return pool_targets(installed_pool(options), options.token_file, options.tls_ca)
     token = first_token(options.token_file)
     addresses = options.address or [a for a in os.environ.get("ALLSPARK_ADDRESS", "").split(",") if a]
     return [Target(a, a, token, options.tls_ca or "") for a in addresses or [default_address()]]

@@ -1,6 +1,7 @@
 """Finds an Open MPI installation and writes the mpirun line of a group."""
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import importlib.util
 import logging
@@ -182,8 +183,8 @@ def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
         words.append(f"--cpunodebind={rank.node}")
     else:
         words.append(f"--physcpubind={format_list(rank.bound_cpus)}")
-    if bind_memory and rank.memory_node is not None:
-        words.append(f"--membind={rank.memory_node}")
+    if bind_memory and rank.memory_nodes:
+        words.append(f"--membind={format_list(rank.memory_nodes)}")
     return words
 
 
@@ -199,7 +200,7 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
     if use_numactl is None:
         use_numactl = bind_memory and shutil.which("numactl") is not None
     words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
-    shared = len({r.memory_node for r in placement.ranks}) < len(placement.ranks)
+    users = collections.Counter(node for rank in placement.ranks for node in rank.memory_nodes)
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
@@ -210,10 +211,10 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
                   "--cpus", ",".join(map(str, rank.cpus))]
         if not use_numactl:
             words += ["--bind-cpus", format_list(rank.bound_cpus)]
-            if bind_memory and rank.memory_node is not None:
-                words += ["--bind-memory", str(rank.memory_node)]
-        if bind_memory and rank.memory_node is not None and shared:
-            words += ["--ranks-on-node", str(sum(r.memory_node == rank.memory_node for r in placement.ranks))]
+            if bind_memory and rank.memory_nodes:
+                words += ["--bind-memory", format_list(rank.memory_nodes)]
+        if bind_memory and any(count > 1 for count in users.values()):
+            words += ["--ranks-on-nodes", ",".join(f"{node}:{users[node]}" for node in rank.memory_nodes)]
         if placement.oversubscribed:
             words.append("--no-spin")
         words += rank_words

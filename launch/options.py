@@ -35,6 +35,7 @@ class GroupOptions:
     address: list[str] = field(default_factory=list)
     ranks: int = 0
     numa_nodes: list[int] | None = None
+    memory_nodes: list[int] = field(default_factory=list)   # without CPUs, such as CXL, that ranks use as well
     gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
     cpus_per_rank: int = 0
     use_siblings: bool = False

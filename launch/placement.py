@@ -20,6 +20,12 @@ class RankPlacement:
     bound_cpus: tuple[int, ...]
     memory_node: int | None     # None: leave the memory policy alone
     whole_node: bool            # the rank has its node's CPUs to itself
+    more_memory: tuple[int, ...] = ()   # nodes of memory alone that it may use, too, once its own is full
+
+    @property
+    def memory_nodes(self) -> tuple[int, ...]:
+        """Where its memory may be, its own first; none: wherever the system puts it."""
+        return () if self.memory_node is None else (self.memory_node, *self.more_memory)
 
 
 @dataclass
@@ -36,14 +42,15 @@ class Placement:
 
 
 def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cpus_per_rank: int = 0,
-          use_siblings: bool = False) -> Placement:
+          use_siblings: bool = False, memory_nodes: list[int] | None = None) -> Placement:
     """Place `ranks` ranks on `nodes`.
 
     ranks: 0 is one per node. nodes: node ids; None is every node with cores and memory. cpus_per_rank: compute
     threads of each rank; 0 is every physical core of its share. use_siblings: threads may also sit on the second
-    hardware thread of a core.
-    Raises ValueError naming the argument if a node does not exist or has no usable core, or if a rank's share has
-    fewer cores than cpus_per_rank.
+    hardware thread of a core. memory_nodes: nodes without CPUs whose memory is used, too, each by the ranks nearest to
+    it; by default none is.
+    Raises ValueError naming the argument if a node does not exist or has no usable core (or memory), or if a rank's
+    share has fewer cores than cpus_per_rank.
     """
     if ranks < 0:
         raise ValueError(f"ranks is {ranks}; it must be at least 1 (0: one per NUMA node)")
@@ -60,6 +67,7 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
         raise ValueError("this process may use no CPU at all")
     ranks = ranks or len(chosen)
     result = Placement([])
+    more = nearest_memory(topology, [node.id for node in chosen[:ranks]], memory_nodes or [])
     share = _ranks_per_node(chosen[:ranks], ranks)
     rank = 0
     for node, count in zip(chosen[:ranks], share):
@@ -68,7 +76,8 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
             result.warnings.append(f"NUMA node {node.id} has no memory that this process may use; "
                                    f"its ranks take theirs from node {near.id}")
         for part in range(count):
-            result.ranks.append(_place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings))
+            one = _place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings)
+            result.ranks.append(replace(one, more_memory=more[node.id]))
             rank += 1
     if topology.cpu_quota and not cpus_per_rank:
         _obey_quota(result, topology.cpu_quota)
@@ -78,6 +87,24 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
         result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs but the ranks have {threads} threads; "
                                "waiting threads will sleep at once instead of spinning")
     return result
+
+
+def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]) -> dict[int, tuple[int, ...]]:
+    """Node -> those of `memory_nodes` that none of the nodes is nearer to. ValueError if one has CPUs, or no memory."""
+    found: dict[int, tuple[int, ...]] = {node: () for node in nodes}
+    for number in memory_nodes:
+        memory = topology.node(number)
+        if memory.cpus or not memory.has_memory:
+            alone = format_list(n.id for n in topology.nodes if n.has_memory and not n.cpus)
+            raise ValueError(f"memory_nodes names NUMA node {number}, which has "
+                             + ("CPUs: ranks there use its memory anyhow" if memory.cpus else
+                                "no memory that this process may use")
+                             + f"; nodes with memory alone: {alone or 'none'}")
+        distances = {node: topology.node(node).distances.get(number, 255) for node in nodes}
+        for node in nodes:
+            if distances[node] == min(distances.values()):
+                found[node] += (number,)
+    return found
 
 
 def _obey_quota(result: Placement, quota: float) -> None:

@@ -7,22 +7,23 @@ import logging
 import pwd
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Iterable
 
 from allspark_server import access
 
+from . import layout as layouts
 from . import members as views
 from .members import Member, Target, add_target_options, pool_targets
 from .options import GroupOptions
 from .serving import RELOADABLE
-from .tables import Table
-from .units import TEMPLATES, socket_address, systemctl, target_name, unit_files, unit_name
+from .tables import Location, Table
+from .topology import Topology, read_topology
+from .units import CONFIG_DIR, TEMPLATES, UNIT_DIR, socket_address, systemctl, target_name, unit_files, unit_name
 
 logger = logging.getLogger(__name__)
 
-UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
 DRAIN_SECONDS = 60.0            # drain_limit of members that do not say
 _LOOK_SECONDS = 0.5
 _BACK_SECONDS = 3600.0          # that a member may take to load its models
@@ -30,10 +31,14 @@ _BACK_SECONDS = 3600.0          # that a member may take to load its models
 
 @dataclass
 class Pool:
-    """A pool file: its name, the user its groups run as, and the options of each member."""
+    """A pool file: its name, the user its groups run as, and the options of each member. layout, optimize: as the file
+    says, "" where it does not. places: where members stand in it."""
     name: str
     user: str
     members: dict[str, GroupOptions]
+    layout: str = ""
+    optimize: str = ""
+    places: dict[str, Location] = field(default_factory=dict)
 
     @classmethod
     def from_file(cls, path: str) -> Pool:
@@ -41,12 +46,15 @@ class Pool:
         table = Table.read(path)
         values, where = table.values, table.location()
         for key in values:
-            if key not in ("name", "user", "defaults", "member"):
-                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: name, user, defaults, member")
+            if key not in _KEYS:
+                raise ValueError(f"{where.at(key)}: unknown key {key!r}; known: {', '.join(_KEYS)}")
         # Both go into units as they are: anything else, a line break above all, could become a setting there.
         for key in ("name", "user"):
             if not _is_word(values.get(key, "default")):
                 raise ValueError(f"{where.at(key)}: {key} {values[key]!r} must be of letters, digits, '.', '_' and '-'")
+        for key, known in _CHOICES.items():
+            if values.get(key, known[0]) not in known:
+                raise ValueError(f"{where.at(key)}: {key} is {values[key]!r}; allowed: {', '.join(known)}")
         defaults = values.get("defaults", {})
         if not isinstance(defaults, dict):
             raise ValueError(f"{where.at('defaults')}: defaults is {defaults!r}; it must be a table, [defaults]")
@@ -56,8 +64,8 @@ class Pool:
             raise ValueError(f"{where.at('member')}: member is {entries!r}; it must be a list of tables, [[member]] in "
                              "TOML")
         members: dict[str, GroupOptions] = {}
-        taken: dict[str, str] = {}
-        pool = cls(values.get("name", "default"), values.get("user", "root"), members)
+        pool = cls(values.get("name", "default"), values.get("user", "root"), members, values.get("layout", ""),
+                   values.get("optimize", ""))
         for i, entry in enumerate(entries):
             name = entry.get("name", str(i))
             place = where.inside("member", i)
@@ -67,19 +75,46 @@ class Pool:
             place = where.inside("member", i, name=f"member {name!r}")
             own = {key: value for key, value in entry.items() if key != "name"}
             members[name] = GroupOptions.from_table({"drain_limit": DRAIN_SECONDS, **defaults, **own}, place)
-            for address in pool.addresses(name):
-                if address in taken:
-                    raise ValueError(f"{place.at('address')}: members {taken[address]!r} and {name!r} both have "
-                                     f"address {address}")
-                taken[address] = name
+            pool.places[name] = place
         if not members:
             raise ValueError(f"{path} has no [[member]]")
-        for i, name in enumerate(members):
+        pool._check_addresses()
+        for name, member in members.items():
             try:
-                members[name].addresses()
+                member.addresses()
             except ValueError as error:
-                raise ValueError(f"{where.inside('member', i).at('address')}: member {name!r}: {error}") from None
+                raise ValueError(f"{pool.places[name].at('address')}: {error}") from None
         return pool
+
+    def _check_addresses(self) -> None:
+        taken: dict[str, str] = {}
+        for name in self.members:
+            for address in self.addresses(name):
+                if address in taken:
+                    raise ValueError(f"{self.places[name].at('address')}: members {taken[address]!r} and {name!r} both "
+                                     f"have address {address}")
+                taken[address] = name
+
+    def laid_out(self, kept: layouts.Kept, machine: Topology) -> Pool:
+        """The pool with a member for each node where its layout is so. Raises ValueError naming what cannot be."""
+        found = replace(self, members={}, places={})
+        layout = kept.said.get("layout") or self.layout or layouts.LAYOUTS[0]
+        for name, member in self.members.items():
+            parts = {name: member}
+            if layouts.is_open(member) and layout != "wide":
+                try:
+                    layouts.check(member)
+                    if kept.layout_of(name, layout) == "nodes" and len(machine.default_nodes) > 1:
+                        parts = layouts.expand(name, member, machine)
+                except ValueError as error:
+                    raise ValueError(f"{self.places[name].at()}: layout is {layout}: {error}") from None
+            for part, options in parts.items():
+                if part in found.members or part != name and part in self.members:
+                    raise ValueError(f"{self.places[name].at('name')}: layout is {layout}: {part!r} is the name of "
+                                     "another member")
+                found.members[part], found.places[part] = options, self.places[name]
+        found._check_addresses()
+        return found
 
     def addresses(self, member: str) -> list[str]:
         """Where a member serves: as it says, and on a Unix socket in any case, for who runs the pool."""
@@ -90,6 +125,16 @@ class Pool:
         """File name -> content of the members' config files."""
         return {f"{name}.json": json.dumps(replace(member, address=self.addresses(name)).changed(), indent=2) + "\n"
                 for name, member in self.members.items()}
+
+
+_CHOICES = {"layout": layouts.LAYOUTS, "optimize": layouts.PURPOSES}
+_KEYS = ("name", "user", *_CHOICES, "defaults", "member")
+
+
+def installed_pool(options: argparse.Namespace) -> Pool:
+    """The file's pool, with the layout that was decided when it was installed."""
+    pool = Pool.from_file(options.config)
+    return pool.laid_out(layouts.Kept.read(pool.name, options.config_dir), read_topology())
 
 
 def _is_word(name: object) -> bool:
@@ -108,6 +153,11 @@ What has changed in the file counts: members that are new are started, those tha
 tokens, drain_limit or log_level changed are told, and others are restarted, one after the other. A restart waits until
 the requests of the member have ended, as long as that takes: none is ended by it.
 
+layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide
+group and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or
+"throughput" (as many as are computed at once), before the pool starts. What was decided is kept in the configuration
+directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or machine.
+
 A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")
 
@@ -121,12 +171,23 @@ A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
         q.add_argument("--unit-dir", default=UNIT_DIR, metavar="DIR", help="default %(default)s")
         q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
 
+    def of_layout(q: argparse.ArgumentParser) -> None:
+        q.add_argument("--layout", choices=layouts.LAYOUTS, default="",
+                       help="of members without numa_nodes: a wide group with a rank on each NUMA node (default), a "
+                            "group on each of them, or what is measured to be better; kept until it is said anew")
+        q.add_argument("--optimize", "--for", choices=layouts.PURPOSES, default="",
+                       help="what auto measures (default throughput)")
+        q.add_argument("--measure", action="store_true", help="measure again what auto has decided before")
+
     q = action("install", _install, "write the systemd units of a pool")
     of_units(q)
+    of_layout(q)
     q.add_argument("--dry-run", action="store_true", help="print what would be written")
     q.add_argument("--now", action="store_true", help="enable and start them, too")
     q = action("apply", _apply, "make the running pool what the edited file says")
     of_units(q)
+    of_layout(q)
+    q.set_defaults(dry_run=False)
     q = action("uninstall", _uninstall, "stop a pool and remove its units; what clients installed stays known")
     of_units(q)
     q = action("drain", _drain, "have members take no new requests, and wait until theirs have ended")
@@ -136,6 +197,7 @@ A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
     q.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="wait no longer than this")
     q = action("restart", _restart, "restart members")
     q.add_argument("--config", required=True, metavar="FILE", help="pool.toml")
+    q.add_argument("--config-dir", default=CONFIG_DIR, metavar="DIR", help="default %(default)s")
     q.add_argument("members", nargs="*", metavar="MEMBER", help="default: all")
     q.add_argument("--rolling", action="store_true",
                    help="one after the other, each once its requests have ended, as long as that takes")
@@ -174,13 +236,82 @@ def _check_user(pool: Pool) -> None:
         print(f"there is no user {pool.user!r} yet: useradd --system {pool.user}")
 
 
-def _install(options: argparse.Namespace) -> int:
+def _laid_out(options: argparse.Namespace) -> tuple[Pool, layouts.Kept]:
+    """The file's pool with the layout that is said, or measured now."""
     pool = Pool.from_file(options.config)
+    kept = layouts.Kept.read(pool.name, options.config_dir)
+    for key in _CHOICES:
+        flag, own = getattr(options, key), getattr(pool, key)
+        if flag and own not in ("", flag):
+            raise ValueError(f"{options.config}: {key} is {own!r}, but --{key} says {flag!r}; leave one of them out")
+        if flag:
+            kept.said[key] = flag
+        elif own:
+            kept.said.pop(key, None)
+    machine = read_topology()
+    pool.laid_out(kept, machine)        # what is wrong is told before anything is measured
+    if (kept.said.get("layout") or pool.layout) == "auto":
+        _decide(options, pool, kept, machine)
+    elif options.measure:
+        raise ValueError("--measure is for layout = \"auto\"")
+    kept.decisions = {name: decision for name, decision in kept.decisions.items() if name in pool.members}
+    return pool.laid_out(kept, machine), kept
+
+
+def _decide(options: argparse.Namespace, pool: Pool, kept: layouts.Kept, machine: Topology) -> None:
+    """Finds a layout for each member whose own is to be chosen; says what and why."""
+    purpose = kept.said.get("optimize") or pool.optimize or layouts.PURPOSES[0]
+    known = [] if options.measure else list(kept.decisions.values())
+    for name, member in pool.members.items():
+        if not layouts.is_open(member):
+            continue
+        if len(machine.default_nodes) < 2:
+            print(f"{name}: one wide group: nothing to measure, this machine has one NUMA node with CPUs and memory")
+            continue
+        wanted, before = layouts.subject(member, machine, purpose), kept.decisions.get(name)
+        same = next((decision for decision in known if decision.subject == wanted), None)
+        if same:
+            kept.decisions[name] = before = same
+            print(f"{name}: layout {before.layout}, as measured at {before.time}: {before.why}")
+            continue
+        running = [unit for unit in _installed(options, pool) if _is_active(pool, unit)]
+        if before and running and not options.measure:
+            print(f"{name}: layout {before.layout}, as measured at {before.time} for other models, another purpose or "
+                  f"machine; to measure again, stop the pool (systemctl stop {target_name(pool.name)}) and apply it")
+            continue
+        if running:
+            raise ValueError(f"member {name!r} cannot be measured while the pool runs ({', '.join(running)}): stop it "
+                             f"(systemctl stop {target_name(pool.name)}), or say which layout")
+        if options.dry_run and not options.measure:
+            raise ValueError(f"nothing was decided for member {name!r} yet, and --dry-run measures with --measure only")
+        if not member.models:
+            raise ValueError(f"{pool.places[name].at()}: layout auto measures with a member's models; it names none")
+        kept.decisions[name] = _measured(name, member, machine, purpose, wanted)
+        known.append(kept.decisions[name])
+
+
+def _measured(name: str, member: GroupOptions, machine: Topology, purpose: str, wanted: dict) -> layouts.Decision:
+    from .bench import layouts as bench
+    found = bench.measure(layouts.candidates(member, machine), purpose,
+                          lambda text: print(f"{name}: {text}", flush=True))
+    print(bench.table(found))
+    layout, why = bench.choose(found, purpose)
+    print(f"{name}: layout {layout}, for {purpose}: {why}")
+    return layouts.Decision(layout, why, wanted, time.strftime("%Y-%m-%d %H:%M"), [m.to_dict() for m in found])
+
+
+def _installed(options: argparse.Namespace, pool: Pool) -> list[str]:
+    return [path.stem for path in sorted(Path(options.config_dir, pool.name).glob("*.json"))]
+
+
+def _install(options: argparse.Namespace) -> int:
+    pool, kept = _laid_out(options)
     files = _files(options, pool)
     if options.dry_run:
         print("\n".join(f"# {path}\n{text}" for path, text in files.items()))
         return 0
     _check_user(pool)
+    kept.write()
     _write(files)
     if options.now:
         systemctl("daemon-reload")
@@ -194,10 +325,9 @@ def _install(options: argparse.Namespace) -> int:
 def _uninstall(options: argparse.Namespace) -> int:
     pool = Pool.from_file(options.config)
     configs = Path(options.config_dir, pool.name)
-    installed = [path.stem for path in sorted(configs.glob("*.json"))]
-    units = [unit_name(pool.name, member) for member in installed]
+    units = [unit_name(pool.name, member) for member in _installed(options, pool)]
     systemctl("disable", "--now", target_name(pool.name), *units, check=False)
-    for path in [*_files(options, pool), *configs.glob("*.json")]:
+    for path in [*_files(options, pool), *configs.glob("*.json"), layouts.path_of(pool.name, options.config_dir)]:
         if path.exists():
             path.unlink()
             print(f"removed {path}")
@@ -208,7 +338,7 @@ def _uninstall(options: argparse.Namespace) -> int:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    pool = Pool.from_file(options.config)
+    pool, kept = _laid_out(options)
     files = _files(options, pool)
     configs = Path(options.config_dir, pool.name)
     before = {path.stem: path.read_text() for path in configs.glob("*.json")}
@@ -216,6 +346,7 @@ def _apply(options: argparse.Namespace) -> int:
     same_unit = template.exists() and template.read_text() == files[template]
     gone = sorted(set(before) - set(pool.members))
     _check_user(pool)
+    kept.write()
     _write({path: text for path, text in files.items() if not path.exists() or path.read_text() != text})
     systemctl("daemon-reload")
     for member in gone:
@@ -292,7 +423,7 @@ def _wait_until_empty(member: Member, limit: float = float("inf")) -> int:
 
 
 def _restart(options: argparse.Namespace) -> int:
-    pool = Pool.from_file(options.config)
+    pool = installed_pool(options)
     names = [target.name for target in _chosen(pool_targets(pool), options.members)]
     if options.rolling:
         return _roll(pool, names)

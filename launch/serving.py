@@ -51,7 +51,7 @@ class GroupPlan:
     def describe(self) -> list[str]:
         """One line for each rank: where it runs."""
         return [f"rank {r.rank}: NUMA node {r.node}, CPUs {format_list(r.cpus)}"
-                + (f", memory of node {r.memory_node}" if r.memory_node is not None else "")
+                + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
                 for r in self.placement.ranks]
 
 
@@ -102,11 +102,15 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
     numa_nodes, topology = options.numa_nodes, read_topology()
     if not options.ranks and numa_nodes is None and os.environ.get("AS_NUMA_OFFSET", "0") != "0":
         numa_nodes = _nodes_from(os.environ["AS_NUMA_OFFSET"], ranks, [node.id for node in topology.nodes if node.cpus])
-    placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings)
+    placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
+                      options.memory_nodes)
     bind_memory = memory_policy_allowed()
     if not bind_memory and options.strict:
         raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
                          "SYS_NICE for it (docker run --cap-add SYS_NICE)")
+    if not bind_memory and options.memory_nodes:
+        raise ValueError("memory_nodes: this system does not let processes choose their memory policy; a container "
+                         "needs SYS_NICE for it (docker run --cap-add SYS_NICE)")
     if not bind_memory:
         placement.warnings.append("this system does not let processes choose their memory policy (a container needs "
                                   "SYS_NICE for it); memory is placed by first touch")

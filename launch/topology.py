@@ -111,10 +111,11 @@ class Topology:
         raise ValueError(f"this machine has no NUMA node {node_id}; it has {format_list(n.id for n in self.nodes)}")
 
     def memory_node(self, node: Node) -> Node:
-        """The node whose memory serves `node`: itself, or the nearest with memory if it has none."""
+        """The node whose memory serves `node`: itself, or the nearest with memory if it has none. Memory without CPUs
+        (CXL, high-bandwidth memory, a GPU's) serves only where there is no other: who wants it names it."""
         if node.has_memory:
             return node
-        others = [n for n in self.nodes if n.has_memory]
+        others = [n for n in self.nodes if n.has_memory and n.cpus] or [n for n in self.nodes if n.has_memory]
         return min(others, key=lambda n: (node.distances.get(n.id, 255), n.id)) if others else node
 
     @property

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).parent / "systemd"
+UNIT_DIR, CONFIG_DIR = "/etc/systemd/system", "/etc/allspark"
 #: s that a group needs to stop beside what its requests may take: see supervisor.Limits
 STOP_SECONDS = 45
 _NO_DEVICES = "PrivateDevices=yes\nMemoryDenyWriteExecute=yes"

@@ -9,54 +9,19 @@ import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
-from allspark_launch import folders
+from allspark_launch import doctor, folders, serving
 from allspark_launch import mpi as launch_mpi
 from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.drawing import draw, save
 from allspark_launch.placement import place
 from allspark_launch.serving import GroupOptions, plan_group, private_folder
 from allspark_launch.topology import Gpu, format_list, parse_list, read_topology
+from machines import machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-GIB = 1 << 20       # in the kB of meminfo
 
 
 # ---- topology ------------------------------------------------------------------------------------------------------
-
-def machine(root: Path, nodes: dict[int, list[list[int]]], *, memory: dict[int, int] | None = None,
-            offline: list[int] = (), allowed: str | None = None, mems: str | None = None,
-            distances: list[list[int]] | None = None) -> Path:
-    """Fabricate sysfs below `root`. nodes: id -> cores, each a list of its hardware threads. memory: node -> GiB."""
-    cpus = sorted(c for cores in nodes.values() for core in cores for c in core)
-    online = [c for c in cpus if c not in offline]
-
-    def write(path: str, text: str) -> None:
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
-
-    write("sys/devices/system/cpu/present", format_list(cpus))
-    write("sys/devices/system/cpu/online", format_list(online))
-    for index, (node, cores) in enumerate(nodes.items()):
-        folder = f"sys/devices/system/node/node{node}"
-        members = [c for core in cores for c in core if c in online]
-        write(f"{folder}/cpulist", format_list(members))
-        row = distances[index] if distances else [10 if other == node else 21 for other in nodes]
-        write(f"{folder}/distance", " ".join(map(str, row)))
-        size = (memory or {}).get(node, 64) * GIB
-        write(f"{folder}/meminfo", f"Node {node} MemTotal:  {size} kB\nNode {node} MemFree:  {size // 2} kB\n"
-                                   f"Node {node} Inactive(file):  {size // 4} kB")
-        for number, core in enumerate(cores):
-            for cpu in core:
-                if cpu in online:           # an offline CPU has no topology folder
-                    write(f"sys/devices/system/cpu/cpu{cpu}/topology/core_id", str(number))
-                    write(f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id", str(node // 3))
-                    write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
-                          format_list(c for c in core if c in online))
-    write("proc/self/status", f"Cpus_allowed_list:\t{allowed or format_list(online)}\n"
-                              f"Mems_allowed_list:\t{mems or format_list(nodes)}")
-    return root
-
 
 def cpus_of(placement) -> list[tuple[int, ...]]:
     return [r.cpus for r in placement.ranks]
@@ -136,6 +101,60 @@ def test_a_node_of_memory_only_gets_no_rank(tmp_path):
     assert topology.default_nodes == [0]
     with pytest.raises(ValueError, match="node 1 has no CPU that this process may use; nodes with CPUs: 0"):
         place(topology, nodes=[1])
+
+
+def test_memory_of_nodes_without_cpus_is_used_only_as_told(tmp_path):
+    """Two sockets, the second without memory of its own; node 2 is CXL at the second, node 3 CXL as far from both."""
+    root = machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]], 2: [], 3: []}, memory={1: 0},
+                   distances=[[10, 21, 24, 30], [21, 10, 14, 30], [24, 14, 10, 40], [30, 30, 40, 10]])
+    topology = read_topology(root)
+    assert topology.default_nodes == [0]
+    assert [r.memory_nodes for r in place(topology).ranks] == [(0,)]
+    assert [r.memory_nodes for r in place(topology, nodes=[0, 1]).ranks] == [(0,), (0,)], "not the nearer CXL"
+    placement = place(topology, nodes=[0, 1], memory_nodes=[2, 3])
+    assert [r.memory_nodes for r in placement.ranks] == [(0, 3), (0, 2, 3)]
+    words = launch_mpi.group_command(MPI5, placement, "python", [], use_numactl=True)
+    assert [word for word in words if word.startswith("--membind")] == ["--membind=0,3", "--membind=0,2-3"]
+    assert words.count("0:2,3:2") == 1 and words.count("0:2,2:1,3:2") == 1
+    words = launch_mpi.group_command(MPI5, placement, "python", [], use_numactl=False)
+    assert words[words.index("--bind-memory") + 1] == "0,3"
+    for nodes, why in (([1], "NUMA node 1, which has CPUs.* nodes with memory alone: 2-3"),
+                       ([0], "NUMA node 0, which has CPUs: ranks there use its memory anyhow"),
+                       ([9], "no NUMA node 9")):
+        with pytest.raises(ValueError, match=why):
+            place(topology, nodes=[0], memory_nodes=nodes)
+    found = doctor.nodes_of(topology)
+    assert any("node 2 has 64 GiB and no CPUs (CXL, say)" in f.text for f in found if f.level == "ok")
+    assert all(f.remedy for f in found if f.level != "ok") and any("node 1 has no memory" in f.text for f in found)
+
+
+def test_each_start_is_planned_anew(tmp_path, monkeypatch):
+    """A node whose CPUs went offline between two lives of a group gets no rank."""
+    monkeypatch.setattr(serving, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]})))
+    assert len(plan_group(GroupOptions()).placement.ranks) == 2
+    monkeypatch.setattr(serving, "read_topology", lambda: read_topology(machine(tmp_path, {0: [[0]], 1: [[1]]},
+                                                                                offline=[1])))
+    assert [r.node for r in plan_group(GroupOptions()).placement.ranks] == [0]
+    assert [r.node for r in plan_group(GroupOptions(), keep=2).placement.ranks] == [0, 0]
+
+
+def test_what_the_kernel_is_told_has_a_remedy(tmp_path):
+    root = machine(tmp_path, {0: [[0], [1]], 1: [[2], [3]], 2: []})
+    topology = read_topology(root)
+    assert doctor.kernel_of(topology, str(root)) == []
+    settings = {"sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "powersave",
+                "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
+                "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+                "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise madvise [never]",
+                "proc/sys/kernel/numa_balancing": "2", "sys/kernel/mm/numa/demotion_enabled": "true"}
+    for name, text in settings.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    found = doctor.kernel_of(topology, str(root))
+    assert [f.subject for f in found] == ["clock", "huge pages", "huge pages", "NUMA", "NUMA"]
+    assert "CPUs 1 is 'powersave'" in found[0].text and all(f.remedy for f in found if f.level == "note")
+    (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text("always madvise [never]")
+    assert "huge pages are off" in doctor.kernel_of(topology, str(root))[1].text
 
 
 def test_offline_cpus_and_nodes_of_different_size(tmp_path):
@@ -242,7 +261,7 @@ def test_command_line_of_ranks_that_share_a_node(tmp_path, monkeypatch):
     words = launch_mpi.group_command(MPI4, placement, "python", [], bind_memory=False)  # newer ones would exit
     assert "numactl" not in words and contexts(words)[1][-3:] == ["--bind-cpus", "1", "--no-spin"]
     words = launch_mpi.group_command(MPI4, placement, "python", [], use_numactl=False)
-    assert contexts(words)[1][-7:] == ["--bind-cpus", "1", "--bind-memory", "0", "--ranks-on-node", "3", "--no-spin"]
+    assert contexts(words)[1][-7:] == ["--bind-cpus", "1", "--bind-memory", "0", "--ranks-on-nodes", "0:3", "--no-spin"]
 
 
 def test_library_belongs_to_mpirun(tmp_path):
@@ -332,7 +351,7 @@ def test_topology_and_doctor_for_programs(capsys):
     main(["doctor", "--json"])
     findings = json.loads(capsys.readouterr().out)
     assert {"python", "MPI", "processor", "memory", "memory policy"} <= {f["subject"] for f in findings}
-    assert all(f["remedy"] for f in findings if f["level"] == "missing")
+    assert all(f["remedy"] for f in findings if f["level"] != "ok")
 
 
 def test_what_the_machine_looks_like(tmp_path):

@@ -147,8 +147,30 @@ def test_ranks_share_nodes_and_limits(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
     assert memory.available_memory(2, root) == 530 * 1024
     assert memory.available_memory(3, root) == 265 * 1024  # two ranks may be on this node
-    monkeypatch.setattr(memory, "ranks_on_node", 2)  # both of them are: the group does not use node 0
+    monkeypatch.setattr(memory, "ranks_on_node", {1: 2})  # both of them are: the group does not use node 0
     assert memory.available_memory(2, root) == 265 * 1024
+
+
+def test_memory_without_cpus_is_counted_by_those_who_are_bound_to_it(tmp_path, monkeypatch):
+    """Node 2 is CXL, node 1 has CPUs alone."""
+    monkeypatch.setattr(memory.reservations, "pending", lambda nodes: 0)
+    meminfo = "Node {0} MemTotal: {1} kB\nNode {0} MemFree: {1} kB\n"
+    folder = "sys/devices/system/node/node"
+    root = write(tmp_path, {
+        "proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8500 kB\n",
+        f"{folder}0/meminfo": meminfo.format(0, 1000), f"{folder}0/cpulist": "0-3\n",
+        f"{folder}1/meminfo": meminfo.format(1, 0), f"{folder}1/cpulist": "4-7\n",
+        f"{folder}2/meminfo": meminfo.format(2, 8000), f"{folder}2/cpulist": "\n",
+        "sys/devices/system/cpu/cpu0/node0/x": "", "sys/devices/system/cpu/cpu4/node1/x": ""})
+    assert memory.memory_nodes(root) == [0, 2] and memory.rank_nodes(root) == [0]
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [])
+    assert memory.available_memory(2, root) == 500 * 1024
+    assert memory.own_nodes([0], root) == {0} == memory.own_nodes([4], root)
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [0])
+    assert memory.available_memory(2, root) == 500 * 1024
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [0, 2])
+    monkeypatch.setattr(memory, "ranks_on_node", {0: 1, 2: 2})
+    assert memory.available_memory(2, root) == 5000 * 1024 and memory.own_nodes([0], root) == {0, 2}
 
 
 @pytest.fixture
@@ -254,7 +276,7 @@ def test_this_machine():
 @pytest.mark.parametrize("elsewhere, warned", ((0, False), (2 * MIB, False), (30 * MIB, True)))
 def test_pages_on_other_nodes_bring_a_warning_with_a_number(monkeypatch, caplog, elsewhere, warned):
     monkeypatch.setattr(runner, "memory_nodes", lambda: [0, 1])
-    monkeypatch.setattr(runner, "bound_nodes", lambda: [1])
+    monkeypatch.setattr(memory, "bound_nodes", lambda: [1])
     monkeypatch.setattr(runner, "pages_by_node", lambda: {0: elsewhere, 1: 70 * MIB})
     with caplog.at_level(logging.WARNING):
         make()._check_placement()

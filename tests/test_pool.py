@@ -81,7 +81,7 @@ def test_the_example(tmp_path, capsys):
     ({"user": "nobody\nExecStartPre=/bin/evil"}, r"user 'nobody\\nExecStartPre=/bin/evil' must be of letters"),
     ({"name": "a\nb"}, r"name 'a\\nb' must be of letters"),
     ({"user": 5}, "user 5 must be of letters"),
-    ({"usr": "x"}, "unknown key 'usr'; known: name, user, defaults, member"),
+    ({"usr": "x"}, "unknown key 'usr'; known: name, user, layout, optimize, defaults, member"),
     ({"defaults": {"rank": 2}}, "defaults: unknown key 'rank'"),
     ({"member": {"a": 1}}, "member is {'a': 1}; it must be a list of tables"),
     ({"member": [{"name": "a\n", "address": "x:1"}]}, r"member name 'a\\n' must be unique, of letters"),

@@ -93,6 +93,7 @@ class Call:
         """A request to the pool, for an `async with`."""
         if self.door.names_tenants:
             spec.tenant = self.client.tenant or f"http:{(self._scope.get('client') or ('unix',))[0]}"
+        spec.trust_trace(dict(self._scope["headers"]).get(b"traceparent", b"").decode("latin-1"))
         answer = self.pool.generate(spec)
         self._answers.append(answer)
         return answer

@@ -15,17 +15,19 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def bind_memory(node: int) -> bool:
-    """Allocate from `node` only, from now on. False if the system refuses (a container without SYS_NICE): then memory
-    still comes from the node whose CPU touches it first, as long as that node has some free."""
+def bind_memory(nodes: list[int]) -> bool:
+    """Allocate from `nodes` only, from now on, from the nearest as long as it has some free. False if the system
+    refuses (a container without SYS_NICE): then memory still comes from the node whose CPU touches it first, likewise.
+    """
     if _SET_MEMPOLICY is None:
         return False
-    words = (ctypes.c_ulong * (node // 64 + 1))()
-    words[node // 64] = 1 << (node % 64)
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for node in nodes:
+        words[node // 64] |= 1 << (node % 64)
     # The kernel takes one bit less than it is told.
     done = _libc.syscall(_SET_MEMPOLICY, _MPOL_BIND, words, ctypes.c_ulong(64 * len(words) + 1))
     if done != 0:
-        logger.warning("memory cannot be bound to NUMA node %d (%s); relying on first touch", node,
+        logger.warning("memory cannot be bound to NUMA nodes %s (%s); relying on first touch", nodes,
                        os.strerror(ctypes.get_errno()))
     return done == 0
 
@@ -35,12 +37,12 @@ def memory_policy_allowed() -> bool:
     return _SET_MEMPOLICY is not None and _libc.syscall(_SET_MEMPOLICY, 0, None, ctypes.c_ulong(0)) == 0
 
 
-def bind_process(cpus: list[int], memory_node: int | None) -> None:
-    """Run this process (and threads it starts from now on) on `cpus`, its memory on `memory_node`.
+def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
+    """Run this process (and threads it starts from now on) on `cpus`, its memory on `memory_nodes` (none: anywhere).
     Raises OSError if none of the CPUs may be used."""
     os.sched_setaffinity(0, cpus)
-    if memory_node is not None:
-        bind_memory(memory_node)
+    if memory_nodes:
+        bind_memory(memory_nodes)
 
 
 def die_with_parent(signal_number: int) -> None:

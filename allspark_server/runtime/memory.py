@@ -18,9 +18,9 @@ _MPOL_BIND = 2
 _MASK_WORDS = 16
 _UNLIMITED = 1 << 60  # cgroup version 1 says "no limit" with a number beyond this
 
-#: How many ranks of this process's group take their memory from its node, as the launcher says; 0: not known, then
-#: ranks are taken to be spread over all nodes.
-ranks_on_node = 0
+#: Node -> how many ranks of this process's group take memory from it, as the launcher says; where it does not, ranks
+#: are taken to be spread over all nodes.
+ranks_on_node: dict[int, int] = {}
 #: Whether a model is not served whose memory is on other nodes than it should be.
 strict = False
 
@@ -49,6 +49,13 @@ def memory_nodes(root: str = "/") -> list[int]:
     return sorted(nodes) or [0]
 
 
+def rank_nodes(root: str = "/") -> list[int]:
+    """Those of them that have CPUs, too, which is where ranks are: other memory (CXL, say) is used only by who is bound
+    to it. All of them where none has."""
+    nodes = memory_nodes(root)
+    return [n for n in nodes if _read(Path(root, f"sys/devices/system/node/node{n}/cpulist")).strip()] or nodes
+
+
 def bound_nodes() -> list[int]:
     """The nodes this process's memory is bound to, [] when it is not bound."""
     if _GET_MEMPOLICY is None:
@@ -62,14 +69,18 @@ def bound_nodes() -> list[int]:
     return [64 * word + bit for word in range(_MASK_WORDS) for bit in range(64) if mask[word] >> bit & 1]
 
 
-def _host_available(nodes: list[int], root: str) -> int:
-    if not nodes:
-        return _fields(_read(Path(root, "proc/meminfo"))).get("MemAvailable", _UNLIMITED)
-    total = 0
-    for node in nodes:
-        values = _fields(_read(Path(root, f"sys/devices/system/node/node{node}/meminfo")))
-        total += sum(values.get(n, 0) for n in ("MemFree", "Active(file)", "Inactive(file)"))
-    return total
+def _host_available(root: str) -> int:
+    """Bytes that a process which is bound to no node may count on."""
+    available = _fields(_read(Path(root, "proc/meminfo"))).get("MemAvailable", _UNLIMITED)
+    nodes = rank_nodes(root)
+    if nodes == memory_nodes(root):
+        return available
+    return min(available, sum(_node_available(node, root) for node in nodes))
+
+
+def _node_available(node: int, root: str) -> int:
+    values = _fields(_read(Path(root, f"sys/devices/system/node/node{node}/meminfo")))
+    return sum(values.get(n, 0) for n in ("MemFree", "Active(file)", "Inactive(file)"))
 
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[int, Path]]:
@@ -130,13 +141,18 @@ def _address_space_available() -> int:
 def available_memory(world: int = 1, root: str = "/") -> int:
     """Bytes that one of `world` ranks of this host may use, now; without what other groups have reserved.
 
-    Ranks that are bound to nodes share their node's free memory with the other ranks there, unbound ones the host's; a
+    Ranks that are bound to nodes share their nodes' free memory with the other ranks there, unbound ones the host's; a
     cgroup's limit is shared by all.
     """
     nodes = bound_nodes()
-    sharers = (ranks_on_node or math.ceil(world / len(memory_nodes(root)))) if nodes else world
-    host = max(0, _host_available(nodes, root) - reservations.pending(nodes))
-    return min(host // sharers, cgroup_available(root) // world, _address_space_available())
+    if nodes:
+        spread = math.ceil(world / len(rank_nodes(root)))
+        sharers = {node: ranks_on_node.get(node, spread) for node in nodes}
+        own = (sum(_node_available(node, root) // sharers[node] for node in nodes)
+               - reservations.pending(nodes) // min(sharers.values()))
+    else:
+        own = (_host_available(root) - reservations.pending(nodes)) // world
+    return min(max(0, own), cgroup_available(root) // world, _address_space_available())
 
 
 def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
@@ -150,9 +166,15 @@ def physical_cores(cpus: list[int] | None = None, root: str = "/") -> int:
     return min(len(cores), math.ceil(quota)) if quota else len(cores)
 
 
-def nodes_of_cpus(cpus: list[int]) -> set[int]:
+def nodes_of_cpus(cpus: list[int], root: str = "/") -> set[int]:
     """The NUMA nodes that these CPUs belong to."""
     found = set()
     for cpu in cpus:
-        found |= {int(p.name[4:]) for p in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")}
+        found |= {int(p.name[4:]) for p in Path(root, f"sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")}
     return found
+
+
+def own_nodes(cpus: list[int], root: str = "/") -> set[int]:
+    """The nodes where the memory of a process with these CPUs belongs: those it is bound to, else its CPUs' own; where
+    these have none, all that ranks may use."""
+    return set(bound_nodes()) or nodes_of_cpus(cpus, root) & set(memory_nodes(root)) or set(rank_nodes(root))

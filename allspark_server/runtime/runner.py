@@ -16,7 +16,7 @@ from allspark_server.runtime.binding import pages_by_node
 from allspark_server.runtime.device import Device, device_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
-from allspark_server.runtime.memory import bound_nodes, memory_nodes, nodes_of_cpus, physical_cores
+from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
@@ -357,11 +357,12 @@ class ModelRunner:
 
     def _check_placement(self) -> None:
         """Reads back where this process's pages are and warns, with a number, when they are on other nodes."""
-        own = set(bound_nodes()) or nodes_of_cpus(self.cpus)
+        own = own_nodes(self.cpus)
         pages = pages_by_node()
         total = sum(pages.values())
         elsewhere = sum(size for node, size in pages.items() if node not in own) if len(memory_nodes()) > 1 else 0
-        self.placement = {"node": min(own, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
+        home = own & nodes_of_cpus(self.cpus) or own
+        self.placement = {"node": min(home, default=-1), "bytes_on_node": pages, "misplaced_bytes": elsewhere}
         if own and total and elsewhere > MISPLACED_SHARE * total:
             message = (f"{mib(elsewhere)} ({100 * elsewhere / total:.0f} %) of rank {self.rank}'s memory are on other "
                        f"NUMA nodes than its own ({', '.join(map(str, sorted(own)))}): decoding will be slower")

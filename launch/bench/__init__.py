@@ -3,7 +3,7 @@
 `static.py` and `serving.py` are the commands of those names. Of static, `ceiling.py` is what a model's shapes make of the
 machine's ceilings; `measure.py` times one cell of the grid; `peers.py` runs the adapters of other engines; `report.py`
 makes tables, JSON and plots. Of serving, `workload.py` is what is asked for, `targets.py` who is asked, `load.py` how,
-and `latencies.py` what came of it.
+and `latencies.py` what came of it; `layouts.py` measures with these how a pool's groups use the machine best.
 """
 from .serving import add_serving
 from .static import add_static

@@ -5,8 +5,8 @@
 
 PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
 
-Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes: everything is
-emulated.
+Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more beside other
+work: everything is emulated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplo
 HOST_PORTS = (50351, 50352)
 TOKEN = "a-token-of-the-proof"
 PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 24
-RUN_SECONDS = 590
+RUN_SECONDS = 1500     # alone on two cores a run takes six minutes
 UNIT = """[Unit]
 After=multi-user.target
 [Service]

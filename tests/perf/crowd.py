@@ -1,0 +1,271 @@
+"""Many clients in one process: HTTP/2 connections to a group, each with an open Session call, by hand. A gRPC channel
+takes hundreds of kilobytes of its own, and behaves.
+
+    crowd.py ADDRESS KIND --clients N [--each N] [--seconds S] [--tokens N] [--prompt N]
+
+Kinds: `idle` says hello, and answers pings; `busy` has one request after the other, so many at once; `deaf` has them
+and reads nothing; `keeps` never releases one; `large` sends the largest message again and again. When all have been
+greeted, and at the end, a line of JSON is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import selectors
+import socket
+import struct
+import sys
+import time
+
+import numpy as np
+
+from allspark_client import convert
+from allspark_client._proto import allspark_pb2 as pb
+from allspark_client.config import GenerateConfig
+
+MODEL = "m"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+_WINDOW = 1 << 30
+_LARGEST = (16 << 20) - 1024
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _text(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode()
+
+
+#: literals without indexing: no table on either side
+_HEADERS = (b"\x83\x86\x04" + _text("/allspark.Allspark/Session") + b"\x01" + _text("localhost")
+            + b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers"))
+
+
+def _greeting(window: int) -> bytes:
+    return (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window))
+            + (_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", window - 65535)) if window > 65535 else b"")
+            + _frame(HEADERS, 4, 1, _HEADERS) + message(pb.SessionRequest(
+                hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd"))))
+
+
+def message(request: pb.SessionRequest) -> bytes:
+    """A gRPC message as frames."""
+    data = request.SerializeToString()
+    data = b"\0" + struct.pack(">I", len(data)) + data
+    return b"".join(_frame(DATA, 0, 1, data[i:i + 16384]) for i in range(0, len(data), 16384))
+
+
+class Client:
+    """One connection. `answered`: greeted by the server."""
+
+    def __init__(self, address: str, options: argparse.Namespace, number: int):
+        self.options, self.random, self.answered, self.over = options, random.Random(number), False, False
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(address.removeprefix("unix:"))
+        self.socket.setblocking(False)
+        self._in, self._body, self._out = bytearray(), bytearray(), bytearray()
+        self._id = 0
+        self._credit = [65535, 65535]       # what may be sent: of the stream, of the connection
+        self._initial = 65535
+        self._held = bytearray()            # data that waits for credit
+        self._read = 0
+        self.first: list[float] = []        # s to first tokens
+        self.gaps: list[float] = []
+        self.tokens = self.requests = 0
+        self._since: dict[int, tuple[float, bool]] = {}     # id -> when it was last heard of, or sent; has it tokens
+        self.send(_greeting(0 if options.kind == "deaf" else _WINDOW))
+
+    def send(self, data: bytes) -> None:
+        self._out += data
+        self.flush()
+
+    def flush(self) -> None:
+        """As much as the socket takes."""
+        while self._out:
+            try:
+                del self._out[:self.socket.send(self._out[:1 << 20])]
+            except BlockingIOError:
+                return
+            except OSError:
+                self.over = True
+                return
+
+    @property
+    def writes(self) -> bool:
+        return bool(self._out)
+
+    def receive(self) -> None:
+        """What has come."""
+        try:
+            data = self.socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.over = self.over or not data
+        self._in += data
+        at = 0
+        while len(self._in) - at >= 9:
+            length = int.from_bytes(self._in[at:at + 3], "big")
+            if len(self._in) - at < 9 + length:
+                break
+            self._frame(self._in[at + 3], self._in[at + 4], bytes(self._in[at + 9:at + 9 + length]),
+                        int.from_bytes(self._in[at + 5:at + 9], "big"))
+            at += 9 + length
+        del self._in[:at]
+
+    def _frame(self, kind: int, flags: int, payload: bytes, stream: int) -> None:
+        if kind == SETTINGS and not flags & 1:
+            for at in range(0, len(payload), 6):
+                key, value = struct.unpack_from(">HI", payload, at)
+                if key == 4:
+                    self._credit[0] += value - self._initial
+                    self._initial = value
+            self.send(_frame(SETTINGS, 1, 0, b""))
+        elif kind == PING and not flags & 1:
+            self.send(_frame(PING, 1, 0, payload))
+        elif kind == WINDOW_UPDATE:
+            self._credit[0 if stream else 1] += int.from_bytes(payload, "big")
+            self._pay()
+        elif kind in (RST_STREAM, GOAWAY):
+            self.over = True
+        elif kind == HEADERS and self.options.kind == "deaf":
+            self._answered()                # its message is not taken
+        elif kind == HEADERS and flags & 1:
+            self.over = True
+        elif kind == DATA:
+            self._read += len(payload)
+            if self._read > _WINDOW // 2:
+                for where in (0, 1):
+                    self.send(_frame(WINDOW_UPDATE, 0, where, struct.pack(">I", self._read)))
+                self._read = 0
+            self._body += payload
+            while len(self._body) >= 5 and len(self._body) >= 5 + (size := int.from_bytes(self._body[1:5], "big")):
+                body = bytes(self._body[5:5 + size])
+                del self._body[:5 + size]
+                self._message(body)
+
+    def _pay(self) -> None:
+        """Sends of what is held as much as the server's windows allow, in frames."""
+        while len(self._held) and min(self._credit) > 0:
+            part = bytes(self._held[:min(16384, *self._credit)])
+            del self._held[:len(part)]
+            self._credit = [credit - len(part) for credit in self._credit]
+            self.send(_frame(DATA, 0, 1, part))
+        if not self._held and self.options.kind == "large" and self.answered:
+            self._ask()
+
+    def _message(self, body: bytes) -> None:
+        if not self.answered:
+            self._answered()
+            return
+        if self.options.kind in ("idle", "large"):
+            return
+        now = time.perf_counter()
+        for event in pb.SessionResponse.FromString(body).events:
+            count = sum(len(elements.ids) for elements in event.elements)
+            if count:
+                since, begun = self._since[event.id]
+                (self.gaps if begun else self.first).append(now - since)
+                self._since[event.id] = now, True
+                self.tokens += count
+            if event.HasField("refused"):
+                raise SystemExit(event.refused.message)
+            if event.HasField("stat"):
+                self.requests += 1
+                del self._since[event.id]
+                if self.options.kind != "keeps":
+                    self.send(message(pb.SessionRequest(release=event.id)))
+                self._ask()
+
+    def _answered(self) -> None:
+        self.answered = True
+        if self.options.kind != "idle":
+            for _ in range(self.options.each):
+                self._ask()
+
+    def _ask(self) -> None:
+        self._id += 1
+        self._since[self._id] = time.perf_counter(), False
+        options = self.options
+        if options.kind == "large":         # more than the context holds: refused once it was tokenized
+            request = pb.GenerateRequest(model=MODEL, text="a b " * (_LARGEST // 4))
+        else:
+            ids = [self.random.randrange(10, 1000) for _ in range(options.prompt)]
+            more = {"logprobs": True, "top_logprobs": options.top} if options.top else {}
+            config = GenerateConfig(max_new_tokens=options.tokens, early_stopping=False, seed=1, **more)
+            request = pb.GenerateRequest(model=MODEL, input_ids=pb.TokenIds(ids=ids),
+                                         config=convert.generate_config_to_pb(config))
+        asked = pb.SessionRequest(start=pb.StartRequest(id=self._id, request=request))
+        data = asked.SerializeToString()
+        self._held += b"\0" + struct.pack(">I", len(data)) + data
+        self._pay()
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """In ms."""
+    return {f"p{p}": 1e3 * float(np.percentile(values, p)) for p in (50, 99)} if values else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address")
+    parser.add_argument("kind", choices=["idle", "busy", "deaf", "keeps", "large"])
+    parser.add_argument("--clients", type=int, default=1)
+    parser.add_argument("--each", type=int, default=1, help="requests at once")
+    parser.add_argument("--seconds", type=float, default=0.0, help="after the greeting; 0: until its input ends")
+    parser.add_argument("--warm", type=float, default=0.0, help="of these, not counted")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=16)
+    parser.add_argument("--top", type=int, default=0, help="logprobs with each token")
+    options = parser.parse_args()
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin, selectors.EVENT_READ, None)
+    waiting = list(range(options.clients))
+    clients: list[Client] = []
+    began, ends, reconnected, greeted, warmed = time.perf_counter(), None, 0, False, False
+    while ends is None or time.perf_counter() < ends:
+        while waiting and sum(not client.answered for client in clients) < 200:     # at most so many at once
+            client = Client(options.address, options, waiting.pop())
+            clients.append(client)
+            selector.register(client.socket, selectors.EVENT_READ, client)
+        for key, mask in selector.select(0.2):
+            client = key.data
+            if client is None:
+                ends = 0.0
+                continue
+            if mask & selectors.EVENT_READ:
+                client.receive()
+            client.flush()
+            if client.over:
+                selector.unregister(client.socket)
+                client.socket.close()
+                clients.remove(client)
+                waiting.append(options.clients + (reconnected := reconnected + 1))
+                continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.writes else 0)
+            if key.events != wanted:
+                selector.modify(client.socket, wanted, client)
+        if not greeted and not waiting and all(client.answered for client in clients):
+            greeted = True
+            print(json.dumps({"greeted": len(clients), "seconds": time.perf_counter() - began}), flush=True)
+            began = time.perf_counter()
+            ends = began + options.seconds if options.seconds else None
+        if greeted and not warmed and time.perf_counter() - began > options.warm:
+            warmed, began = True, time.perf_counter()
+            for client in clients:
+                client.gaps, client.first, client.tokens, client.requests = [], [], 0, 0
+    seconds = time.perf_counter() - began
+    gaps, first = ([value for client in clients for value in getattr(client, name)] for name in ("gaps", "first"))
+    print(json.dumps({
+        "clients": len(clients), "lost": reconnected, "requests": sum(client.requests for client in clients),
+        "sent": sum(client._id for client in clients),
+        "tokens_per_second": sum(client.tokens for client in clients) / seconds, "gaps": percentiles(gaps),
+        "first": percentiles(first)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
