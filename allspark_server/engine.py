@@ -105,8 +105,7 @@ class Engine(AbstractEngine):
             self._save()
         else:  # its cache cannot be trusted any more: load it again
             # It stays in the file should that fail.
-            configured = model_name in self._configured
-            self._unrestored[model_name] = state_entry(model.config, True, configured, model.adapters)
+            self._unrestored[model_name] = state_entry(model, True, self._configured)
             self._call(lambda: self._remove_model(model_name))
             self._output.flush()
             self._install(model.config, True, [adapter.given for adapter in model.adapters])
@@ -139,12 +138,8 @@ class Engine(AbstractEngine):
             found[""] = self._failure
         return found
 
-    def restore(
-        self,
-        configured: Collection[AsModelConfig] = (),
-        again: bool = False,
-        check: Callable[[AsModelConfig], None] = lambda config: None,
-    ) -> list[str]:
+    def restore(self, configured: Collection[AsModelConfig] = (), again: bool = False,
+                check: Callable[[AsModelConfig], None] = lambda config: None) -> list[str]:
         """Installs and starts the models of the configuration, and those that clients had installed, which
         `state_file` records.
 
@@ -449,8 +444,7 @@ class Engine(AbstractEngine):
     def _save(self) -> None:
         """Records the installed models."""
         self._state_file.write(lambda: [
-            *(state_entry(model.config, model.running, model.name in self._configured, model.adapters)
-              for model in list(self._models.values())),
+            *(state_entry(model, model.running, self._configured) for model in list(self._models.values())),
             *self._unrestored.values(),
         ])
 

@@ -6,22 +6,24 @@ import json
 import logging
 import os
 import threading
-from typing import Any, Callable, Collection, Iterable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Collection, Optional
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
-from .adapters import Adapter
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
+
+if TYPE_CHECKING:
+    from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 
-def state_entry(config: AsModelConfig, started: bool, configured: bool, adapters: Iterable[Adapter] = ()
-                ) -> dict[str, Any]:
-    """A model in the file. `configured`: the configuration brought it, not a client. `adapters`: that are loaded."""
-    return {"config": config.to_dict(), "started": started, "configured": configured,
-            "adapters": [adapter.given for adapter in adapters]}
+def state_entry(model: ServedModel, started: bool, configured: Collection[str]) -> dict[str, Any]:
+    """A model in the file, with what adapters it has. `configured`: names that the configuration brought, not a
+    client."""
+    return {"config": model.config.to_dict(), "started": started, "configured": model.name in configured,
+            "adapters": [adapter.given for adapter in model.adapters]}
 
 
 def of_configuration(name: str, error: Exception) -> Exception:

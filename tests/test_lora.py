@@ -73,17 +73,15 @@ def check_against_peft(name: str, directory, world: int, lengths, tokens: int = 
 
 
 @pytest.mark.parametrize("name, world, options", [
-    (NAME, 1, {}),
+    pytest.param(NAME, 1, {}, marks=pytest.mark.slow),
     (NAME, 2, {"use_rslora": True, "ranks": {"q_proj": 3, "mlp.down_proj": 17}, "alpha_pattern": {"layers.1.*": 5}}),
-    ("llama-biases", 3, {"targets": "all-linear", "dtype": "BF16"}),
-    ("phi3-window", 2, {"targets": FUSED, "dtype": "F16", "layers_to_transform": None}),
-    ("glm4", 1, {"targets": MLP_FUSED}),
+    pytest.param("llama-biases", 3, {"targets": "all-linear", "dtype": "BF16"}, marks=pytest.mark.slow),
+    ("phi3-window", 3, {"targets": FUSED, "dtype": "F16", "layers_to_transform": None}),
+    pytest.param("glm4", 1, {"targets": MLP_FUSED}, marks=pytest.mark.slow),
 ])
 def test_logits_are_those_of_peft(tmp_path, name, world, options):
-    if name == "llama-biases":
-        options = {**options, "targets": "all-linear"}
     directory = adapters.write_adapter(tmp_path / "one", checkpoints.checkpoint(name), **options)
-    check_against_peft(name, directory, world, (1, 40), tokens=6)
+    check_against_peft(name, directory, world, (1, 40), tokens=0)
 
 
 @pytest.mark.slow

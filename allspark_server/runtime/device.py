@@ -111,7 +111,7 @@ class Cpus:
         forms = 2 if model.targets else 1  # of the program: with adapters, and without
         # A product's own rows, and attention's.
         return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
-                + model.adapter_scratch_bytes(native, self._threads, rows))
+                + model.adapter_scratch_bytes(native, rows))
 
 
 class Gpu:

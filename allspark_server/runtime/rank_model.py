@@ -85,14 +85,12 @@ class RankModel:
         """Adapters are computed as the model is."""
         return "bfloat16" if self.weight_dtype == "bfloat16" else "float32"
 
-    def adapter_scratch_bytes(self, native, threads: int, rows: int) -> int:
+    def adapter_scratch_bytes(self, native, rows: int) -> int:
         """What products with adapters take in steps of so many rows."""
         if not self.targets:
             return 0
-        columns = [target.weight.column_range_of(self.rank, self.world) for target in self.targets]
         together = max(len(target.weight.parts) for target in self.targets)
-        return native.lora_bytes(threads, rows, max(end - begin for begin, end in columns), together,
-                                 self.config.lora_max_rank, self.adapter_dtype)
+        return native.lora_bytes(rows, together, self.config.lora_max_rank)
 
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""

@@ -72,19 +72,13 @@ Format float_format_of(const std::string& dtype) {
 void bind_adapters(py::module_& m) {
   m.def(
       "lora_bytes",
-      [](int threads, int rows, int width, int targets, int max_rank, const std::string& dtype) {
-        LoraBytes bytes;
-        bytes.reserve(kernels(), threads, {1, max_rank, float_format_of(dtype)}, rows, width, targets);
-        return bytes.total();
-      },
-      py::arg("threads"), py::arg("rows"), py::arg("width"), py::arg("targets"), py::arg("max_rank"), py::arg("dtype"),
-      "Scratch memory of adapters' products with rows of this width, of so many targets of one linear.");
+      [](int rows, int targets, int max_rank) { return lora_bytes({1, max_rank, Format::f32}, rows, targets); },
+      py::arg("rows"), py::arg("targets"), py::arg("max_rank"),
+      "Scratch memory of adapters' products with so many rows, of so many targets of one linear.");
   m.def(
       "adapter_bytes",
       [](int rank, int inputs, int columns, const std::string& dtype) {
-        const Rules& rules = kernels().rules;
-        return matrix_bytes(packed_of(rules, rank, inputs, dtype, 0)) +
-               matrix_bytes(packed_of(rules, columns, rank, dtype, 0));
+        return adapter_bytes(rank, inputs, columns, float_format_of(dtype));
       },
       py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
   py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")

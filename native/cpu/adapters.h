@@ -10,6 +10,9 @@
 
 namespace as {
 
+// Bytes of one target's two matrices.
+size_t adapter_bytes(int rank, int inputs, int columns, Format format);
+
 // What a compiled program has room for.
 struct AdapterLimits {
   int count = 0;  // at once; 0: rows have none
@@ -29,7 +32,7 @@ class Adapter {
   };
 
   // targets: how many the program's ops name.
-  Adapter(const Rules& rules, const AdapterLimits& limits, int targets);
+  Adapter(const AdapterLimits& limits, int targets);
   // Gives a target its matrices: `a` with rank rows, `b` with as many columns, of any type. Returns how many values are
   // NaN or infinite. Throws std::invalid_argument for a target or a rank that cannot be.
   int64_t set(int target, const SourceRows& a, int rank, const SourceRows& b, int columns, float scale);
@@ -38,9 +41,8 @@ class Adapter {
   int targets() const { return (int)pairs_.size(); }
 
  private:
-  Packed packed(const SourceRows& source, int rows);
+  Packed packed(const SourceRows& source, int rows, int panel);
 
-  const Rules rules_;
   const AdapterLimits limits_;
   Arena arena_;
   std::vector<Pair> pairs_;
@@ -51,7 +53,6 @@ struct AdaptedRows {
   struct Group {
     const Adapter* adapter;
     int begin, count;  // of `rows`
-    bool adjacent;     // rows of the tensor that follow one upon another
   };
   std::vector<int> rows;
   std::vector<Group> groups;

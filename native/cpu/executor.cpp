@@ -69,7 +69,7 @@ std::shared_ptr<Adapter> Executor::new_adapter() const {
   for (const OpNode& op : program_.ops())
     if (op.is("lora")) targets = std::max(targets, op.integer("target") + 1);
   if (!adapters_) throw std::invalid_argument("there is no room for adapters");
-  return std::make_shared<Adapter>(kernels().rules, adapters_->limits, targets);
+  return std::make_shared<Adapter>(adapters_->limits, targets);
 }
 
 void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {

@@ -226,8 +226,7 @@ std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
       if (op.is("lora"))
-        all.lora.reserve(core_.k, core_.pool.size(), adapters_->limits, max_rows(op.inputs[1]),
-                         program_.in(op, 1).width, (int)ops[i].parts.size());
+        all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
     }
 
   struct Region {
@@ -276,10 +275,7 @@ void CpuRunner::allocate(const Needs& needs) {
   scratch_.prepared = Buffer(needs.prepared, "prepared activations");
   scratch_.row_bytes = (needs.widest * sizeof(float) + 63) / 64 * 64;
   scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
-  scratch_.lora_rows = Buffer(needs.lora.rows, "adapters' products");
-  scratch_.lora_inner = Buffer(needs.lora.inner, "adapters' products");
-  scratch_.lora_prepared = Buffer(needs.lora.prepared, "adapters' products");
-  scratch_.lora_added = Buffer(needs.lora.added, "adapters' products");
+  scratch_.lora = Buffer(needs.lora, "adapters' products");
 }
 
 Drawn CpuRunner::run(const Batch& batch, bool want_logits) {

@@ -59,8 +59,7 @@ class CpuRunner : public Runner {
   };
   // What forms need of the memory that they share.
   struct Needs {
-    size_t activations = 0, attended = 0, gated = 0, prepared = 0, widest = 0;
-    LoraBytes lora;
+    size_t activations = 0, attended = 0, gated = 0, prepared = 0, widest = 0, lora = 0;
   };
   void allocate_cache(const CacheLimits& limits);
   void allocate(const Needs& needs);
