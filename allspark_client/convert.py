@@ -289,6 +289,7 @@ def model_info_to_pb(info: ModelInfo) -> pb.ModelInfo:
 def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
     values = {f.name: getattr(message, f.name) for f in fields(ModelInfo) if f.name != "tokenizer_dir"}
     values["eos_token_ids"] = list(message.eos_token_ids)
+    values["cache_windows"] = list(message.cache_windows)
     values["sampling_defaults"] = {f.name: value for f, value in message.sampling_defaults.ListFields()}
     return ModelInfo(**values)
 

@@ -244,6 +244,8 @@ class ModelInfo:
     tokenizer_dir: str | None = None    #: in the process that has the model; clients of a server are not told
     dynamic_rope_original: int = 0      #: 0 unless the rotary scaling is dynamic
     long_rope_original: int = 0         #: histories beyond it have another rotary embedding (LongRoPE); 0: they have not
+    #: of each cache group (layers that share spans), how many of the last positions it keeps; 0: all
+    cache_windows: list[int] = field(default_factory=lambda: [0])
     weight_group_size: int = 0          #: of quantized weights along K; 0: per output channel, or not quantized
     host_spans: int = 0                 #: of the prefix cache's second tier
     host_cache_bytes: int = 0           #: of the second tier, on rank 0

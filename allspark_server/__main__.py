@@ -18,6 +18,7 @@ import argparse
 import gc
 import json
 import logging
+import socket
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks-on-nodes", default="", metavar="NODE:N,...",
                    help="how many ranks share the memory of these nodes (default: ranks are spread over all nodes)")
     p.add_argument("--no-spin", action="store_true", help="ranks share cores: sleep at once in every wait")
+    p.add_argument("--split-hosts", type=int, default=0, help=argparse.SUPPRESS)     # for tests: see mpi.join
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--strict", action="store_true", help="fail to load a model if memory is on wrong nodes")
     p.add_argument("--log-format", default="text", choices=logs.FORMATS)
@@ -153,13 +155,18 @@ class Rank:
         from . import _native
         from .runtime.group import RankModels, WindowGroup
         from .runtime.mpi import join
-        world = join(self.expected, _native.Window.bytes_needed(self.expected))
-        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS)
+        world = join(self.expected, _native.Window.bytes_needed(self.expected), a.split_hosts)
+        between, host, leads = {}, "", False
+        if world.between is not None:
+            host, leads = socket.gethostname(), world.rank in world.between.first
+            between = {"hosts": _native.Hosts(world.rank, world.between.first, world.between.mpi),
+                       "sockets": world.between.sockets}
+        window = _native.Window(world.rank, world.size, world.addresses, not a.no_spin, PEER_TIMEOUT_SECONDS, **between)
         logger.info("rank %d of %d on CPUs %s", world.rank, world.size, a.cpus or "any")
         if world.rank == 0:
-            self.lead(WindowGroup(window, world.size, self.cpus, self.fail))
+            self.lead(WindowGroup(window, world.size, self.cpus, self.fail, host))
         else:
-            models = RankModels(world.rank, world.size, window, self.cpus)
+            models = RankModels(world.rank, world.size, window, self.cpus, host, leads)
             if self.heartbeat:
                 self.heartbeat.watch(models)
                 self.heartbeat.state("ready")

@@ -53,6 +53,22 @@ class RareLog:
         self._more = 0
 
 
+class Allowance:
+    """What a stream may send: `burst` bytes at once, `rate` bytes a second for long. Its messages are copied and decoded
+    under the interpreter's lock, which those who make other clients' messages need as well."""
+
+    def __init__(self, burst: int, rate: int):
+        self._burst, self._rate = burst, rate
+        self._left, self._at = float(burst), time.monotonic()
+
+    def take(self, size: int) -> float:
+        """Notes a message; returns the seconds until the next one may be read."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + self._rate * (now - self._at)) - size
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
 async def receive(context: grpc.aio.ServicerContext, seconds: float = RECEIVE_SECONDS) -> bytes:
     """The first message of a call. Raises ValueError or AllSparkError if none comes."""
     try:

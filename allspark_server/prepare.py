@@ -17,7 +17,7 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
 from .adapters import Adapter
-from .cache import SpanKeys, scope
+from .cache import SpanGroups, SpanKeys, scope
 from .chat import formats
 from .chat import prompt as chats
 from .guided import Guidance, Guide, Matcher, MatcherError
@@ -125,7 +125,8 @@ def prepare(
             check_ids(f"{name}[{i}]", word, info.vocab_size)
     check_ids("logit_bias", sorted(config.logit_bias), info.vocab_size)
     limit = length_limit(config, len(prompt), longest, info)
-    if len(prompt) + longest > info.num_spans * info.span_size:
+    groups = SpanGroups(info.span_size, tuple(info.cache_windows))
+    if groups.needed(len(prompt) + longest) > info.num_spans:
         raise AllSparkError(
             AsStatus.ALLSPARK_CACHE_MEMORY_OUT,
             f"{len(prompt) + longest} tokens can never fit the cache of model {info.name!r}: "
@@ -209,7 +210,8 @@ def _matchers(
     if chat_format is not None and (spec.chat.forced or tokenizer is not None):
         calls = chats.guided_calls(need_tokenizer(tokenizer, spec.model), chat_format, spec)
         if calls is not None:
-            field = "tools" if response_format is None else "tools and response_format"
+            given = {"tools": spec.chat.offered, "response_format": response_format}
+            field = " and ".join(name for name, value in given.items() if value)
             response_format = calls
     if response_format is None or response_format["type"] == "text" or config.pooling is not None:
         return None

@@ -27,7 +27,7 @@ class QueueLimits:
         """`name`: the model's, for errors. `max_queue`: requests that may wait; `max_bytes`: that they may take in this
         process, 0: chosen."""
         self._name, self._scheduler, self._max_queue = name, scheduler, max_queue
-        tokens = max(_QUEUED_CACHES * scheduler.pool.num_spans * scheduler.limits.span_size, _QUEUED_TOKENS)
+        tokens = max(_QUEUED_CACHES * scheduler.limits.groups.positions(scheduler.pool.num_spans), _QUEUED_TOKENS)
         self.max_bytes = max_bytes or tokens * TOKEN_BYTES + max_queue * SEQUENCE_BYTES
         self.incoming = self.incoming_bytes = 0  # requests with a place that the scheduler does not have yet
         self._of: dict[str, list[int]] = {}  # of these, each tenant's requests and bytes

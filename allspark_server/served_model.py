@@ -15,7 +15,7 @@ from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStat
 
 from .adapters import Adapter, Adapters
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
-from .chat import chat_format_of
+from .chat import chat_format, chat_format_of
 from .fingerprint import fingerprint
 from .guided import Guide, MaskWriter, MatcherError
 from .output import Begun, End, OutputStage, StepOutput
@@ -76,6 +76,7 @@ class ServedModel:
         limits = Limits(
             info.max_batch, info.max_step_tokens, chunk, info.span_size, _DRAFT_KINDS[config.speculation],
             masks=len(masks.bits) // DEPTH if masks is not None else 0, anew_beyond=info.long_rope_original,
+            windows=tuple(info.cache_windows),
         )
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
@@ -94,8 +95,9 @@ class ServedModel:
             from .text import Tokenizer  # `tokenizers` and jinja2 are not needed to serve ids
 
             tokenizer = Tokenizer.from_dir(info.tokenizer_dir)
-            info.eos_token_ids += [i for i in tokenizer.stop_ids if i not in info.eos_token_ids]
             info.chat_format = chat_format_of(tokenizer.chat_templates, info.architecture)
+            stops = [*tokenizer.stop_ids, *map(tokenizer.mark_id, chat_format(info.chat_format).stops)]
+            info.eos_token_ids += [i for i in dict.fromkeys(stops) if i is not None and i not in info.eos_token_ids]
             guide = Guide.from_dir(info.tokenizer_dir, info.vocab_size, info.eos_token_ids)
             guide.start()
         gpu = config.device_ids[0] if config.on_gpus else None
@@ -124,7 +126,7 @@ class ServedModel:
     def stat(self) -> AsEngineStat:
         """Load and counters. Read without a lock: values may be a step apart."""
         scheduler, info = self.scheduler, self.info
-        counters, pool = scheduler.counters, scheduler.pool
+        counters, pool, groups = scheduler.counters, scheduler.pool, scheduler.limits.groups
         rows, generated = self.throughput.rates(time.monotonic())
         hit, seen = counters.prefix_tokens, counters.prompt_tokens
         return AsEngineStat(
@@ -132,8 +134,8 @@ class ServedModel:
             total_span=pool.num_spans,
             used_span=pool.used,
             free_span=pool.available,
-            total_token=pool.num_spans * info.span_size,
-            free_token=pool.available * info.span_size,
+            total_token=groups.positions(pool.num_spans),
+            free_token=groups.positions(pool.available),
             pendding_request=scheduler.waiting + self.queue.incoming,
             running_request=scheduler.running,
             total_prefill_token=seen,

@@ -31,8 +31,7 @@ from allspark_client.errors import AllSparkError, AsStatus, Draining
 
 from . import metrics
 from .access import Access, Client, ModelRoots, Role
-from .adapters import adapter_directory, check_lora
-from .calls import HELLO_SECONDS, RareLog, Writer, abort, receive
+from .calls import HELLO_SECONDS, Allowance, RareLog, Writer, abort, receive
 from .hub import with_local_paths
 from .listen import listen
 from .client_limits import ClientLimits
@@ -56,9 +55,13 @@ PING_INTERVAL_SECONDS, PING_TIMEOUT_SECONDS = 5, 7
 MAX_MESSAGE = 16 << 20
 #: messages from this size on have threads of their own: a short prompt must not wait for long texts being tokenized
 _LARGE_MESSAGE = 64 << 10
+#: a prompt of ids in a message up to this size is taken by the loop itself: less work than two changes of threads
+_TINY_MESSAGE = 2 << 10
 #: requests of one stream whose grammars are being compiled; more have to wait
 _MAX_COMPILING = 1024
 _MAX_METADATA = 64 << 10
+#: what one stream may send, at once and in a second: the text of two million tokens, more than any model reads
+_BURST, _RATE = 8 << 20, 8 << 20
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
@@ -325,8 +328,9 @@ class Service:
         loop = asyncio.get_running_loop()
         connection = f"session {next(self._sessions)}"
         compiling = asyncio.Semaphore(_MAX_COMPILING)
-        changes = self._access.look()
+        changes, allowance = self._access.look(), Allowance(_BURST, _RATE)
         while (data := await context.read()) is not grpc.aio.EOF:
+            pause = allowance.take(len(data))
             pool = self._input_pool(data)
             if pool is self._input:
                 message = self._parse(pb.SessionRequest, data, context)
@@ -342,6 +346,8 @@ class Service:
                     # What comes behind does not wait until its grammar is compiled.
                     await compiling.acquire()
                     loop.run_in_executor(self._guided_input, start).add_done_callback(lambda _: compiling.release())
+                elif client.role in _REQUESTS and _is_tiny(data, message.start.request):
+                    start()
                 elif client.role in _REQUESTS:
                     await loop.run_in_executor(pool, start)
                 else:
@@ -352,6 +358,9 @@ class Service:
                 stream.release(message.release)
             else:
                 raise ValueError("a session's messages after the first are start, stop and release")
+            if pause:
+                del data, message       # which may be large
+                await asyncio.sleep(pause)
 
     def _input_pool(self, data: bytes) -> ThreadPoolExecutor:
         return self._input if len(data) < _LARGE_MESSAGE else self._large_input
@@ -436,7 +445,9 @@ class Service:
             ("StartModel", model, admin, lambda r: (engine.start_model(r.model), done)[1]),
             ("StopModel", model, admin, lambda r: (engine.stop_model(r.model), done)[1]),
             ("ReleaseModel", model, admin, lambda r: (engine.release_model(r.model), done)[1]),
-            ("LoadLora", lora, admin, self._load_lora),
+            ("LoadLora", lora, admin,
+             lambda r: (self._roots.check_load(engine.served_models(), r.model, r.lora),
+                        engine.load_lora(r.model, r.lora), done)[2]),
             ("UnloadLora", lora, admin, lambda r: (engine.unload_lora(r.model, r.lora), done)[1]),
             ("UnloadDeviceMem", model, admin, lambda r: (engine.unload_device_mem(r.model), done)[1]),
             ("LoadDeviceMem", model, admin, lambda r: (engine.load_device_mem(r.model), done)[1]),
@@ -507,20 +518,11 @@ class Service:
     def _install(self, request: pb.InstallModelRequest) -> pb.Done:
         config = with_local_paths(convert.model_config_from_pb(request.config), download=self._roots.everywhere)
         self._roots.check_model(config)
-        for lora in config.lora_names:
-            self._roots.check_adapter(adapter_directory(config, check_lora(lora)), config)
         try:
             self._engine.install_model(config)
         except AllSparkError:
             if not (request.retried and self._engine.installed(config)):
                 raise
-        return pb.Done()
-
-    def _load_lora(self, request: pb.LoraRequest) -> pb.Done:
-        for model in self._engine.served_models():
-            if model.name == request.model:
-                self._roots.check_adapter(adapter_directory(model.config, check_lora(request.lora)), model.config)
-        self._engine.load_lora(request.model, request.lora)
         return pb.Done()
 
     def _tokenize(self, request: pb.TokenizeRequest) -> pb.Tokenized:
@@ -579,6 +581,11 @@ def _rank_state(rank: dict[str, Any]) -> pb.RankState:
     parts = metrics.parts_of(rank)
     return pb.RankState(node=rank.get("node", -1), bytes_on_node=pages, misplaced_bytes=rank.get("misplaced_bytes", 0),
                         steps=rank.get("steps", 0), **{f"{part}_seconds": value for part, value in parts.items()})
+
+
+def _is_tiny(data: bytes, request: pb.GenerateRequest) -> bool:
+    """Whether the event loop may take a request: nothing is tokenized, and the work does not multiply."""
+    return len(data) <= _TINY_MESSAGE and request.HasField("input_ids") and request.config.n <= 1
 
 
 def _guided(request: pb.GenerateRequest) -> bool:

@@ -18,7 +18,7 @@ from . import batch, bench, doctor, drawing, fastchat_worker, http, pool
 from .mpi import MpiNotFound
 from .placement import place
 from .options import GroupOptions, set_fields
-from .serving import PROGRESS_MARK, GroupPlan, background_group, plan_group, shipped_model, supervise
+from .serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
 from .supervisor import GroupFailed
 from .topology import Topology, format_list, parse_list, read_topology
 
@@ -113,9 +113,10 @@ examples:
   allspark serve --config group.toml
 
 keys of the config file (TOML or JSON): models (a list of directories, or tables of AsModelConfig's fields), address,
-ranks, numa_nodes, memory_nodes, gpus, cpus_per_rank, use_siblings, strict, token_file, tls_cert, tls_key, tls_ca,
-tls_role, insecure, socket_mode, socket_group, model_root, max_message_mib, max_requests, max_tenant_requests,
-state_file, drain_limit, log_level, log_format, log_requests, http, http_workers. SIGHUP has it read again: drain_limit and log_level count at once,
+ranks, numa_nodes, memory_nodes, gpus, hosts, remote_shell, cpus_per_rank, use_siblings, strict, token_file, tls_cert,
+tls_key, tls_ca, tls_role, insecure, socket_mode, socket_group, model_root, max_message_mib, max_requests,
+max_tenant_requests, state_file, drain_limit, log_level, log_format, log_requests, http, http_workers. SIGHUP has it
+read again: drain_limit and log_level count at once,
 the rest from the next start; tokens are read again whenever their file changes.""")
     p.add_argument("--model", action="append", default=[], metavar="DIR",
                    help="a checkpoint (a directory, or org/name on the Hub) to load and start; repeatable; without one, "
@@ -157,6 +158,14 @@ the rest from the next start; tokens are read again whenever their file changes.
     p.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default=None)
     p.add_argument("--log-format", choices=logs.FORMATS, default=None, help="default text")
     p.add_argument("--log-requests", action="store_true", help="log a line for each request that has ended")
+    p.add_argument("--hosts", "--hostfile", metavar="FILE|NAMES",
+                   help="spread the group over these hosts, of which this is one: a file with a line 'NAME' or 'NAME "
+                        "slots=N' for each, names with commas between them, or auto: the Slurm allocation, or the host "
+                        "file of the Kubernetes MPI operator; ranks are one for each NUMA node, or slots, or --ranks "
+                        "in all")
+    p.add_argument("--remote-shell", metavar="WORDS",
+                   help="run a command on a host of --hosts by these words, its name and the command (default: ssh, in "
+                        "a Slurm allocation srun)")
     p.add_argument("--strict", action="store_true", help="refuse to serve with memory on other nodes than it should be")
     _placement_options(p)
     _model_options(p)
@@ -256,7 +265,8 @@ def _group_options(options: argparse.Namespace) -> GroupOptions:
 def serve(options: argparse.Namespace) -> int:
     group = _group_options(options)
     if options.dry_run:
-        plan = plan_group(group)
+        with agents_of(group) as agents:
+            plan = plan_group(group, agents=agents)
         print(plan.line)
         for warning in plan.placement.warnings:
             logger.warning("%s", warning)

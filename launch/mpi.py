@@ -9,7 +9,9 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,10 @@ from .topology import format_list
 
 logger = logging.getLogger(__name__)
 
-# Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own on this machine.
-_FOREIGN = re.compile(r"^(OMPI_|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
+# Variables of an enclosing MPI job or batch job: a group started inside one is a job of its own. What they say of
+# networks counts.
+_FOREIGN = re.compile(r"^(OMPI_(?!MCA_(btl|pml|mtl|oob)(_|$))|PMIX_|PMI_|PRTE_|ORTE_|OPAL_|SLURM_|PBS_|MPI4PY_)")
+_REMOTE_SHELL = Path(__file__).with_name("remote_shell.py")
 
 
 class MpiNotFound(RuntimeError):
@@ -149,22 +153,25 @@ def _loopback() -> str:
     return path
 
 
-def mpi_environment(mpi: Installation) -> dict[str, str]:
+def mpi_environment(mpi: Installation, several_hosts: bool = False) -> dict[str, str]:
     """What the environment of mpirun must say so that ranks load the library of this very installation, and mpirun
-    itself listens on the loopback interface only."""
+    itself listens on the loopback interface only, unless there are several hosts."""
     # UCX, which Open MPI loads and nothing here uses, would patch ranks' code, and complain where that is forbidden.
     environment = {"MPI4PY_LIBMPI": str(mpi.library), "UCX_MEM_EVENTS": "no"}
-    loopback = _loopback()
+    loopback = "" if several_hosts else _loopback()
     if loopback:
         environment["LD_PRELOAD"] = ":".join(filter(None, [loopback, os.environ.get("LD_PRELOAD")]))
     return environment
 
 
-def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
-    """Options before the first rank: nothing rebinds, shared memory only, as root if need be."""
+def mpirun_options(mpi: Installation, oversubscribed: bool, several_hosts: bool = False) -> list[str]:
+    """Options before the first rank: nothing rebinds, shared memory only unless there are several hosts, as root if
+    need be."""
     options = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
+    if several_hosts:
+        return options + _between_hosts(mpi)
     # Ranks meet in shared memory only; other transports would search the machine for networks at every start.
     if mpi.version >= (5,):
         options += ["--mca", "pml", "ob1", "--mca", "osc", "sm", "--mca", "btl", "self,sm"]
@@ -174,6 +181,22 @@ def mpirun_options(mpi: Installation, oversubscribed: bool) -> list[str]:
     if oversubscribed:
         options += ["--mca", "mpi_yield_when_idle", "1"]
     return options
+
+
+def _between_hosts(mpi: Installation) -> list[str]:
+    """Daemons are started by the supervisor's agents, whose children they stay; ranks of different hosts talk by TCP,
+    or as OMPI_MCA_pml and OMPI_MCA_btl say."""
+    words = ["--leave-session-attached"] if mpi.version < (5,) else []
+    prefix, shell = ("--prtemca", "ssh") if mpi.version >= (5,) else ("--mca", "rsh")
+    words += [prefix, "plm", shell, prefix, f"plm_{shell}_agent", f"{sys.executable} {_REMOTE_SHELL}",
+              prefix, f"plm_{shell}_no_tree_spawn", "1"]
+    if mpi.version < (5,):
+        words += ["--mca", "orte_keep_fqdn_hostnames", "1"]
+    if "OMPI_MCA_pml" not in os.environ:
+        words += ["--mca", "pml", "ob1"]
+        if "OMPI_MCA_btl" not in os.environ:
+            words += ["--mca", "btl", "self,tcp"]
+    return [*words, "--mca", "osc", "sm"]
 
 
 def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
@@ -190,21 +213,26 @@ def numactl_words(rank: RankPlacement, bind_memory: bool) -> list[str]:
 
 def group_command(mpi: Installation, placement: Placement, python: str, server_words: list[str],
                   use_numactl: bool | None = None, bind_memory: bool = True, rank_words: list[str] = ()) -> list[str]:
-    """The whole mpirun line, one application context per rank.
+    """The whole mpirun line, one application context per rank. Ranks of a group over several hosts bind themselves.
 
     python: the interpreter of the ranks. server_words: arguments for rank 0 alone (addresses, models, …). rank_words:
     arguments for every rank.
     use_numactl: None uses it if it is installed and memory may be bound (from 2.0.19 on it exits where it may not, even
     if it is asked for CPUs only); without it each rank is told to bind itself.
     """
+    several_hosts = len({r.host for r in placement.ranks}) > 1
     if use_numactl is None:
-        use_numactl = bind_memory and shutil.which("numactl") is not None
-    words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed)]
-    users = collections.Counter(node for rank in placement.ranks for node in rank.memory_nodes)
+        use_numactl = bind_memory and not several_hosts and shutil.which("numactl") is not None
+    words = [str(mpi.mpirun), *mpirun_options(mpi, placement.oversubscribed, several_hosts)]
+    users = collections.Counter((rank.host, node) for rank in placement.ranks for node in rank.memory_nodes)
     for rank in placement.ranks:
         if rank.rank:
             words.append(":")
-        words += ["-np", "1", "-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # mpirun's own is not for ranks
+        words += ["-np", "1"]
+        if several_hosts:
+            words += ["-host", rank.host or socket.gethostname()]
+        else:
+            words += ["-x", f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}"]   # mpirun's own is not for ranks
         if use_numactl:
             words += numactl_words(rank, bind_memory)
         words += [python, "-m", "allspark_server", "--ranks", str(len(placement.ranks)),
@@ -213,8 +241,9 @@ def group_command(mpi: Installation, placement: Placement, python: str, server_w
             words += ["--bind-cpus", format_list(rank.bound_cpus)]
             if bind_memory and rank.memory_nodes:
                 words += ["--bind-memory", format_list(rank.memory_nodes)]
-        if bind_memory and any(count > 1 for count in users.values()):
-            words += ["--ranks-on-nodes", ",".join(f"{node}:{users[node]}" for node in rank.memory_nodes)]
+        if bind_memory and rank.memory_nodes and any(count > 1 for count in users.values()):
+            words += ["--ranks-on-nodes",
+                      ",".join(f"{node}:{users[rank.host, node]}" for node in rank.memory_nodes)]
         if placement.oversubscribed:
             words.append("--no-spin")
         words += rank_words

@@ -37,6 +37,8 @@ class GroupOptions:
     numa_nodes: list[int] | None = None
     memory_nodes: list[int] = field(default_factory=list)   # without CPUs, such as CXL, that ranks use as well
     gpus: list[int] | None = None       # one rank for each; models are theirs unless they say otherwise
+    hosts: str = ""                 # a host file, names, or auto; "": this one
+    remote_shell: str = ""          # words that start a command on one of them
     cpus_per_rank: int = 0
     use_siblings: bool = False
     strict: bool = False            # refuse to serve with memory on wrong nodes

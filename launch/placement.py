@@ -21,6 +21,7 @@ class RankPlacement:
     memory_node: int | None     # None: leave the memory policy alone
     whole_node: bool            # the rank has its node's CPUs to itself
     more_memory: tuple[int, ...] = ()   # nodes of memory alone that it may use, too, once its own is full
+    host: str = ""              # another host's name
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
@@ -42,8 +43,8 @@ class Placement:
 
 
 def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cpus_per_rank: int = 0,
-          use_siblings: bool = False, memory_nodes: list[int] | None = None) -> Placement:
-    """Place `ranks` ranks on `nodes`.
+          use_siblings: bool = False, memory_nodes: list[int] | None = None, first: int = 0) -> Placement:
+    """Place `ranks` ranks on `nodes`, numbered from `first` on.
 
     ranks: 0 is one per node. nodes: node ids; None is every node with cores and memory. cpus_per_rank: compute
     threads of each rank; 0 is every physical core of its share. use_siblings: threads may also sit on the second
@@ -69,7 +70,7 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
     result = Placement([])
     more = nearest_memory(topology, [node.id for node in chosen[:ranks]], memory_nodes or [])
     share = _ranks_per_node(chosen[:ranks], ranks)
-    rank = 0
+    rank = first
     for node, count in zip(chosen[:ranks], share):
         if not node.has_memory:
             near = topology.memory_node(node)

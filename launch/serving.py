@@ -18,7 +18,9 @@ from typing import Callable, Iterator
 
 from allspark_server import access
 
+from .agents import Agents
 from .folders import private_folder, remove_stale, short_parent, trusted
+from .hosts import find_hosts, share_ranks
 from .http import HttpDoor
 from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_environment, shell_line
 from .notify import Notifier
@@ -26,7 +28,7 @@ from .options import GroupOptions
 from .output import unblocked
 from .placement import Placement, place
 from .supervisor import Start, Supervisor
-from .topology import format_list, read_topology
+from .topology import Topology, format_list, read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class GroupPlan:
 
     def describe(self) -> list[str]:
         """One line for each rank: where it runs."""
-        return [f"rank {r.rank}: NUMA node {r.node}, CPUs {format_list(r.cpus)}"
+        return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}NUMA node {r.node}, CPUs {format_list(r.cpus)}"
                 + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
                 for r in self.placement.ranks]
 
@@ -74,17 +76,51 @@ def _nodes_from(offset: str, ranks: int, nodes: list[int]) -> list[int]:
     return following[:ranks] if ranks else following
 
 
-def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPlan:
+def _place_on_hosts(options: GroupOptions, topology: Topology, ranks: int, bind_memory: bool,
+                    agents: Agents) -> Placement:
+    """Ranks on this host and on the others that are there, each placed by its agent."""
+    if options.gpus:
+        raise ValueError("gpus: a group of GPUs on several hosts is not available yet")
+    others = agents.connect()
+    counts = share_ranks([sum(len(n.cores) for n in topology.nodes), *(a.hello["cores"] for a in others)],
+                         [agents.own.ranks or len(options.numa_nodes or topology.default_nodes),
+                          *(a.host.ranks or len(options.numa_nodes or ()) or a.hello["nodes"] for a in others)], ranks)
+    how = {"nodes": options.numa_nodes, "cpus_per_rank": options.cpus_per_rank, "use_siblings": options.use_siblings,
+           "memory_nodes": options.memory_nodes}
+    result = place(topology, counts[0], **how)
+    if not bind_memory:
+        result.ranks = [replace(rank, memory_node=None) for rank in result.ranks]
+    for agent, count in zip(others, counts[1:]):
+        if count:
+            found = agents.place(agent, ranks=count, first=len(result.ranks), strict=options.strict, **how)
+            result.ranks += found.ranks
+            result.warnings += found.warnings
+            result.oversubscribed |= found.oversubscribed
+    return result
+
+
+@contextlib.contextmanager
+def agents_of(options: GroupOptions) -> Iterator[Agents | None]:
+    """The agents of the other hosts that the options name, for the length of a with block."""
+    agents = Agents(find_hosts(options.hosts, options.remote_shell)) if options.hosts else None
+    try:
+        yield agents
+    finally:
+        if agents is not None:
+            agents.close()
+
+
+def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Agents | None = None) -> GroupPlan:
     """Placement and command line. ValueError or MpiNotFound says what cannot be met. `inner`: a Unix socket that is
     served, too, for the supervisor's programs. `keep`: there must be so many ranks, several on a node if need be:
     others could not continue the requests of a group that was lost; where there is no way to place them, there are as many as
-    the options say."""
+    the options say. agents: of the other hosts that the options name."""
     from allspark_client.environment import check_environment
     from allspark_server.runtime.binding import memory_policy_allowed
     check_environment()
     if keep:
         try:
-            return plan_group(replace(options, ranks=keep), inner)
+            return plan_group(replace(options, ranks=keep), inner, agents=agents)
         except ValueError as error:
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
     ranks = options.ranks
@@ -102,9 +138,12 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
     numa_nodes, topology = options.numa_nodes, read_topology()
     if not options.ranks and numa_nodes is None and os.environ.get("AS_NUMA_OFFSET", "0") != "0":
         numa_nodes = _nodes_from(os.environ["AS_NUMA_OFFSET"], ranks, [node.id for node in topology.nodes if node.cpus])
-    placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
-                      options.memory_nodes)
     bind_memory = memory_policy_allowed()
+    if agents is not None:
+        placement = _place_on_hosts(replace(options, numa_nodes=numa_nodes), topology, ranks, bind_memory, agents)
+    else:
+        placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
+                          options.memory_nodes)
     if not bind_memory and options.strict:
         raise ValueError("strict: this system does not let processes choose their memory policy; a container needs "
                          "SYS_NICE for it (docker run --cap-add SYS_NICE)")
@@ -138,8 +177,10 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0) -> GroupPl
     everywhere = ["--log-level", options.log_level] if options.log_level != "info" else []
     everywhere += ["--log-format", options.log_format] if options.log_format != "text" else []
     everywhere += ["--strict"] if options.strict else []
-    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory, rank_words=everywhere)
-    return GroupPlan(placement, mpi, command, mpi_environment(mpi))
+    several_hosts = len({rank.host for rank in placement.ranks}) > 1
+    command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory or several_hosts,
+                            rank_words=everywhere)
+    return GroupPlan(placement, mpi, command, mpi_environment(mpi, several_hosts))
 
 
 def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None,
@@ -172,20 +213,20 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
             counters.mkdir()
             door = HttpDoor(options.http_options(inner), counters)
             stack.callback(door.close)
-        first: list[GroupPlan] = [plan_group(options, inner)]
+        agents = stack.enter_context(agents_of(options))
+        first: list[GroupPlan] = [plan_group(options, inner, agents=agents)]
         if show is not None:
             show(first[0])
 
         def start(owed: int) -> Start:
             # Anew for each life: CPUs, nodes and limits may have changed.
-            plan = first.pop() if first else plan_group(options, inner, owed)
+            plan = first.pop() if first else plan_group(options, inner, owed, agents)
             for warning in plan.placement.warnings:
                 logger.warning("%s", warning)
             environment = {**clean_environment(str(runtime_dir)), **plan.environment,
                            "ALLSPARK_PLACEMENT": "\n".join(plan.describe())}
             if shared_memory is not None:
-                environment |= {f"OMPI_MCA_{component}_backing_directory": str(shared_memory)
-                                for component in ("osc_sm", "btl_sm", "btl_vader")}
+                environment["ALLSPARK_SHARED_MEMORY"] = str(shared_memory)
             return Start(plan.words, environment, len(plan.placement.ranks))
 
         def reload() -> None:
@@ -207,7 +248,7 @@ def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 
         supervisor = Supervisor(start, runtime_dir, shared_memory=shared_memory,
                                 ready_file=Path(ready_file) if ready_file else None, parent_pid=parent_pid,
                                 on_output=output.write, on_progress=on_progress, on_reload=reload, notifier=notifier,
-                                drain_limit=options.drain_limit)
+                                drain_limit=options.drain_limit, agents=agents)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:       # nohup means to go on
                 signal.signal(number, lambda n, _: supervisor.request_stop(signal.Signals(n).name))

@@ -8,6 +8,8 @@ again, and leaves no process behind, whoever is killed.
    heartbeat finds no supervisor exits. So nothing outlives a `kill -9` of either.
  - The group runs in a session of its own: its processes are found by session id even after mpirun is gone, and a
    Ctrl-C at the terminal reaches the supervisor only, which stops the group in order.
+ - On other hosts an agent does all that; a host that is silent for some seconds is lost, and the group is started again
+   once the lease of what ran there is surely over.
 """
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from typing import Callable
 
 from allspark_server.runtime.binding import die_with_parent
 
+from .agents import Agent, Agents
 from .notify import Notifier
 from .processes import is_alive, is_stopped, neutral_for_oom, open_pid, processes_of_session, reap_orphans
 
@@ -82,6 +85,7 @@ class Rank:
     stopped_since: float = 0.0  # by somebody, with SIGSTOP; 0: it runs
     pid_fd: int = -1            # readable once it has ended
     ended: bool = False
+    agent: Agent | None = None  # of the other host that it runs on
     numbers: dict = field(default_factory=dict)     # of its memory and its steps, for metrics
 
 
@@ -113,7 +117,8 @@ class Supervisor:
     gives up. parent_pid: stop when that process ends. on_output: gets each chunk of bytes the group prints. on_ready:
     gets what is written to the ready file. on_progress: gets a model's name and how much of it every rank has loaded,
     0…1. on_reload: called when `request_reload` was; rank 0 is told then. notifier: hears how things are.
-    drain_limit: s that requests have to end when a stop is asked for; inf: as long as they take.
+    drain_limit: s that requests have to end when a stop is asked for; inf: as long as they take. agents: of the other
+    hosts.
     """
 
     def __init__(self, start: Callable[[int], Start], runtime_dir: Path, *,
@@ -122,7 +127,7 @@ class Supervisor:
                  on_ready: Callable[[dict], None] | None = None,
                  on_progress: Callable[[str, float], None] | None = None,
                  on_reload: Callable[[], None] = lambda: None, notifier: Notifier | None = None,
-                 drain_limit: float = 0.0):
+                 drain_limit: float = 0.0, agents: Agents | None = None):
         self._start, self._limits, self.drain_limit = start, limits or Limits(), drain_limit
         self._shared_memory, self._on_progress, self._on_reload = shared_memory, on_progress, on_reload
         self._ready_file, self._on_output, self._on_ready = ready_file, on_output, on_ready
@@ -145,6 +150,9 @@ class Supervisor:
         self._socket.bind(str(path))
         self._socket.setblocking(False)
         self._selector.register(self._socket, selectors.EVENT_READ, "beat")
+        self._agents = agents
+        if agents is not None:
+            self._selector.register(agents.selector, selectors.EVENT_READ, "agent")
         self._environment = {"ALLSPARK_SUPERVISOR": str(path), "TMPDIR": str(runtime_dir)}
         self._parent_pid, self._parent_fd = parent_pid, -1
         if parent_pid:
@@ -229,6 +237,7 @@ class Supervisor:
                     break
                 problem = self._problem(run)
                 if problem:
+                    logger.warning("%s: the group is ended", problem)
                     run.error, lost = run.error or problem, True
                     break
                 self._tell(run)
@@ -263,6 +272,8 @@ class Supervisor:
             self._read_output(run)
         if "beat" in events:
             self._read_beats(run)
+        if "agent" in events:
+            self._read_agents(run)
         if "wake" in events:
             os.read(self._wake_read, 4096)
         if "rank" in events:
@@ -274,6 +285,14 @@ class Supervisor:
             self._do_reload(run)
         if os.getpid() == 1:
             reap_orphans(run.process.pid)
+
+    def _read_agents(self, run: _Run) -> None:
+        for agent, message in self._agents.poll():
+            if "beat" in message:
+                self._note_beat(run, message["beat"], agent)
+            for rank in run.ranks.values():
+                if rank.agent is agent and rank.pid == message.get("gone"):
+                    rank.ended = True
 
     def _note_ended(self, run: _Run) -> None:
         self._read_beats(run)                               # its last words
@@ -297,13 +316,17 @@ class Supervisor:
     def _problem(self, run: _Run) -> str:
         """Why the group must be ended now, or "". """
         now = time.monotonic()
+        for agent in self._agents.all if self._agents is not None else ():
+            if not agent.ended and (why := agent.why_lost()):
+                return why
         if run.fatal or any(r.state == "failed" for r in run.ranks.values()):
             return run.error or "a rank failed"
         for number, rank in sorted(run.ranks.items()):
-            which = f"rank {number} (process {rank.pid})"
+            which = f"rank {number} (process {rank.pid}{f' on {rank.agent.name}' if rank.agent else ''})"
             if rank.ended and run.process.poll() is None:
                 return f"{which} has ended, or was killed"
-            rank.stopped_since = (rank.stopped_since or now) if is_stopped(rank.pid) else 0.0
+            stopped = rank.pid in rank.agent.stopped if rank.agent else is_stopped(rank.pid)
+            rank.stopped_since = (rank.stopped_since or now) if stopped else 0.0
             if rank.stopped_since and now - rank.stopped_since >= self._limits.stopped_timeout:
                 return f"{which} was stopped {now - rank.stopped_since:.0f} s ago"
             if now - rank.last > self._limits.heartbeat_timeout:
@@ -339,7 +362,10 @@ class Supervisor:
             except (ValueError, UnicodeDecodeError):
                 logger.warning("a heartbeat that is not JSON was ignored")
                 continue
-            self._note(run, message)
+            if "launch" in message:
+                self._agents.launch(message["launch"], message["command"])
+            else:
+                self._note(run, message)
 
     def _note(self, run: _Run, message: dict) -> None:
         pid = int(message["pid"])
@@ -349,9 +375,14 @@ class Supervisor:
             session = run.process.pid if message.get("error") else 0    # its last words still count
         if session != run.process.pid:
             return                                          # of a life that is over
+        self._note_beat(run, message)
+
+    def _note_beat(self, run: _Run, message: dict, agent: Agent | None = None) -> None:
+        """agent: of the host from which it came; None: from this one."""
+        pid = int(message["pid"])
         rank = run.ranks.get(int(message["rank"]))
         if rank is None:
-            rank = run.ranks[int(message["rank"])] = Rank(pid, 0.0, pid_fd=open_pid(pid))
+            rank = run.ranks[int(message["rank"])] = Rank(pid, 0.0, pid_fd=-1 if agent else open_pid(pid), agent=agent)
             if rank.pid_fd >= 0:
                 self._selector.register(rank.pid_fd, selectors.EVENT_READ, "rank")
         rank.pid, rank.last, rank.state = pid, time.monotonic(), message["state"]
@@ -437,8 +468,10 @@ class Supervisor:
         rest: its requests wait."""
         process = run.process
         if lost:
+            if self._agents is not None:
+                self._agents.kill()
             for rank in run.ranks.values():
-                if not rank.ended:
+                if not rank.ended and rank.agent is None:
                     _kill(rank.pid)
         if process.poll() is None:
             process.terminate()
@@ -453,6 +486,8 @@ class Supervisor:
             if process.poll() is not None and not left:
                 if os.getpid() == 1:
                     reap_orphans()
+                if self._agents is not None:
+                    self._agents.end(self._notifier.alive)
                 for file in self._shared_memory.iterdir() if self._shared_memory else ():
                     file.unlink(missing_ok=True)
                 return
@@ -471,6 +506,8 @@ class Supervisor:
                 self._stopping, self._hurry = f"the parent process {self._parent_pid} has ended", True
             if "beat" in events:
                 self._socket.recv(65536)                    # of a life that is over
+            if "agent" in events:
+                self._agents.poll()
 
     def _report(self, run: _Run, failures: int) -> str:
         what = run.error if run.fatal else f"the group ended {failures} times in a row before it had served, last: " \

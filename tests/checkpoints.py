@@ -110,6 +110,26 @@ EXPERTS = {
 }
 """Models with experts, stored as float32."""
 
+_SINKS = {"pad_token_id": 0, "sliding_window": 61, "swiglu_limit": 1.5}
+
+GPT_OSS = {
+    # 10 experts in slices of features on 2 and 3 ranks, whole ones on 4.
+    "gpt-oss": Spec("gpt_oss", _sizes(72, 14, 2, 200, 4, head_dim=20, num_local_experts=10, num_experts_per_tok=3,
+                                      **_SINKS) | _rope("yarn", 1.5e5, factor=8.0, truncate=False,
+                                                        original_max_position_embeddings=256)),
+    # Whole experts on several ranks.
+    "gpt-oss-plain": Spec("gpt_oss", _sizes(90, 6, 3, 37, head_dim=18, num_local_experts=7, num_experts_per_tok=7,
+                                            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                                            attention_bias=False, tie_word_embeddings=True, swiglu_alpha=0.8,
+                                            **_SINKS) | _rope("default", 1e5)),
+    "gpt-oss-bf16": Spec("gpt_oss", _sizes(72, 6, 2, 72, 2, head_dim=20, num_local_experts=5, num_experts_per_tok=2,
+                                           **_SINKS), "bfloat16", "100KB"),
+    # Whole blocks of MXFP4: slices on 2 ranks, whole experts on 3.
+    "gpt-oss-blocks": Spec("gpt_oss", _sizes(96, 6, 3, 160, head_dim=18, num_local_experts=6, num_experts_per_tok=4,
+                                             **_SINKS)),
+}
+"""gpt-oss, stored as float32 but for the one that says so."""
+
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 256,
              "partial_rotary_factor": 0.75, "short_factor": [1.0 + 0.07 * i for i in range(9)],
              "long_factor": [1.0 + 0.9 * i for i in range(9)]}
@@ -159,6 +179,7 @@ _CLASSES = {
     "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "ministral": (transformers.MinistralConfig, transformers.MinistralForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
@@ -182,7 +203,7 @@ def _root() -> Path:
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The directory of a checkpoint of one of the tables, written on first use and removed when the process ends."""
-    spec = (CONFIGS | DENSE | EXPERTS | STORED)[name]
+    spec = (CONFIGS | DENSE | EXPERTS | GPT_OSS | STORED)[name]
     return write_checkpoint(_root() / name, spec, seed=zlib.crc32(repr(sorted(spec.fields.items())).encode()))
 
 
@@ -203,6 +224,10 @@ def write_checkpoint(directory: Path, spec: Spec, seed: int = 0) -> Path:
                 normal(parameter, 0.2, 0.0 if gemma else 1.0)  # Gemma's are 1 + w
             elif name.endswith("bias"):
                 normal(parameter, 0.3)
+            elif name.endswith("sinks"):
+                normal(parameter, 2.0)
+            elif spec.family == "gpt_oss" and "experts" in name:  # [experts, inputs, outputs]
+                normal(parameter, 1.3 * parameter.shape[1] ** -0.5)
             elif "embed_tokens" in name:
                 normal(parameter, 0.5 * (parameter.shape[-1] ** -0.5 if gemma else 1.0))  # which Gemma scales
             else:

@@ -28,6 +28,13 @@ def windows(world: int) -> list:
     return [_native.Window(rank, world, addresses, False, 60.0) for rank in range(world)]
 
 
+def in_groups(info, spans: list[int]) -> list[list[int]]:
+    """Spans of each cache group but the first, beside these of the first one."""
+    part = info.num_spans // len(info.cache_windows)
+    assert not spans or spans[-1] < part
+    return [[span + group * part for span in spans] for group in range(1, len(info.cache_windows))]
+
+
 class Driver:
     """One sequence at a time on `world` ranks. Keyword arguments are fields of AsModelConfig."""
 
@@ -61,14 +68,15 @@ class Driver:
             count = min(chunk, length - computed)
             needed = -(-(computed + count) // size)
             last = computed + count == length
+            fresh = list(range(spans, needed))
             token, row = self.step(StepPlan(new=new, work=[
-                WorkItem(0, count, DRAW if last else 0, spans=list(range(spans, needed)))]))
+                WorkItem(0, count, DRAW if last else 0, spans=fresh, other_spans=in_groups(self.info, fresh))]))
             new, spans, computed = [], needed, computed + count
             if last:
                 tokens.append(token)
                 logits.append(row)
                 length += 1
-        self.step(StepPlan(free=[0]))
+        self.step(StepPlan(free=[0], groups=len(self.info.cache_windows)))
         return tokens, logits
 
     def close(self) -> None:
@@ -97,8 +105,9 @@ def together(driver, prompts, chunk):
                     continue
                 fresh = -(-(done[slot] + rows) // size) - -(-done[slot] // size)
                 last = done[slot] + rows == len(p) + ahead
-                work.append(WorkItem(slot, rows, DRAW if last and ahead == 3 else 0,
-                                     spans=list(range(spans, spans + fresh))))
+                ids = list(range(spans, spans + fresh))
+                work.append(WorkItem(slot, rows, DRAW if last and ahead == 3 else 0, spans=ids,
+                                     other_spans=in_groups(driver.info, ids)))
                 spans, done[slot] = spans + fresh, done[slot] + rows
                 drawing += [slot] if last and ahead == 3 else []
             results = driver._each(lambda runner: runner.step(StepPlan(new=new, work=work).encode(), True))
@@ -106,5 +115,6 @@ def together(driver, prompts, chunk):
             logits = np.concatenate([result.logits for result in results], 1)
             for slot, row in zip(drawing, logits):
                 found[slot].append(row)
-    driver._each(lambda runner: runner.step(StepPlan(free=list(range(len(prompts)))).encode(), False))
+    done = StepPlan(free=list(range(len(prompts))), groups=len(driver.info.cache_windows)).encode()
+    driver._each(lambda runner: runner.step(done, False))
     return [row[0] for row in found]

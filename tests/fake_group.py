@@ -40,7 +40,7 @@ class _Slot:
     history: list[int]
     computed: int  # positions in the cache
     sample: int  # that it is of its request
-    spans: list[int] = field(default_factory=list)
+    spans: list[list[int]] = field(default_factory=list)  # of each cache group
 
 
 def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
@@ -53,8 +53,9 @@ def lookup(history: list[int], limit: int, longest: int = 3) -> list[int]:
 
 
 class FakeExecutor:
-    """Follows plans as the native executor does. The "cache" remembers which ids each span's positions hold, so that a
-    wrong or overwritten span is noticed as wrong keys would be. `drafts`: what a draft model proposes after a history,
+    """Follows plans as the native executor does. The "cache" remembers which ids, of which group, each span's positions
+    hold, so that a wrong or overwritten span is noticed as wrong keys would be. `windows`: of the cache groups, 0 for
+    full attention. `drafts`: what a draft model proposes after a history,
     so many at most. A negative token stands for logits that are not finite. `samples_differ`: each sample of a request
     has tokens of its own.
     """
@@ -69,15 +70,17 @@ class FakeExecutor:
         max_length: int = 1 << 30,
         drafts: Callable[[list[int], int], list[int]] = lookup,
         samples_differ: bool = False,
+        windows: tuple[int, ...] = (0,),
     ):
+        self.windows = windows
         self.span_size, self.max_batch, self.max_step_tokens = span_size, max_batch, max_step_tokens
         self.num_spans, self.max_length = num_spans, max_length
         self.token, self.drafts, self.samples_differ = token, drafts, samples_differ
         self.slots: dict[int, _Slot] = {}
-        self.cache: list[list[Optional[int]]] = [[None] * span_size for _ in range(num_spans)]
+        self.cache: list[list[Optional[tuple[int, int]]]] = [[None] * span_size for _ in range(num_spans)]
         self.plans: list[StepPlan] = []
         self.drafted = self.accepted = 0
-        self.host: dict[int, tuple[list[int], list[Optional[int]]]] = {}  # of the second tier: key and ids
+        self.host: dict[int, tuple[list[int], list[Optional[tuple[int, int]]]]] = {}  # of the second tier: key and ids
 
     def step(self, data: bytes) -> SimpleNamespace:
         plan = StepPlan.decode(data)
@@ -92,7 +95,7 @@ class FakeExecutor:
             assert 0 <= new.slot < self.max_batch and new.slot not in self.slots
             assert new.cached % self.span_size == 0 and 0 <= new.cached < len(new.history), "a prefix hit is full spans"
             sample = SamplingParams.decode(new.sampling, 0)[0].sample_index if self.samples_differ else 0
-            self.slots[new.slot] = _Slot(list(new.history), new.cached, sample)
+            self.slots[new.slot] = _Slot(list(new.history), new.cached, sample, [[] for _ in self.windows])
         assert len({item.slot for item in plan.work}) == len(plan.work)
         tried, drawn, drafted = self.drafted, [], []
         for item in plan.work:
@@ -119,20 +122,30 @@ class FakeExecutor:
         assert item.drafts == 0 or (item.flags & DRAW and item.flags & (Flag.LOOKUP | Flag.GIVEN | Flag.MODEL))
         known = item.known[:len(item.known) - item.drafts] if given else item.known
         slot.history += known
-        slot.spans += item.spans
-        assert all(0 <= span < self.num_spans for span in slot.spans) and len(set(slot.spans)) == len(slot.spans)
-        end = slot.computed + item.rows
-        assert item.rows > 0 and end <= len(slot.history) and end + item.drafts <= len(slot.spans) * size
-        for position in range(slot.computed, end):
-            self.cache[slot.spans[position // size]][position % size] = slot.history[position]
+        for table, new in zip(slot.spans, [item.spans, *item.other_spans], strict=True):
+            table += new
+        begin, end = slot.computed, slot.computed + item.rows
+        assert item.rows > 0 and end <= len(slot.history)
+        assert all(end + item.drafts <= len(table) * size for table in slot.spans)
+        for position in range(begin, end):
+            self._write(slot, position, slot.history[position])
         slot.computed = end
-        cached = [self.cache[slot.spans[p // size]][p % size] for p in range(end)]
-        assert cached == slot.history[:end], "the cache holds something else than this sequence's ids"
+        seen = [max(0, begin + 1 - window) if window else 0 for window in self.windows]
+        now = [span for table, first in zip(slot.spans, seen) for span in table[first // size:]]
+        assert all(0 <= span < self.num_spans for span in now) and len(set(now)) == len(now)
+        for group, (table, first) in enumerate(zip(slot.spans, seen)):
+            cached = [self.cache[table[p // size]][p % size] for p in range(first, end)]
+            assert cached == [(group, token) for token in slot.history[first:end]], \
+                "the cache holds something else than this sequence's ids"
         if not item.flags & DRAW:
             assert item.outputs == 0
             return []
         assert end == len(slot.history) < self.max_length and item.outputs == 1
         return self._draw(slot, self._drafts(slot, item))
+
+    def _write(self, slot: _Slot, position: int, token: int) -> None:
+        for group, table in enumerate(slot.spans):
+            self.cache[table[position // self.span_size]][position % self.span_size] = group, token
 
     def _drafts(self, slot: _Slot, item: WorkItem) -> list[int]:
         assert len(slot.history) + item.drafts < self.max_length
@@ -142,8 +155,7 @@ class FakeExecutor:
 
     def _draw(self, slot: _Slot, drafts: list[int]) -> list[int]:
         for i, draft in enumerate(drafts):  # the rows of rejected drafts write into the cache too
-            position = slot.computed + i
-            self.cache[slot.spans[position // self.span_size]][position % self.span_size] = draft
+            self._write(slot, slot.computed + i, draft)
         self.drafted += len(drafts)
         drawn = []
         for draft in [*drafts, None]:

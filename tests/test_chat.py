@@ -107,6 +107,24 @@ RECORDED = [
      [("get_weather", '{"city": "12 \\"a\\"\\nb", "more": {"x": [1, "y"]}, "word": "a word"}')]),
     ("glm45", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par", "", "",
      [("get_weather", '{"city": "Par')]),
+    ("harmony", "<|channel|>analysis<|message|>The user asks. 1 < 2.<|end|><|start|>assistant<|channel|>final"
+     "<|message|>It is **5**.\n<|return|>", "It is **5**.\n", "The user asks. 1 < 2.", []),
+    ("harmony", "<|channel|>analysis<|message|>I should look.<|end|><|start|>assistant<|channel|>commentary "
+     'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", "I should look.",
+     [("get_weather", PARIS)]),
+    ("harmony", " to=functions.get_weather<|channel|>commentary json<|message|>" + PARIS, "", "",
+     [("get_weather", PARIS)]),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>analysis to=functions.now code"
+     "<|message|>{}<|call|>", "", "Hm.", [("now", "{}")]),
+    ("harmony", "<|channel|>commentary<|message|>I will look.\n<|end|><|start|>assistant to=functions.get_weather"
+     "<|channel|>commentary <|constrain|>json<|message|>" + PARIS + "<|call|><|start|>assistant<|channel|>commentary "
+     "to=functions.get_weather json<|message|>" + BERLIN + "<|call|>", "I will look.", "",
+     [("get_weather", PARIS), ("get_weather", BERLIN)]),
+    ("harmony", "<|start|>assistant<|channel|>analysis<|message|>a<|end|>\n<|start|>assistant<|channel|>analysis"
+     "<|message|>b<|start|>assistant<|channel|>final<|message|>c<|channel|>final<|message|>d", "c\nd", "a\nb", []),
+    ("harmony", "<|channel|>final<|message|>It is 12", "It is 12", "", []),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", "", "Hm.", []),
+    ("harmony", "Just text, < of no message.", "Just text, < of no message.", "", []),
     ("plain", "<think>a</think>b<tool_call>", "b<tool_call>", "a", []),
 ]
 
@@ -124,13 +142,13 @@ def test_recorded_answers_however_they_are_cut(name, text, content, reasoning, c
         assert parse(name, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]) == expected
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "plain"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "glm45", "harmony", "plain"])
 def test_arbitrary_text_is_taken_apart_alike_however_it_is_cut(name):
     draw = random.Random(name)
     parts = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}",
              "[", "]", '"', '{"name": "now", ', '"arguments": ', '"parameters": ', "{}", ",", ":", ";", "\n", " ",
              "now", "5", "\\", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "\u00e9", "[CALL_ID]",
-             "[THINK]", "<", "</"]
+             "[THINK]", "<", "</", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "to=", "analysis"]
     for _ in range(300):
         text = "".join(draw.choices(parts, k=draw.randrange(1, 12)))
         whole = parse(name, [text])
@@ -162,6 +180,8 @@ def test_without_tools_nothing_is_a_call():
     text = '<think>x</think><tool_call>{"name": "now"}</tool_call>'
     assert parse("hermes", text, tools=[]) == (text[16:], "x", [])
     assert parse("hermes", text, choice="none") == (text[16:], "x", [])
+    text = "<|channel|>analysis<|message|>x<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}"
+    assert parse("harmony", text, tools=[]) == parse("harmony", text, choice="none") == ("{}", "x", [])
 
 
 def test_the_format_is_the_checkpoints():
@@ -169,8 +189,10 @@ def test_the_format_is_the_checkpoints():
     assert chat_format_of({"default": "<tool_call><arg_key>"}, "glm4_moe") == "glm45"
     assert chat_format_of({"default": "", "tool_use": "[TOOL_CALLS]"}, "llama") == "mistral"
     assert chat_format_of({"default": "<|python_tag|>"}, "llama") == "llama3"
+    assert chat_format_of({"default": "<|start|>assistant<|channel|>final<|message|>"}, "llama") == "harmony"
+    assert chat_format_of({}, "GptOssForCausalLM") == "harmony"
     assert chat_format_of({}, "qwen3") == "hermes" and chat_format_of({}, "mistral") == "mistral"
-    with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, pl"):
+    with pytest.raises(ValueError, match="chat_format='gpt' is not known; allowed: hermes, llama3, mistral, glm45, ha"):
         chat_format("gpt")
 
 
@@ -399,6 +421,109 @@ def test_marks_that_are_special_tokens():
         assert len(walk(matcher, 0)) > 4 and matcher.must_stop
     finally:
         guide.close()
+
+
+# ---- harmony --------------------------------------------------------------------------------------------------------
+
+# What the published template makes of a chat, as far as it matters here.
+HARMONY = (
+    "{%- macro message(head, text, end='<|end|>') %}{{- '<|start|>' + head + '<|message|>' + text + end }}"
+    "{%- endmacro %}"
+    "{{- message('system', 'Reasoning: ' + (reasoning_effort or 'medium') + '\\nValid channels: analysis, commentary, "
+    "final.') }}"
+    "{%- if tools %}{{- message('developer', tools | map(attribute='function.name') | join(', ')) }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.tool_calls %}{%- set call = m.tool_calls[0].function %}"
+    "{%- if m.thinking and m.content %}{{- raise_exception('both content and thinking') }}{%- endif %}"
+    "{%- if m.thinking %}{{- message('assistant<|channel|>analysis', m.thinking) }}{%- endif %}"
+    "{{- message('assistant to=functions.' + call.name + '<|channel|>commentary json', call.arguments | tojson, "
+    "'<|call|>') }}{%- elif m.role == 'assistant' %}{{- message('assistant<|channel|>final', m.content) }}"
+    "{%- else %}{{- message(m.role, m.content) }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{{- begun or '' }}{%- endif %}"
+)
+ANALYSIS, GO_ON = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|>", "<|start|>assistant"
+CALL_NOW = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"zone": "UTC"}'
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.fixture(scope="module", params=["special", "text"])
+def harmony(request):
+    """A tokenizer whose marks are special tokens, as o200k_harmony's are, or none; and its guide."""
+    backend = tokenizers.Tokenizer.from_file(str(FABLE / "tokenizer.json"))
+    if request.param == "special":
+        backend.add_special_tokens(list(chat_format("harmony").markers))
+    guide = Guide(backend.to_str(), VOCAB, [EOS])
+    yield Tokenizer(backend, {}, {"default": HARMONY}, "it"), guide
+    guide.close()
+
+
+def test_a_chat_in_harmony(harmony):
+    tokenizer, _ = harmony
+    thought = {**CALLED, "reasoning_content": "I", "content": "call."}
+    options = ChatOptions(tools=TOOLS, chat_template_kwargs={"reasoning_effort": "xhigh"})
+    text = render(tokenizer, [{"role": "user", "content": "When?"}, thought], options)
+    assert text.endswith('<|start|>user<|message|>When?<|end|><|start|>assistant<|channel|>analysis<|message|>I\ncall.'
+                         '<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>'
+                         '{"zone": "UTC"}<|call|><|start|>assistant')
+    assert "Reasoning: high" in text and "get_weather, now" in text
+    assert opened(tokenizer, tokenizer.encode(text)) == ""
+    for begun in ("<|channel|>final<|message|>", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"):
+        options = ChatOptions(chat_template_kwargs={"begun": begun})
+        text = render(tokenizer, [{"role": "user", "content": "When?"}], options)
+        assert opened_in(text) == begun
+    assert parse("harmony", '{"zone"', opened=begun) == ("", "", [("now", '{"zone"')])
+
+
+def test_answers_in_messages_are_taken_apart_as_they_come(harmony):
+    tokenizer, _ = harmony
+    form = chat_format("harmony")
+    ids, stream = tokenizer.encode(ANALYSIS + GO_ON + CALL_NOW), tokenizer.detokenizer(form.markers)
+    pieces = [stream.push([i]) for i in ids] + [stream.finish()]
+    assert parse("harmony", pieces) == ("", "Hm, 1 < 2.", [("now", '{"zone": "UTC"}')])
+    parser = form.parser(TOOLS)
+    assert parser.feed("<|channel|>analysis<|message|>Hm") == [Reasoning("Hm")]
+    assert not parser.feed("<|end|><|start|>assi")
+    assert parser.feed("stant" + CALL_NOW[:-6]) == [ToolCallBegin(0, ANY, "now"), ToolCallArguments(0, '{"zone": ')]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_forced_calls_in_harmony(harmony, choice):
+    tokenizer, guide = harmony
+    options = ChatOptions(tools=TOOLS, tool_choice=choice)
+    grammar = guide.compile(calls_of(tokenizer, "harmony", options, "Hi<|end|><|start|>assistant"))
+    for fit in (CALL_NOW, ANALYSIS + GO_ON + CALL_NOW):
+        assert grammar.matcher([EOS], tokenizer.encode(fit)).must_stop
+    weather = CALL_NOW.replace("now", "get_weather").replace("zone", "city")
+    assert takes(grammar, tokenizer, weather) == (choice == "required")
+    for other in (FINAL + "x", CALL_NOW.replace("UTC", "UTX"), PARIS, ANALYSIS, "<|channel|>commentary<|message|>x"):
+        assert not takes(grammar, tokenizer, other), other
+    begun = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant<|channel|>analysis<|message|>"))
+    assert takes(begun, tokenizer, "Hm.<|end|>" + GO_ON + CALL_NOW) and not takes(begun, tokenizer, CALL_NOW)
+    with pytest.raises(ValueError, match="the prompt has begun a message"):
+        calls_of(tokenizer, "harmony", options, "<|start|>assistant<|channel|>final<|message|>")
+
+
+@pytest.mark.parametrize("tools", [[], STRICT])
+def test_text_and_calls_in_harmony_are_as_their_formats_say(harmony, tools):
+    tokenizer, guide = harmony
+    form = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}},
+                                                   "required": ["a"]}}
+    options = ChatOptions(tools=tools)
+    grammar = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant", response_format=form))
+    for fit in (FINAL + '{"a": 1}', ANALYSIS + GO_ON + FINAL + '{"a": 1}',
+                "<|channel|>commentary<|message|>So.<|end|>" + GO_ON + FINAL + '{"a": 1}'):
+        assert takes(grammar, tokenizer, fit), fit
+    for other in ('{"a": 1}', FINAL + '{"a": "b"}', ANALYSIS, CALL_NOW.replace("UTC", "UTX")):
+        assert not takes(grammar, tokenizer, other), other
+    assert takes(grammar, tokenizer, ANALYSIS + GO_ON + CALL_NOW) == bool(tools)
+    begun = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant" + FINAL, response_format=form))
+    assert takes(begun, tokenizer, '{"a": 1}') and not takes(begun, tokenizer, "a")
+    with pytest.raises(ValueError, match="nor within a message"):
+        calls_of(tokenizer, "harmony", options, "x", response_format={"type": "grammar", "grammar": "start: /a/"})
+    assert calls_of(tokenizer, "harmony", ChatOptions(tools=TOOLS), "<|start|>assistant") is None
+    if tools:  # beside strict tools text is free
+        grammar = guide.compile(calls_of(tokenizer, "harmony", options, "<|start|>assistant"))
+        assert takes(grammar, tokenizer, FINAL + "Anything < {") and takes(grammar, tokenizer, CALL_NOW)
+        assert not takes(grammar, tokenizer, CALL_NOW.replace("UTC", "UTX"))
 
 
 def test_the_parser_needs_no_engine():

@@ -72,3 +72,32 @@ def test_the_batch_job(tmp_path):
     options = group(words[words.index("serve") + 1:], tmp_path)
     text = (FOLDER / "pool.sbatch").read_text()
     assert int(re.search(r"--signal=TERM@(\d+)", text)[1]) > options.drain_limit
+
+
+def test_the_job_over_nodes(tmp_path):
+    """One group; allspark only says what it is asked. tests/test_namespaces.py has Slurm itself run it."""
+    (tmp_path / "allspark").write_text('#!/bin/sh\nfor word; do echo "$word"; done >words\n')
+    (tmp_path / "allspark").chmod(0o755)
+    subprocess.run(["bash", FOLDER / "group.sbatch", "/models/m", "50052"], check=True, cwd=tmp_path, env={
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"})
+    assert re.fullmatch(r"\S+:50052\n", (tmp_path / "allspark-7.addresses").read_text())
+    options = group((tmp_path / "words").read_text().split("\n")[1:-1], tmp_path)
+    assert options.hosts == "auto" and options.address == ["0.0.0.0:50052"]
+    text = (FOLDER / "group.sbatch").read_text()
+    assert int(re.search(r"--signal=B:TERM@(\d+)", text)[1]) > options.drain_limit and "\n#SBATCH --no-kill\n" in text
+
+
+def test_the_mpi_job(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((FOLDER / "mpijob.yaml").read_text())
+    assert job["apiVersion"] == "kubeflow.org/v2beta1" and job["spec"]["runLauncherAsWorker"]
+    launcher, worker = (job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"] for role in ("Launcher", "Worker"))
+    (container,), (sshd,) = launcher["containers"], worker["containers"]
+    options = group(container["args"], tmp_path)
+    assert options.hosts == "auto" and launcher["terminationGracePeriodSeconds"] > options.drain_limit
+    port = re.search(r"-p (\d+)", options.remote_shell)[1]
+    assert f"-p {port} " in sshd["args"][0] and job["spec"]["sshAuthMountPath"] in sshd["args"][0]
+    assert sshd["volumeMounts"] == container["volumeMounts"] and sshd["image"] == container["image"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in launcher["volumes"]}
+    user = re.search(r"^USER (\d+)$", (FOLDER / "Containerfile").read_text(), re.M)[1]
+    assert launcher["securityContext"]["runAsUser"] == worker["securityContext"]["runAsUser"] == int(user)

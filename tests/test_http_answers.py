@@ -136,6 +136,42 @@ def test_messages(door):
         assert api.messages.create(**body).content[0].text == "Good."
 
 
+HARMONY = ("<|channel|>analysis<|message|>Should I?<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see."
+           '<|end|><|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>'
+           '{"city": "Zürich", "days": [1, 2]}<|call|>')
+
+
+def test_harmony():
+    """gpt-oss' channels, in chats, responses and messages; as a whole and as they come."""
+    with serving(core=ScriptEngine("harmony")) as (engine, group), door_before(group, insecure=True) as address, \
+            openai.OpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as api:
+        answer = api.chat.completions.create(**ask(HARMONY, tools=TOOLS))
+        message = answer.choices[0].message
+        assert message.content == "Let me see." and message.reasoning_content == "Should I?"
+        assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == [("weather", CITY)]
+        assert answer.choices[0].finish_reason == "tool_calls"
+        details = answer.usage.completion_tokens_details
+        assert details.reasoning_tokens == HARMONY.index("<|end|>") + len("<|end|>")
+        deltas = [c.choices[0].delta for c in api.chat.completions.create(stream=True, **ask(HARMONY, tools=TOOLS))]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Should I?"
+        assert "".join(delta.content or "" for delta in deltas) == "Let me see."
+        pieces = [c.function.arguments for delta in deltas for c in delta.tool_calls or ()]
+        assert len(pieces) > 5 and json.loads("".join(pieces)) == CITY
+        text = HARMONY[:HARMONY.index("commentary")] + "final<|message|>Yes."
+        for more in ({}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}):
+            plain = api.chat.completions.create(**ask(text, **more)).choices[0]
+            assert plain.message.content == "Yes." and plain.finish_reason == "stop" and not plain.message.tool_calls
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        found = api.responses.create(model="m", input=HARMONY, tools=tools)
+        assert [item.type for item in found.output] == ["reasoning", "message", "function_call"]
+        assert json.loads(found.output[2].arguments) == CITY
+        anthropic = pytest.importorskip("anthropic")
+        with anthropic.Anthropic(base_url=f"http://{address}", api_key="any", max_retries=0) as other:
+            tools = [{"name": name, "input_schema": schema} for name, schema in FUNCTIONS.items()]
+            found = other.messages.create(**ask(HARMONY, tools=tools), max_tokens=500)
+            assert [block.type for block in found.content] == ["thinking", "text", "tool_use"]
+
+
 def test_an_answer_cut_short_in_a_call(api):
     cut = len(CALLS) - 60
     choice = api.chat.completions.create(**ask(CALLS, tools=TOOLS, max_tokens=cut)).choices[0]

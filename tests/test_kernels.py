@@ -157,6 +157,23 @@ def test_silu_mul(n):
     assert np.all(np.isfinite(got)) and np.all(np.abs(got - expected) <= allowed * np.abs(expected) + 1e-30)
 
 
+@pytest.mark.parametrize("n", SIZES)
+def test_clamped_silu_mul(n):
+    rng = np.random.default_rng(n)
+    gate, up = ((rng.normal(size=n) * 9).astype(np.float32) for _ in range(2))
+    gate[:1], up[:1] = -100.0, 8.0
+    g, u = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    got = _native.kernels.clamped_silu_mul(gate, up, 1.702, 7.0)
+    # The exponent is rounded, and so is alpha; up + 1 is rounded as a sum.
+    allowed = (1e-6 + 2.0**-23 * 1.702 * np.abs(g)) * np.abs(expected) + 2.0**-23 * np.abs(expected / (u + 1))
+    assert np.all(np.abs(got - expected) <= allowed + 1e-30)
+    for bad in (np.nan, np.inf):
+        wrong = np.full(n, bad, np.float32)
+        assert np.isnan(_native.kernels.clamped_silu_mul(wrong, up, 1.702, 7.0)).all() == np.isnan(bad)
+        assert np.isnan(_native.kernels.clamped_silu_mul(gate, wrong, 1.702, 7.0)).all() == np.isnan(bad)
+
+
 @pytest.mark.parametrize("half", [1, 3, 16, 17, 64])
 def test_rope(half):
     rng = np.random.default_rng(half)

@@ -221,7 +221,7 @@ def test_clients_may_name_adapters_where_they_may_name_models(tmp_path):
         (tmp_path / name).mkdir(parents=True)
     config = AsModelConfig("m", tmp_path / "model")
     roots = ModelRoots([tmp_path / "root"], [config])
-    roots.check_adapter(str(tmp_path / "model/beside"), config)
+    roots.check_adapter(str(tmp_path / "model/beside"), config), roots.check_adapter("beside", config)
     roots.check_adapter(str(tmp_path / "root"), config)
     (tmp_path / "model/link").symlink_to(tmp_path / "elsewhere")
     for name in ("elsewhere", "model/../elsewhere", "model/link"):

@@ -434,17 +434,24 @@ def test_an_edited_configuration_counts(tmp_path):
     assert models({"model_name": "edited", "cache_span_size": 64}) == {"edited": 64, "by-client": 32}
 
 
-@pytest.mark.parametrize("size,on_host,message", [
-    (1, 1, "sees an MPI world of 1, but 2 ranks were started"),
-    (2, 1, "2 ranks are on several hosts .* not available yet"),
-])
-def test_worlds_that_are_refused(size, on_host, message, monkeypatch):
+def test_a_world_of_another_size_is_refused(monkeypatch):
     from allspark_server.runtime.mpi import MpiError, join
-    world = SimpleNamespace(size=size, rank=0, Split_type=lambda kind: SimpleNamespace(size=on_host))
-    mpi = SimpleNamespace(COMM_WORLD=world, COMM_TYPE_SHARED=0, THREAD_FUNNELED=1, Init_thread=lambda level: None)
+    world = SimpleNamespace(size=1, rank=0)
+    mpi = SimpleNamespace(COMM_WORLD=world, THREAD_FUNNELED=1, THREAD_MULTIPLE=3, Init_thread=lambda level: level)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(rc=SimpleNamespace(), MPI=mpi))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(MpiError, match=message):
+    with pytest.raises(MpiError, match="sees an MPI world of 1, but 2 ranks were started"):
+        join(2, 4096)
+
+
+def test_an_mpi_that_threads_may_not_call_cannot_span_hosts(monkeypatch):
+    from allspark_server.runtime.mpi import MpiError, join
+    world = SimpleNamespace(size=2, rank=0)
+    mpi = SimpleNamespace(COMM_WORLD=world, THREAD_FUNNELED=1, THREAD_MULTIPLE=3, Init_thread=lambda level: 1)
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(rc=SimpleNamespace(), MPI=mpi))
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    with pytest.raises(MpiError, match="does not let several threads call it"):
         join(2, 4096)
 
 

@@ -185,6 +185,71 @@ def test_columns_in_an_order_of_their_own():
         np.testing.assert_array_equal(executor.multiply(fewer, x[:3, :200], 60), executor.multiply(ordered, padded, 60))
 
 
+def packed_as(packing: str, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 [n, k] of 4 or 8 bits as a file may have them, and as plain rows."""
+    plain = codes if packing in ("signed", "words-8", "rows-8") else codes[:, 0::2] | codes[:, 1::2] << 4
+    if packing == "signed":
+        return codes ^ np.uint8(0x80), plain
+    if packing == "swapped":
+        return codes[:, 1::2] | codes[:, 0::2] << 4, plain
+    if packing.startswith("words"):
+        return np.ascontiguousarray(plain.view(np.int32).T), plain
+    if packing == "octets":
+        each = np.pad(codes, ((0, -len(codes) % 8), (0, 0))).reshape(-1, 8, codes.shape[1])[:, [0, 2, 4, 6, 1, 3, 5, 7]]
+        words = np.bitwise_or.reduce(each.astype(np.uint32) << (4 * np.arange(8, dtype=np.uint32))[:, None], axis=1)
+        return np.ascontiguousarray(words.T).view(np.int32), plain
+    return plain, plain
+
+
+@pytest.mark.parametrize("packing, dtype", [("rows", "int4"), ("rows-8", "int8"), ("signed", "w8a8"), ("swapped", "nf4"),
+                                            ("swapped", "int4"), ("words", "int4"), ("words-8", "int8"),
+                                            ("octets", "w4a8"), ("rows-8", "e4m3"), ("rows", "e2m1")])
+def test_a_matrix_is_the_same_however_its_codes_are_packed(packing, dtype):
+    """Whole vectors and what is left of rows and columns, slices of both, views of larger arrays."""
+    rng, bits = np.random.default_rng(0), 8 if dtype in ("int8", "w8a8", "e4m3") else 4
+    for n, k, group, column, length in ((96, 512, 128, 0, 512), (75, 640, 32, 64, 512), (51, 1032, 8, 520, 512),
+                                        (200, 288, 0, 0, 288), (131, 328, 64, 64, 264)):
+        codes = rng.integers(0, 120 if bits == 8 else 16, (n + 16, k)).astype(np.uint8)
+        packed, plain = packed_as(packing, codes)
+        scales = rng.normal(size=(-(-k // (group or k)), n)).astype(np.float32).T
+        for cuts in ((0, n), (0, 13, 40, n)):
+            found = []
+            for as_packed in (False, True):
+                executor = _native.Executor(num_threads=2)
+                handle = executor.add_matrix(n, length, dtype, group, scales="float32", zeros="none")
+                for first, last in zip(cuts, cuts[1:]):
+                    rows, more = slice(first + 11, last + 11), {"packing": "rows"}
+                    if not as_packed:
+                        part = plain[rows]
+                    elif packing == "octets":
+                        part, more = packed[:, rows.start // 8:-(-rows.stop // 8)], {"skipped": rows.start % 8}
+                    else:
+                        part = packed[:, rows] if packing.startswith("words") else packed[rows]
+                    if as_packed:
+                        more["packing"] = packing.removesuffix("-8")
+                    bad = executor.fill_quantized(handle, part, scales[first:last], None, bits, k, group, row_offset=first,
+                                                  column=column, **more)
+                    assert bad == 0
+                found.append((np.stack([executor.read_row(handle, row) for row in range(n)]),
+                              executor.multiply(handle, np.ones((3, length), np.float32), n)))
+            np.testing.assert_array_equal(found[0][0], found[1][0])
+            np.testing.assert_array_equal(found[0][1], found[1][1])
+    assert (found[0][0] != 0).any()
+
+
+def test_numbers_that_are_none_are_counted():
+    rng = np.random.default_rng(0)
+    executor = _native.Executor(num_threads=2)
+    codes = rng.integers(0, 120, (70, 200)).astype(np.uint8)
+    codes[[3, 40, 69, 69], [7, 199, 0, 64]] = 0x7F, 0xFF, 0x7F, 0xFF
+    handle = executor.add_matrix(70, 200, "e4m3", 0, **CODED)
+    assert executor.fill_quantized(handle, codes, np.ones((70, 1), np.float32), None, 8, 200, 0) == 4
+    blocks = rng.integers(0, 120, (70, 8 * 18)).astype(np.uint8)
+    blocks[69, 18 * 7:18 * 7 + 2] = 0, 0x7C
+    handle = executor.add_matrix(70, 256, "int4", 32, scales="float16", zeros="none")
+    assert executor.fill_quantized(handle, blocks, None, None, 4, 256, 32, packing="Q4_0") == 1
+
+
 def test_what_is_refused():
     executor = _native.Executor()
     for arguments, layout, problem in (
@@ -204,11 +269,21 @@ def test_what_is_refused():
         executor.add_matrix(8, 64, "int4", 32, order=[64])
     with pytest.raises(ValueError, match="columns in an order of their own are for matrices of integers"):
         executor.add_matrix(8, 64, "e4m3", 32, order=list(range(64)), **CODED)
+    handle = executor.add_matrix(8, 64, "int4", 32, scales="float16", zeros="none")
+    for arguments, more, problem in (
+            ((np.zeros((8, 33), np.uint8), None, None, 4, 64, 32), {"packing": "Q4_0"}, r"must be \[rows, 36\] of a byte"),
+            ((np.zeros((8, 36), np.uint8), None, None, 4, 65, 32), {"packing": "Q4_0"}, "65 values of 4 bits are no whole"),
+            ((np.zeros((8, 32), np.uint8), None, None, 4, 64, 32), {"packing": "columns"}, "packing must be rows, signed"),
+            ((np.zeros((9, 8), np.int32), None, None, 4, 64, 32), {"packing": "words"}, "words must be .8, rows"),
+            ((np.zeros((8, 8), np.int32), None, None, 4, 64, 32), {"packing": "words"}, "scales are missing"),
+            ((np.zeros((64, 1), np.int32), None, None, 4, 64, 32), {"packing": "octets", "skipped": 8}, "skipped")):
+        with pytest.raises(ValueError, match=problem):
+            executor.fill_quantized(handle, *arguments, **more)
     matrix = Matrix("int4", "points", 8, 64, 32)
     for name, array, problem in (
             ("scales", matrix.scales[:, 1:], "scales must be"), ("scales", matrix.scales.astype(np.float32), "scales must be"),
             ("zeros", None, "must be those of the matrix' layout"), ("zeros", matrix.zeros[:4], "zeros must be"),
-            ("codes", matrix.codes[:, 1:], "q must be")):
+            ("codes", matrix.codes[:, 1:], "packed as rows must be")):
         kept = getattr(matrix, name)
         setattr(matrix, name, array if array is None else np.ascontiguousarray(array))
         with pytest.raises(ValueError, match=problem):

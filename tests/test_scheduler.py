@@ -28,18 +28,19 @@ class Clock:
 
 class Rig:
     """A scheduler and an executor that share limits. `depth`: steps that are planned before the oldest one's results
-    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the second tier."""
+    are known, that one included. `executor`: arguments of FakeExecutor. `host_spans`: of the second tier. `windows`: of
+    the cache groups, 0 for full attention."""
 
     def __init__(self, num_spans=64, span_size=4, max_batch=4, max_step_tokens=64, max_chunk=64, prefix=True, depth=1,
-                 draft_kind=0, executor=None, host_spans=0, lasting=False, **cache):
+                 draft_kind=0, executor=None, host_spans=0, lasting=False, windows=(0,), **cache):
         self.clock = Clock()
         self.pool = SpanPool(num_spans)
         self.tier = HostTier(host_spans, span_size, lasting=lasting) if host_spans and prefix else None
         keys = SpanKeys(span_size)
         self.prefix = PrefixCache(self.pool, keys, clock=self.clock, tier=self.tier, **cache) if prefix else None
-        limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind)
+        limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
-        self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, **(executor or {}))
+        self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows, **(executor or {}))
         self.depth, self.running = depth, deque()
         self.finished: dict[Sequence, FinishReason] = {}
         self.output: dict[Sequence, list[int]] = {}
@@ -65,7 +66,7 @@ class Rig:
             self.complete()
         return plan
 
-    def complete(self) -> None:
+    def complete(self):
         step, result = self.running.popleft()
         outcome = self.scheduler.complete(step, result)
         for sequence, first, kept in zip(outcome.sequences, outcome.first.tolist(), outcome.kept.tolist()):
@@ -74,6 +75,7 @@ class Rig:
             assert outcome.sequences[index] not in self.finished
             self.finished[outcome.sequences[index]] = reason
         self.failed += [outcome.sequences[index] for index in outcome.failed]
+        return outcome, result
 
     def run(self, limit=10_000) -> int:
         steps = 0
@@ -327,7 +329,7 @@ def test_a_blocked_head_looks_at_the_cache_only_when_it_may_help():
     running = rig.add(prompt_of(20, seed=2), 20)
     rig.step()
     matches, match = [], rig.prefix.match
-    rig.prefix.match = lambda keys: matches.append(len(keys)) or match(keys)
+    rig.prefix.match = lambda keys, groups: matches.append(len(keys)) or match(keys, groups)
     blocked = rig.add(shared + prompt_of(40, seed=3), 2)
     while running not in rig.finished:
         rig.step()

@@ -63,6 +63,7 @@ class Run:
             max_step_tokens=rng.choice([8, 20, 64]), max_chunk=rng.choice([1, 5, 64]), prefix=rng.random() < 0.7,
             depth=rng.choice([1, 2, 2, 2, 3]), draft_kind=int(kind), executor=executor, ttl=rng.choice([0.5, 100.0]),
             host_spans=rng.choice([0, 0, 3, 30]), lasting=rng.random() < 0.3,
+            windows=rng.choice([(0,), (0,), (0, 6), (0, 6), (9,), (0, 0, 5), (0, 3, 3)]),
         )  # fmt: skip
         self.tenants = [f"tenant {i}" for i in range(rng.choice([1, 1, 2, 5]))]
         self.live: list[Sequence] = []

@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
 from allspark_client._proto import allspark_pb2 as pb
 from allspark_client.version import __version__
+from allspark_server import service as service_module
 from allspark_server.access import Access, Role
 from allspark_server.service import Service
 from allspark_server.client_stream import Backlog, ClientStream, _Pending, _RequestSink
@@ -315,6 +317,29 @@ def test_models_and_information(client):
     for call in (lambda: client.start_model("m"), lambda: client.start_request("m", {"input_ids": [1]})):
         with pytest.raises(AllSparkError, match="ALLSPARK_INVALID_CALL_ERROR: the engine is closed"):
             call()
+
+
+def test_who_sends_much_is_read_slowly(served, client, monkeypatch):
+    """Beyond a burst a stream has so many bytes a second; other streams do not wait for it."""
+    monkeypatch.setattr(service_module, "_BURST", 100_000)
+    monkeypatch.setattr(service_module, "_RATE", 400_000)
+    _, address = served
+
+    def send(engine, size: int) -> float:
+        """Seconds until it was taken, or refused: it may be too long for the model."""
+        began = time.monotonic()
+        with contextlib.suppress(AllSparkError):
+            engine.start_request("m", {"text": "x" * size}, {"max_new_tokens": 1})
+        return time.monotonic() - began
+
+    with ClientEngine(address) as greedy:
+        assert greedy.list_models()
+        greedy.start_request("m", {"input_ids": [1]}, {"max_new_tokens": 1})
+        send(greedy, 300_000)                       # half a second too much
+        began = time.monotonic()
+        client.start_request("m", {"input_ids": [1, 2]}, {"max_new_tokens": 1})
+        quick = time.monotonic() - began
+        assert send(greedy, 10) > 0.3 > quick
 
 
 def test_closing_a_client_ends_its_requests(served):

@@ -96,7 +96,7 @@ from allspark_launch.placement import Placement
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 words = [sys.executable, str(folder / "mpirun.py"), str(folder / "rank.py"), "2", mode]
-serving.plan_group = lambda options, inner="", keep=0: serving.GroupPlan(Placement([]), None, words, {})
+serving.plan_group = lambda options, inner="", keep=0, agents=None: serving.GroupPlan(Placement([]), None, words, {})
 serving.supervise(serving.GroupOptions(), ready_file=str(folder / "ready"))
 """
 

@@ -77,12 +77,8 @@ class HostTier:
     def __len__(self) -> int:
         return len(self._host_of) + len(self._unsaved)
 
-    def count(self, keys: Sequence[bytes]) -> int:
-        """How many of the keys it holds, from the first on."""
-        for n, key in enumerate(keys):
-            if key not in self._host_of and key not in self._span_of:
-                return n
-        return len(keys)
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._host_of or key in self._span_of
 
     def computed(self, key: bytes, span: int) -> None:
         """A span was computed and is in the cache."""

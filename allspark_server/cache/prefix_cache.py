@@ -6,7 +6,8 @@ import time
 from typing import Callable, Optional, Sequence
 
 from .host_tier import HostTier
-from .span_keys import SpanKeys
+from .span_groups import SpanGroups
+from .span_keys import SpanKeys, in_group
 from .span_pool import SpanPool
 
 
@@ -37,16 +38,30 @@ class PrefixCache:
     def __contains__(self, key: bytes) -> bool:
         return key in self._span_of
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The spans of the longest known beginning of the chain. Takes no reference: call `SpanPool.acquire` next."""
+    def find(self, key: bytes) -> Optional[int]:
+        """The span of that name. Takes no reference: call `SpanPool.acquire` next."""
+        return self._span_of.get(key)
+
+    def match(self, keys: Sequence[bytes], groups: SpanGroups, restored: bool = False) -> int:
+        """How many of the chain's first positions, in spans, need not be computed: of each group those spans are known
+        that later rows see. `restored`: or in the second tier."""
         self.expire()
-        spans = []
-        for key in keys:
-            span = self._span_of.get(key)
-            if span is None:
+        length, windowed = len(keys), groups.windowed
+        for group in range(len(groups.windows) - len(windowed)):
+            at = 0
+            while at < length and self._known(in_group(keys[at], group), restored):
+                at += 1
+            length = at
+        # What a window still sees before the end must be known; where something is not, the end must be before that.
+        begin = length
+        while windowed and length > 0:
+            seen = min(groups.behind(window, length * groups.size) for _, window in windowed)
+            while begin > seen and all(self._known(in_group(keys[begin - 1], group), restored) for group, _ in windowed):
+                begin -= 1
+            if begin <= seen:
                 break
-            spans.append(span)
-        return spans
+            length = begin = begin - 1
+        return length
 
     def enter(self, key: bytes, span: int) -> None:
         """Makes a fully computed span findable. A second span with the same content stays private to its sequence."""
@@ -60,6 +75,9 @@ class PrefixCache:
     def expire(self) -> None:
         """Frees the spans that nobody has used for `ttl` seconds."""
         self._pool.evict_older_than(self._clock() - self.ttl)
+
+    def _known(self, key: bytes, restored: bool) -> bool:
+        return key in self._span_of or (restored and key in self.tier)
 
     def _forget(self, span: int) -> None:
         key = self._key_of.pop(span)

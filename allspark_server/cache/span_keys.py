@@ -17,13 +17,18 @@ def scope(salt: str, adapter: str = "") -> str:
     return f"\0{salt}" if salt.startswith("\0") else salt
 
 
+def in_group(key: bytes, group: int) -> bytes:
+    """Names the same positions in another cache group."""
+    return bytes((key[0] ^ group,)) + key[1:] if group else key
+
+
 class SpanKeys:
     """A hash chain: a span's key is the hash of its token ids and of the key of the span before it. Any thread.
 
     The chain begins with the salt of the request, so that requests share spans only within one salt, and, where the
     model's rotary embedding depends on the prompt's length once past the original length, with that length (dynamic
     scaling); or, where it depends on the history's (LongRoPE), with that it is past it. Equal keys
-    therefore mean equal keys and values, to the bit.
+    therefore mean equal keys and values, to the bit. A chain is of the first cache group; see `in_group` for others.
     """
 
     def __init__(self, span_size: int, dynamic_rope_original: int = 0, long_rope_original: int = 0):

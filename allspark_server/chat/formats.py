@@ -7,16 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Mapping, Optional, Type
 
+from . import harmony
 from .families import GlmParser, HermesParser, LlamaParser, MistralParser
+from .lark import Literal, after_text, json_rule, text_without
 from .parser import OutputParser
 
-#: how forced arguments are written: as json.dumps does, which is what templates show models
-_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _THINKS = re.compile(r"(<think>|\[THINK\])\s*\Z")
 _HAS_THOUGHT = re.compile(r"(</think>|\[/THINK\])\s*\Z")
-
-#: the Lark text for a literal, which may be a special token
-Literal = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,13 @@ class ChatFormat:
     _trigger: str = ""
     #: texts that matter here even where they are special tokens
     markers: tuple[str, ...] = ()
+    #: special tokens that end an answer
+    stops: tuple[str, ...] = ()
+
+    @property
+    def in_messages(self) -> bool:
+        """Whether all text of an answer is in messages of its format, even where nothing is called."""
+        return self._parser.IN_MESSAGES
 
     def parser(
         self, tools: Iterable[dict[str, Any]] = (), tool_choice: Any = None, opened: str = ""
@@ -38,7 +42,7 @@ class ChatFormat:
         """For one answer to a chat of these tools and tool_choice. opened: what the prompt has begun of the answer
         (ResultQueue.opened)."""
         tools = [] if tool_choice == "none" else list(tools)
-        return (self._parser if tools else _plain(self._parser))(tools, opened)
+        return (self._parser if tools or self.in_messages else _plain(self._parser))(tools, opened)
 
     def grammar(
         self, tools: list[dict[str, Any]], tool_choice: Any, parallel: bool, prompt: str, thinks: bool,
@@ -47,7 +51,7 @@ class ChatFormat:
         """A Lark grammar of answers after a rendered prompt. With tool_choice "required" or a named function: of those
         that call a tool. Otherwise of all answers in which calls are as their functions say, or that are as the Lark
         rule `answer` says. thinks: whether the template knows of reasoning. ValueError: there is no such form."""
-        if self._calls is None:
+        if self._calls is None and not self.in_messages:
             raise ValueError(f"the chat format {self.name!r} has no tool calls that could be guided: tool_choice may "
                              "be 'none', or 'auto' where no tool is strict and no response_format given")
         named = isinstance(tool_choice, dict)
@@ -57,10 +61,12 @@ class ChatFormat:
         forced = named or tool_choice == "required"
         if not forced:  # only who asks for it is held to its schema
             functions = [f if f.get("strict") else {**f, "parameters": None} for f in functions]
+        if self.in_messages:
+            return harmony.grammar(functions, forced, prompt, literal, answer)
         body, rules = "calls", [self._calls(functions, parallel and not named, literal)]
         if self._trigger != "{":
             free = not forced and answer is None
-            rules.append(_after_text("begin", self._trigger, literal) if free else f"begin: {literal(self._trigger)}")
+            rules.append(after_text("begin", self._trigger, literal) if free else f"begin: {literal(self._trigger)}")
         if answer and self._trigger == "{" and "%json" in answer:
             raise ValueError(f"JSON is a call in the chat format {self.name!r}: an answer in JSON cannot stand beside "
                              "tools that may be called or not; tool_choice must be 'none'")
@@ -75,49 +81,25 @@ class ChatFormat:
         elif thinks and not _HAS_THOUGHT.search(prompt):
             start = f"({literal(begin)} reasoning)? {body}"
         if "reasoning" in start:
-            rules.append("reasoning: thought /\\s{0,4}/\n" + _after_text("thought", end, literal))
+            rules.append("reasoning: thought /\\s{0,4}/\n" + after_text("thought", end, literal))
         return "\n".join([f"start: {start}", *rules])
 
     def _text(self, literal: Literal) -> str:
         """The Lark text for an answer without calls."""
         if self._trigger == "{":
             return r"/(\s*[^{\s](?s:.*))?/"
-        if _is_token(self._trigger, literal):
-            return "/(?s:.*)/"
-        return f"/(?s:.*)/ & ~/(?s:.*){_escaped(self._trigger)}(?s:.*)/"
+        return text_without(self._trigger, literal)
 
 
 def opened_in(prompt: str) -> str:
-    """What the end of a rendered prompt has begun of the answer: reasoning, or nothing."""
+    """What the end of a rendered prompt has begun of the answer: reasoning, a message, or nothing."""
     match = _THINKS.search(prompt)
-    return match[0] if match else ""
+    return match[0] if match else harmony.opened(prompt)
 
 
 def _plain(parser: Type[OutputParser]) -> Type[OutputParser]:
     """Of a format's answers where there are no tools."""
     return type("PlainParser", (OutputParser,), {"REASONING": parser.REASONING})
-
-
-def _is_token(mark: str, literal: Literal) -> bool:
-    """Such a one is no part of a lexeme."""
-    return literal(mark).startswith("<")
-
-
-def _after_text(name: str, mark: str, literal: Literal) -> str:
-    """The Lark rule of this name: any text up to a mark, and that."""
-    if _is_token(mark, literal):
-        return f"{name}: {name.upper()} {literal(mark)}\n{name.upper()}: /(?s:.*)/"
-    return f"{name}[lazy]: /(?s:.*){_escaped(mark)}/"
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
-
-
-def json_rule(schema: Any, options: dict[str, Any] = _JSON) -> str:
-    """The Lark rule of a JSON schema."""
-    schema = schema if isinstance(schema, dict) and schema else {"type": "object"}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
 
 
 def _objects(functions: list[dict[str, Any]], key: str) -> str:
@@ -166,7 +148,7 @@ def _glm(functions: list[dict[str, Any]], parallel: bool, literal: Literal) -> s
     if any(function.get("parameters") is None for function in functions):
         key = rf'{literal("<arg_key>")} /[^<]+/ {literal("</arg_key>")}'
         lines += [rf'pair: {key} "\n" {literal("<arg_value>")} value "\n"',
-                  _after_text("value", "</arg_value>", literal)]
+                  after_text("value", "</arg_value>", literal)]
     return "\n".join(lines)
 
 
@@ -192,14 +174,15 @@ FORMATS: dict[str, ChatFormat] = {
         ChatFormat("glm45", GlmParser, _glm, "<tool_call>",
                    ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
                     "<think>", "</think>")),
+        ChatFormat("harmony", harmony.HarmonyParser, None, "", harmony.MARKERS, harmony.STOPS),
         ChatFormat("plain", OutputParser, None, "", ("<think>", "</think>")),
     )
 }
 
 #: of templates, in order: what only this format's have
-_SIGNS = (("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
-          ('"parameters": ', "llama3"))
-_ARCHITECTURES = {"mistral": "mistral", "mixtral": "mistral", "glm4_moe": "glm45"}
+_SIGNS = ((harmony.CHANNEL, "harmony"), ("<arg_key>", "glm45"), ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"),
+          ("<|python_tag|>", "llama3"), ('"parameters": ', "llama3"))
+_ARCHITECTURES = {"mistral": "mistral", "mixtral": "mistral", "glm4_moe": "glm45", "gptoss": "harmony"}
 
 
 def chat_format(name: str) -> ChatFormat:

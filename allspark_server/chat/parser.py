@@ -20,6 +20,8 @@ class OutputParser:
     """Of an answer that holds no calls: content, after reasoning at its beginning if there is any. For one sequence."""
 
     REASONING: Sequence[tuple[str, str]] = THINK
+    #: whether all text is in messages of the format, even where nothing is called
+    IN_MESSAGES = False
 
     def __init__(self, tools: Iterable[dict[str, Any]] = (), opened: str = ""):
         """tools: those that the model was told of, in OpenAI's form. opened: what the prompt has begun of the

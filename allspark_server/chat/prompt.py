@@ -10,14 +10,16 @@ from allspark_client.chat import ChatOptions
 from allspark_client.request import RequestSpec
 
 from ..guided import schema_of
-from .formats import ChatFormat, json_rule, opened_in
+from . import harmony
+from .formats import ChatFormat, opened_in
+from .lark import json_rule
 
 if TYPE_CHECKING:
     from ..text import Tokenizer
 
 # A template that goes through a message's content takes parts; others want text.
 _TAKES_PARTS = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+[^%]*\bcontent\b""")
-TAIL_IDS = 16  # of a prompt, that show what it has begun of the answer
+TAIL_IDS = 64  # of a prompt, that show what it has begun of the answer
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: ChatOptions) -> str:
@@ -27,6 +29,8 @@ def render(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], options: Ch
     kwargs = dict(options.chat_template_kwargs)
     template = tokenizer.chat_template(bool(tools))
     shown = [_shown(message, bool(_TAKES_PARTS.search(template))) for message in messages]
+    if harmony.CHANNEL in template:
+        shown, kwargs = harmony.as_templates_take(shown, kwargs)
     return tokenizer.apply_chat_template(shown, tools=tools or None, **kwargs)
 
 
@@ -55,12 +59,13 @@ def opened(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
 def guided_calls(
     tokenizer: Tokenizer, chat_format: ChatFormat, spec: RequestSpec
 ) -> Optional[dict[str, Any]]:
-    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema; None: the
-    request asks for neither. ValueError if the format has none."""
+    """The response_format of an answer that must be a tool call, or whose calls or text must follow a schema beside
+    what else its format has; None: the request asks for neither. ValueError if the format has none."""
     options, wanted = spec.chat, spec.config.response_format
     if wanted is not None and wanted["type"] == "text":
         wanted = None
-    if not options.forced and not (options.offered and (wanted or options.strict)):
+    tools = options.offered and (options.forced or wanted or options.strict)
+    if not tools and not (wanted and chat_format.in_messages):
         return None
 
     def literal(text: str) -> str:
@@ -70,7 +75,7 @@ def guided_calls(
     tail = tokenizer.decode(spec.input_ids[-TAIL_IDS:], skip_special_tokens=False)
     thinks = any("<think>" in t or "[THINK]" in t for t in tokenizer.chat_templates.values())
     grammar = chat_format.grammar(
-        options.tools, options.tool_choice, options.parallel_tool_calls, tail, thinks, literal,
+        options.offered, options.tool_choice, options.parallel_tool_calls, tail, thinks, literal,
         None if wanted is None or options.forced else _answer_rule(wanted),
     )
     return {"type": "grammar", "grammar": grammar}
@@ -84,7 +89,8 @@ def _answer_rule(response_format: dict[str, Any]) -> str:
     if kind == "choice":
         return " | ".join(map(json.dumps, response_format["choice"]))
     if kind == "grammar":
-        raise ValueError("a grammar cannot stand beside tools that may be called or not; tool_choice must be 'none'")
+        raise ValueError("a grammar cannot stand beside tools that may be called or not (tool_choice must be 'none'), "
+                         "nor within a message of an answer that consists of messages")
     schema, lenient = schema_of(response_format["json_schema"]) if kind == "json_schema" else ({}, False)
     flexible = not response_format.get("disable_any_whitespace", False)
     return json_rule(schema, {"whitespace_flexible": flexible, "lenient": lenient})

@@ -11,6 +11,7 @@ from allspark_server.models.chatglm import chatglm
 from allspark_server.models.config import read_config
 from allspark_server.models.gemma import gemma
 from allspark_server.models.glm import glm
+from allspark_server.models.gpt_oss import gpt_oss
 from allspark_server.models.graph import Graph
 from allspark_server.models.llama import llama
 from allspark_server.models.mixtral import mixtral
@@ -30,6 +31,7 @@ MODELS = {
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
     "MixtralForCausalLM": mixtral,
+    "GptOssForCausalLM": gpt_oss,
     "MistralForCausalLM": llama,
     "MinistralForCausalLM": llama,
     "SmolLM3ForCausalLM": llama,

@@ -92,6 +92,12 @@ def _baichuan(fields: Fields) -> dict[str, Any]:
     return {"alibi": fields.need("alibi", bool), "unit_head": "z_loss_weight" in fields.values}
 
 
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    numbers = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    return {"swiglu": tuple(fields.need_positive(name, float) if name in fields.values else otherwise
+                            for name, otherwise in numbers.items())}
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How an architecture's config.json differs: mostly defaults that transformers' config class has for absent fields.
@@ -126,6 +132,8 @@ _GEMMA = {"head_dim": 256, "has_bias_fields": True, "activation": ("gelu_pytorch
 _GLM = {"head_dim": 128, "has_bias_fields": True, "attention_bias": True, "partial_rotary": 0.5}
 _CHATGLM = {"has_bias_fields": True, "partial_rotary": translated.CHATGLM_ROTATED, "translate": translated.chatglm}
 _BAICHUAN = {"translate": translated.baichuan, "more": _baichuan}
+_GPT_OSS = {"head_dim": 64, "has_bias_fields": True, "attention_bias": True, "windows": True, "window": 128,
+            "window_pattern": 2, "rope_theta": 1.5e5, "translate": translated.gpt_oss}
 _CHATGLMS = "ChatGLM2, ChatGLM3, GLM-4 (9B, as first published)"
 _RENAMED = "a float64 reference; transformers' model of the same numbers, if any"
 
@@ -136,6 +144,7 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Architecture("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", experts=_qwen2_experts),
     "Qwen3MoeForCausalLM": Architecture("qwen3_moe", "Qwen3-MoE", has_bias_fields=True, experts=_qwen3_experts),
     "MixtralForCausalLM": Architecture("mixtral", "Mixtral", rope_theta=1e6, experts=_mixtral_experts),
+    "GptOssForCausalLM": Architecture("gpt_oss", "gpt-oss", experts=_mixtral_experts, more=_gpt_oss, **_GPT_OSS),
     "MistralForCausalLM": Architecture("mistral", "Mistral", windows=True, window=4096),
     "MinistralForCausalLM": Architecture("ministral", "Ministral", windows=True, window=4096),
     "SmolLM3ForCausalLM": Architecture("smollm3", "SmolLM3", has_bias_fields=True, windows=True, rope_theta=2e6,

@@ -59,29 +59,46 @@ def gated_mlp(graph: Graph, x: Tensor, prefix: str, names: tuple[str, ...] = ("g
 
 
 def routed_experts(graph: Graph, x: Tensor, prefix: str,
-                   names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Tensor:
+                   names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), *, router: str = "gate",
+                   bias: bool = False) -> Tensor:
     """The weighted sum of the experts that each row's router chooses, a gated MLP each; of the rank's experts, or of
-    its features of each: the ranks' are to be added. names: of an expert's gate, up and down."""
+    its features of each: the ranks' are to be added. names: of an expert's gate, up and down. router: its name; bias:
+    it and the experts have one."""
     config, hidden = graph.config.experts, graph.config.hidden_size
     inner, whole, count = graph.expert_features, graph.whole_experts, config.count
     rows = graph.row_set("routed", config.per_token)
 
-    def part(expert: int, kind: str, size: int, split: Split | None) -> Part:
+    def part(expert: int, kind: str, size: int, split: Split | None, value: str = "weight") -> Part:
         if not config.stacked:
-            return Part(f"{prefix}.experts.{expert}.{kind}.weight", size, split, unit=expert, units=whole)
+            return Part(f"{prefix}.experts.{expert}.{kind}.{value}", size, split, unit=expert, units=whole)
         fused, first = ("down_proj", 0) if kind == names[2] else ("gate_up_proj", size * names.index(kind))
         of = 0 if fused == "down_proj" else 2 * size
         return Part(f"{prefix}.experts.{fused}", size, split, first, of, expert, expert, whole)
 
-    gate_up = tuple(part(expert, kind, inner.width, inner) for expert in range(count) for kind in names[:2])
-    down = tuple(part(expert, names[2], hidden, None) for expert in range(count))
-    logits = graph.linear(x, graph.matrix(f"{prefix}.gate.weight", count, hidden), None, out="router_logits")
+    def gate_up(value: str) -> tuple[Part, ...]:
+        return tuple(part(expert, kind, inner.width, inner, value) for expert in range(count) for kind in names[:2])
+
+    def down(value: str) -> tuple[Part, ...]:
+        return tuple(part(expert, names[2], hidden, None, value) for expert in range(count))
+
+    def added(name: str, parts: tuple[Part, ...], **more: bool) -> Weight | None:
+        return graph.weight(Weight(f"{name}.bias", parts, **more)) if bias else None
+
+    gate = f"{prefix}.{router}"
+    logits = graph.linear(x, graph.matrix(f"{gate}.weight", count, hidden), added(gate, (Part(f"{gate}.bias", count),)),
+                          out="router_logits")
     scores = graph.router(logits, rows, normalized=int(config.normalized))
-    stack = graph.weight(Weight(f"{prefix}.experts.{names[0]}+{names[1]}", gate_up, hidden, experts=count))
-    activated = graph.silu_mul(graph.expert_linear(x, stack, None, rows, out="expert_gate_up"), out="expert_activated")
-    stack = graph.weight(Weight(f"{prefix}.experts.{names[2]}", down, inner.width, inner, experts=count))
-    return graph.combine_experts(graph.expert_linear(activated, stack, None, rows, out="expert_out"), scores,
-                                 out="branch")
+    name = f"{prefix}.experts.{names[0]}+{names[1]}"
+    stack = graph.weight(Weight(name, gate_up("weight"), hidden, experts=count))
+    both = graph.expert_linear(x, stack, added(name, gate_up("bias")), rows, out="expert_gate_up")
+    if graph.config.swiglu is None:
+        activated = graph.silu_mul(both, out="expert_activated")
+    else:
+        activated = graph.clamped_silu_mul(both, *graph.config.swiglu, out="expert_activated")
+    name = f"{prefix}.experts.{names[2]}"
+    stack = graph.weight(Weight(name, down("weight"), inner.width, inner, experts=count))
+    y = graph.expert_linear(activated, stack, added(name, down("bias"), first_rank_only=True), rows, out="expert_out")
+    return graph.combine_experts(y, scores, out="branch")
 
 
 def shared_expert(graph: Graph, x: Tensor, prefix: str) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Mapping
 
+from allspark_server.models.cache_groups import CacheGroup, place_layers
 from allspark_server.models.network import ModelConfig
 from allspark_server.models.ops import Attribute, op_spec
 from allspark_server.models.rotary import Rotary
@@ -55,15 +56,6 @@ class RowSet:
     name: str
     of: str
     times: int
-
-
-@dataclass(frozen=True)
-class CacheGroup:
-    """What the cache keeps of the layers that name it: kind is full, sliding (the last `window` positions), latent or
-    recurrent."""
-
-    kind: str = "full"
-    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,8 @@ class Weight:
     """A weight of the executor: tensors of the checkpoint stacked by rows, or constants computed from the config.
 
     columns: in_features of a matrix, 0 for a vector. column_split: how in_features are divided (row-parallel layers).
-    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up).
+    first_rank_only: zeros on the other ranks (the bias of a row-parallel layer, which all_reduce adds up), unless they
+    have whole experts' parts.
     values_split: how constants are divided. stored: the format of a matrix that is serialized quantized. experts: how
     many have equal shares of the parts, one after the other; 0: it is no stack of experts' weights.
     """
@@ -153,6 +146,11 @@ class Weight:
         """The half-open range of a stack's experts that the rank holds."""
         units = self.parts[0].units
         return (0, self.experts) if units is None else units.units_of(rank, world)
+
+    def is_zero_on(self, rank: int, world: int) -> bool:
+        """Whether a vector's values count on another rank alone."""
+        units = self.parts[0].units
+        return self.first_rank_only and rank > 0 and not (units is not None and units.divides(world))
 
     def column_range_of(self, rank: int, world: int) -> tuple[int, int]:
         return (0, self.columns) if self.column_split is None else self.column_split.range_of(rank, world)
@@ -183,7 +181,8 @@ class Graph:
         self.ops: list[Op] = []
         self.quantization: StoredQuantization | None = None
         self.row_sets: dict[str, RowSet] = {}
-        self.cache_groups: list[CacheGroup] = [CacheGroup()]  # the first one is of full attention
+        #: those of full attention come first
+        self.cache_groups, self._places = place_layers(config.windows, config.num_layers)
 
     # -- the ways this model's dimensions are divided ------------------------------------------------------------------
     @property
@@ -230,6 +229,17 @@ class Graph:
         other.quantization = how
         return other
 
+    def with_whole_histories(self) -> Graph:
+        """The same model with one cache group, which keeps every position: windows are masks then."""
+        other, layer = copy.copy(self), 0
+        other.cache_groups, other.ops = [CacheGroup()], []
+        for op in self.ops:
+            if op.type == "span_attention":
+                op = replace(op, attrs={**op.attrs, "layer": layer, "cache_group": 0})
+                layer += 1
+            other.ops.append(op)
+        return other
+
     # -- buffers and weights -------------------------------------------------------------------------------------------
     def row_set(self, name: str, times: int, of: str = ALL_ROWS) -> str:
         """The rows called `name`, which routers form; returns the name."""
@@ -239,7 +249,7 @@ class Graph:
         return name
 
     def cache_group(self, kind: str, window: int = 0) -> int:
-        """The number of the cache group of that kind."""
+        """The number of a cache group of that kind, which is added if there is none."""
         wanted = CacheGroup(kind, window)
         if wanted not in self.cache_groups:
             self.cache_groups.append(wanted)
@@ -393,19 +403,21 @@ class Graph:
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans. layer: counted in
-        the op's cache group. sinks, slopes: a value of each query head. window: the last positions that are seen, 0 for
+        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a value of each query head. window: the last positions that are seen, 0 for
         all."""
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)
         y = self.tensor(out, (queries,))
+        group, number = self._places[layer]
+        if group:
+            more.setdefault("cache_group", group)
         if window:
             more["window"] = window
         if sinks is not None:
             more["sinks"] = 1
         if slopes is not None:
             more["alibi"] = 1
-        chosen = {"layer": layer, "head_dim": head_dim, "group": queries.width // keys.width, "scale": head_dim ** -0.5}
+        chosen = {"layer": number, "head_dim": head_dim, "group": queries.width // keys.width, "scale": head_dim ** -0.5}
         self._op("span_attention", (qkv,), (y,), (sinks, slopes), **{**chosen, **more})
         return y
 

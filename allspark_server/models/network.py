@@ -74,7 +74,8 @@ class ModelConfig:
     of layers with a window, None where it is that of the others. unrotated: layers without one. query_scale: of
     attention's scores, 0 for head_dim ** -0.5. score_cap, logit_cap: x becomes cap * tanh(x / cap), 0 for none. alibi:
     scores fall with distance instead of rotary embedding. logn: queries beyond that position grow with its logarithm, 0
-    for none. unit_head: the head's rows are normalized.
+    for none. unit_head: the head's rows are normalized. swiglu: alpha and limit of experts' clamped product (see
+    clamped_silu_mul in the table of ops), None for silu(gate) * up.
     """
 
     architecture: str
@@ -103,6 +104,7 @@ class ModelConfig:
     alibi: bool = _said_by_ops(False)
     logn: int = _said_by_ops(0)
     unit_head: bool = _said_by_ops(False)
+    swiglu: tuple[float, float] | None = _said_by_ops(None)
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -35,6 +35,14 @@ def gemma3(fields: Fields) -> Fields:
     return Fields({**defaults, **outer, **values}, fields.path, "text_config.")
 
 
+def gpt_oss(fields: Fields) -> Fields:
+    """Without a rotary embedding it has transformers' default, which is the published models'."""
+    if fields.get("rope_parameters", dict) or fields.get("rope_scaling", dict):
+        return fields
+    return _translated(fields, rope_scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                             "truncate": False, "original_max_position_embeddings": 4096})
+
+
 def qwen(fields: Fields) -> Fields:
     """The first Qwen: gate and up have half of intermediate_size each."""
     _refuse(fields, {"no_bias": True, "scale_attn_weights": True, "rotary_pct": 1.0, "tie_word_embeddings": False,

@@ -12,6 +12,7 @@ logger = logging.getLogger(__name__)
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}.get(platform.machine())
 _MPOL_BIND = 2
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,6 +49,11 @@ def bind_process(cpus: list[int], memory_nodes: list[int]) -> None:
 def die_with_parent(signal_number: int) -> None:
     """Have the kernel send this process `signal_number` when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal_number), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """From now on, descendants of this process whose parent ends become its children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 def pages_by_node() -> dict[int, int]:

@@ -23,7 +23,8 @@ class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. adapts: whether rows may have adapters."""
+    ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
+    behind."""
 
     isa: str
     step_tokens: int
@@ -31,6 +32,7 @@ class Device(Protocol):
     largest_cache_share: float
     profiled: bool
     adapts: bool
+    windows: bool
 
     def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
         """AllSparkError for what is not built yet. dtypes: of matrices."""
@@ -66,7 +68,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = True
+    profiled = adapts = windows = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -119,7 +121,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = False
+    profiled = adapts = windows = False
 
     def __init__(self, index: int, threads: int):
         """threads: that draw tokens on the host. AllSparkError that says what to do where there is no such GPU."""

@@ -1,6 +1,6 @@
 """Groups: the processes that compute a step together, as the engine (on rank 0) sees them.
 
-`LocalGroup` is this process alone. `WindowGroup` is rank 0 of several processes on one host: it publishes every call
+`LocalGroup` is this process alone. `WindowGroup` is rank 0 of several processes: it publishes every call
 in the shared window, does its own part, and gathers the others' answers. What every rank does with a call is
 `RankModels`; the loop of ranks > 0 is in worker.py.
 
@@ -9,6 +9,7 @@ with the steps of other models.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Callable, Protocol
 
@@ -121,6 +122,9 @@ class Answer:
     host_spans: int = 0
     held: str = ""
     digest: str = ""
+    host: str = ""          # where there are several: this rank's, with what its kernels compute,
+    results: str = ""
+    files: dict[str, str] = field(default_factory=dict)     # and, from one rank of each, digests of the model's files
     pending: bool = False
     error: str = ""         # name of the exception's class that the engine's caller is to see
     status: int = 0
@@ -170,9 +174,11 @@ class LoadCancelled(RuntimeError):
 
 class RankModels:
     """One rank's models, and what it does with each command. progress(name, part): called while weights are loaded, on
-    the loading thread."""
+    the loading thread. host: this rank's, where the group has several; leads: it is the first of its host."""
 
-    def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None):
+    def __init__(self, rank: int = 0, world: int = 1, window=None, cpus: list[int] | None = None, host: str = "",
+                 leads: bool = False):
+        self._host, self._leads = host, leads
         self.rank, self.world, self.window, self.cpus = rank, world, window, cpus
         self.runners: dict[str, ModelRunner] = {}
         self.info: ModelInfo | None = None      # of the model that was loaded last
@@ -276,7 +282,10 @@ class RankModels:
         return result
 
     def _load(self, config: AsModelConfig, cancelled: threading.Event) -> Answer:
-        from .runner import ModelRunner     # imports the native module, which `allspark` itself does not need
+        # These import the native module, which `allspark` itself does not need.
+        from allspark_server.weights.copies import file_digests
+        from .digest import results_digest
+        from .runner import ModelRunner
         name = config.model_name
 
         def progress(done: int, total: int) -> None:
@@ -295,7 +304,11 @@ class RankModels:
             raise
         self.progress(name, 1.0)
         self.runners[name] = runner
-        return Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest)
+        answer = Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest, host=self._host)
+        if self._host:
+            answer.results = results_digest()
+            answer.files = file_digests(config) if self._leads else {}
+        return answer
 
     def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
                   cancelled: threading.Event) -> Answer:
@@ -332,6 +345,7 @@ class LocalGroup:
         self._config: AsModelConfig | None = None
         self._allocating = False
         self._held: dict[bytes, int] = {}
+        self._results: list[str] = []       # of every rank
         self._steps = Steps()
         # Of the steps that were not collected: their models, and when they were submitted.
         self._submitted: deque[tuple[str, float]] = deque()
@@ -356,7 +370,8 @@ class LocalGroup:
         raise_failures(answers)
         if self._allocating:
             self._held = held_by_all(answer.held for answer in answers)
-            return self.models.info
+            return self._with_results(self.models.info)
+        self._compare_hosts(answers)
         name, spans = self._config.model_name, min(answer.value for answer in answers)
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
         self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "host_spans": host_spans,
@@ -364,6 +379,21 @@ class LocalGroup:
         self.models.start_allocate(name, spans, host_spans, digests)
         self._allocating = True
         return None
+
+    def _compare_hosts(self, answers: list[Answer]) -> None:
+        """Raises AllSparkError if they have loaded different checkpoints."""
+        hosts = {answer.host: answer.files for answer in answers if answer.files}
+        if hosts:
+            from allspark_server.weights.copies import check_copies
+            check_copies(self._config.model_name, hosts)
+        self._results = [answer.results for answer in answers]
+
+    def _with_results(self, info: ModelInfo) -> ModelInfo:
+        """Hosts of which some compute other bits than this one: which ranks they have makes the model another one."""
+        if len(set(self._results)) < 2:
+            return info
+        both = hashlib.blake2b(repr((info.model_hash, self._results)).encode(), digest_size=16)
+        return replace(info, model_hash=both.hexdigest())
 
     def masks(self, name: str):
         return self.models.runners[name].masks
@@ -438,17 +468,18 @@ class LocalGroup:
 
 
 class WindowGroup(LocalGroup):
-    """Rank 0 of a group whose ranks share a native.Window on one host.
+    """Rank 0 of a group whose ranks share a native.Window, on one host or on several.
 
     on_failure(message): also called when any other rank failed. The group cannot go on then; the caller ends the
     process.
     """
 
-    def __init__(self, window, size: int, cpus: list[int] | None, on_failure: Callable[[str], None]):
+    def __init__(self, window, size: int, cpus: list[int] | None, on_failure: Callable[[str], None], host: str = ""):
+        """host: this one's name, where there are several."""
         super().__init__(cpus, on_failure)
         self.size = size
         self._window = window
-        self.models = RankModels(0, size, window, cpus)
+        self.models = RankModels(0, size, window, cpus, host, leads=True)
         self._steps = Steps(window)
         self._closed = False
 

@@ -61,7 +61,7 @@ def add_ops(graph: Graph, program, weights: dict[str, int], rank: int, world: in
     native = native_library()
     rows = {ALL_ROWS: native.ALL_ROWS, OUTPUT_ROWS: native.OUTPUT_ROWS}
     try:
-        for group in graph.cache_groups[1:]:  # a program is begun with the first one
+        for group in graph.cache_groups:
             program.add_cache_group(group.kind, group.window)
         for row_set in graph.row_sets.values():
             rows[row_set.name] = program.add_row_set(rows[row_set.of], row_set.times)

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from .hosts import Between, Layout, connect, layout_of
+
 logger = logging.getLogger(__name__)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -50,32 +52,42 @@ def _starter() -> Path | None:
 
 @dataclass
 class World:
-    """The MPI world of a group on one host. `addresses`: each rank's window segment, mapped in this process."""
+    """The MPI world of a group. `addresses`: each rank's window segment, or its mirror on this host, mapped in this
+    process. `between`: what there is between hosts; None: there is one host."""
     rank: int
     size: int
     library: str
     addresses: list[int]
     window: object      # keeps the mapping alive
+    between: Between | None = None
 
     def finalize(self) -> None:
         """Leave MPI; collective, so only for a clean end."""
         from mpi4py import MPI
         self.window.Free()
+        if self.between is not None:
+            self.between.communicator.Free()
         MPI.Finalize()
 
 
-def join(expected: int, segment_bytes: int) -> World:
+def join(expected: int, segment_bytes: int, split: int = 0) -> World:
     """Initialize MPI and allocate this rank's `segment_bytes` of shared memory, zeroed; ends with a barrier.
 
-    expected: the number of ranks the launcher asked for; 0 takes what mpirun says it started.
-    Raises MpiError if the world is of another size or spans hosts.
+    expected: the number of ranks the launcher asked for; 0 takes what mpirun says it started. split: for tests, so many
+    hosts are made of this one. Raises MpiError if the world is of another size, HostsError if its hosts do not come
+    together.
     """
     starter = _starter()
     expected = expected or int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     if expected > 1 and not any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE")):
         raise MpiError(f"{expected} ranks were asked for, but no mpirun started this process: "
                        f"use `allspark serve`, or mpirun -np {expected} python -m allspark_server …")
-    _check_shared_memory(expected * segment_bytes)
+    local = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", expected))
+    # A host has a segment for each rank, its own or another's.
+    _check_shared_memory((split or 1) * expected * segment_bytes)
+    if backing := os.environ.get("ALLSPARK_SHARED_MEMORY"):     # where MPI's shared memory has its files
+        for component in ("osc_sm", "btl_sm", "btl_vader"):
+            os.environ[f"OMPI_MCA_{component}_backing_directory"] = backing
     if not os.environ.get("MPI4PY_LIBMPI") and starter is not None:
         library = library_of(starter)
         if library is not None:
@@ -95,27 +107,46 @@ def join(expected: int, segment_bytes: int) -> World:
         raise MpiError(f"mpirun is {starter}, whose library is {belongs}, but {loaded} was loaded: two MPI "
                        "installations are mixed; leave MPI4PY_LIBMPI and LD_PRELOAD unset, or start with "
                        "ALLSPARK_MPIRUN naming the other installation's mpirun")
-    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    several = split > 1 or local != expected        # then threads of a step call MPI
+    provided = MPI.Init_thread(MPI.THREAD_MULTIPLE if several else MPI.THREAD_FUNNELED)
     world = MPI.COMM_WORLD
     if world.size != expected:
         raise MpiError(f"this rank sees an MPI world of {world.size}, but {expected} ranks were started: mpirun "
                        f"({starter or 'unknown'}) and the MPI library ({loaded}) are of different installations; "
                        "set ALLSPARK_MPIRUN to the mpirun to use and leave MPI4PY_LIBMPI unset")
+    if several and provided < MPI.THREAD_MULTIPLE:
+        raise MpiError(f"the MPI library ({loaded}) does not let several threads call it, which a group over several "
+                       "hosts needs; use one that was built with MPI_THREAD_MULTIPLE")
     host = world.Split_type(MPI.COMM_TYPE_SHARED)
-    if host.size != world.size:
-        raise MpiError(f"the {world.size} ranks are on several hosts (this one has {host.size}); a group that spans "
-                       "hosts is not available yet: start one group on each host")
-    info = MPI.Info.Create()
-    info.Set("alloc_shared_noncontig", "true")              # each rank's pages may then lie on its own node
-    window = MPI.Win.Allocate_shared(segment_bytes + _PAGE, 1, info=info, comm=host)
-    own = window.Shared_query(world.rank)[0]
-    memoryview(own).cast("B")[:] = bytes(own.nbytes)        # first touch by the owner: its node
-    # Debian's Open MPI starts segments some bytes into a page. Mappings are page-aligned in every process, so rounding
-    # up finds the same byte in each.
-    addresses = [-(-window.Shared_query(r)[0].address // _PAGE) * _PAGE for r in range(world.size)]
+    if split > 1:
+        host = host.Split(world.rank * split // world.size)
+    layout = layout_of(world.allgather(host.bcast(world.rank, root=0)), world.rank)
+    window, addresses = _allocate(host, layout, world.rank, segment_bytes)
+    between = connect(world, layout, loaded, split > 1) if len(layout.first) > 2 else None
     world.Barrier()
     logger.debug("rank %d of %d, MPI library %s", world.rank, world.size, loaded)
-    return World(world.rank, world.size, loaded, addresses, window)
+    return World(world.rank, world.size, loaded, addresses, window, between)
+
+
+def _allocate(host, layout: Layout, rank: int, segment_bytes: int) -> tuple[object, list[int]]:
+    """Shared memory of this host: each rank's own segment, and behind it the mirrors of other hosts' ranks that it
+    receives for; where every rank's is."""
+    from mpi4py import MPI
+    info = MPI.Info.Create()
+    info.Set("alloc_shared_noncontig", "true")              # each rank's pages may then lie on its own node
+    step = -(-segment_bytes // _PAGE) * _PAGE
+    count = 1 + len(layout.mirrors(rank))
+    window = MPI.Win.Allocate_shared(count * step + _PAGE, 1, info=info, comm=host)
+    own = window.Shared_query(host.rank)[0]
+    memoryview(own).cast("B")[:] = bytes(own.nbytes)        # first touch by the owner: its node
+    found = {}
+    for local, owner in enumerate(layout.here):
+        # Debian's Open MPI starts segments some bytes into a page. Mappings are page-aligned in every process, so
+        # rounding up finds the same byte in each.
+        base = -(-window.Shared_query(local)[0].address // _PAGE) * _PAGE
+        for i, r in enumerate([owner, *layout.mirrors(owner)]):
+            found[r] = base + i * step
+    return window, [found[r] for r in sorted(found)]
 
 
 def _check_shared_memory(needed: int) -> None:

@@ -168,9 +168,10 @@ class WorkItem:
     """Rows to compute for one slot, from its first position on that is not in the cache.
 
     `known` goes to its history first (with GIVEN, but for the last `drafts`), `spans` to its span table of the first
-    cache group, `other_spans` to those of the others; they must hold start + rows + drafts positions. `outputs` of the
-    last rows have outputs: 1 with DRAW unless said otherwise. Up to `drafts` more rows hold draft tokens. `adapter` is
-    -1 for none, `mask` 0 for none, else 1 + its index in the window's area of masks.
+    cache group, `other_spans` to those of the others (-1 for a span that the group's window has left behind); they must
+    hold start + rows + drafts positions. `outputs` of the last rows have outputs: 1 with DRAW unless said otherwise. Up
+    to `drafts` more rows hold draft tokens. `adapter` is -1 for none, `mask` 0 for none, else 1 + its index in the
+    window's area of masks.
     """
 
     slot: int
@@ -204,10 +205,10 @@ class WorkTable:
     spans: list[np.ndarray]
 
     @staticmethod
-    def of(items: Iterable[WorkItem]) -> "WorkTable":
-        """The table of some items. All must have the same number of cache groups."""
+    def of(items: Iterable[WorkItem], groups: int = 1) -> "WorkTable":
+        """The table of some items. All must have the same number of cache groups; `groups`: if there are none."""
         items = list(items)
-        groups = 1 + max((len(item.other_spans) for item in items), default=0)
+        groups = 1 + max((len(item.other_spans) for item in items), default=groups - 1)
         spans = [[item.spans, *item.other_spans] for item in items]
         columns = [(item.slot, item.rows, item.outputs, item.drafts, item.flags, item.adapter, item.mask,
                     len(item.known), *map(len, of_groups)) for item, of_groups in zip(items, spans)]
@@ -229,12 +230,14 @@ class WorkTable:
 
 @dataclass
 class StepPlan:
-    """One step: slots given back, slots taken, the rows to compute, and sections of what only some backends know."""
+    """One step: slots given back, slots taken, the rows to compute, and sections of what only some backends know.
+    `groups`: of the cache, if there are no rows that say it."""
 
     free: list[int] = field(default_factory=list)
     new: list[NewSlot] = field(default_factory=list)
     work: list[WorkItem] = field(default_factory=list)
     sections: list[tuple[int, list[int]]] = field(default_factory=list)  # (kind, words)
+    groups: int = field(default=1, compare=False)
 
     @property
     def rows(self) -> int:
@@ -243,7 +246,7 @@ class StepPlan:
 
     def encode(self) -> bytes:
         """The wire form."""
-        return encode_plan(self.free, self.new, WorkTable.of(self.work), self.sections)
+        return encode_plan(self.free, self.new, WorkTable.of(self.work, self.groups), self.sections)
 
     @staticmethod
     def decode(data: bytes) -> "StepPlan":

@@ -32,12 +32,15 @@ class RankModel:
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
-                 adapters: bool = False):
-        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. adapters: its rows may have
-        some. AllSparkError if it cannot be opened, or not divided among `world` ranks."""
+                 whole_histories: bool = False, adapters: bool = False):
+        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache keeps
+        what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or not
+        divided among `world` ranks."""
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
+        if whole_histories:
+            self.graph = self.graph.with_whole_histories()
         #: what adapters may be for, by the numbers in the graph's ops
         self.targets: list[Target] = []
         if adapters:
@@ -74,11 +77,12 @@ class RankModel:
         return sum(size(weight) for weight in self.graph.weights.values())
 
     def span_bytes(self, device: Device) -> int:
-        """Keys and values of one span in every layer, in this rank's heads."""
+        """Keys and values of one span in every layer of a cache group, in this rank's heads."""
         net = self.graph.config
         head = device.span_bytes(self.config.cache_span_size, net.head_dim, self.cache_dtype)
         begin, end = self.graph.kv_heads.units_of(self.rank, self.world)
-        return head * (end - begin) * net.num_layers
+        layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}
+        return head * (end - begin) * len(layers)
 
     @property
     def adapter_dtype(self) -> str:

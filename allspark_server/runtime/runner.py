@@ -10,6 +10,7 @@ from typing import Iterator, Sequence
 from allspark_client.config import AsModelConfig, check_available
 from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_client.types import ModelInfo
+from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime import memory
 from allspark_server.runtime.binding import pages_by_node
@@ -86,11 +87,13 @@ class ModelRunner:
         check_available(self.config.validate())
         config = self.config
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads)
-        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world,
+        # A draft model's tables are those of its target, and it may lag behind.
+        whole = config.speculation == "draft" or not device.windows
+        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
                                         adapters=device.adapts and config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
-            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world)
+            self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
             check_draft(self._draft, model)
             models.append(self._draft)
         for each in models:
@@ -152,6 +155,7 @@ class ModelRunner:
             tokenizer_dir=model.opened.tokenizer_dir,
             dynamic_rope_original=net.rope.original_max if net.rope.type == "dynamic" else 0,
             long_rope_original=net.rope.original_max if net.rope.type == "longrope" else 0,
+            cache_windows=list(self._groups.windows),
             weight_group_size=model.weight_group_size, quantize_head=model.quantize_head,
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
@@ -201,7 +205,8 @@ class ModelRunner:
         self._host_file = HostCacheFile(config.host_cache_dir, config.model_name, self.rank, self.world)
         facts = {"results": results_digest(), "model": hash_of_model, "draft": config.draft_model, "rank": self.rank,
                  "world": self.world, "weights": [model.weight_dtype, model.weight_group_size, model.quantize_head],
-                 "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans}
+                 "cache": model.cache_dtype, "span": [config.cache_span_size, self._span_bytes], "spans": spans,
+                 "windows": self._groups.windows}
         self._host_file.prepare(facts, self._executor.host_cache_bytes(spans))
         began = time.perf_counter()
         self._executor.allocate_host_cache(spans, self._host_file.fd, HEADER)
@@ -279,6 +284,12 @@ class ModelRunner:
         # Grammars give drafts without speculation, too.
         return min(self._rows_of_step(), self.config.engine_max_batch + MAX_STEP_DRAFTS + MAX_STEP_PROBES)
 
+    @property
+    def _groups(self) -> SpanGroups:
+        """The cache groups, as the scheduler has them: with windows, the spans of two steps beside them."""
+        windows = tuple(group.window for group in self._model.graph.cache_groups)
+        return SpanGroups(self.config.cache_span_size, windows, 2 * self._rows_of_step())
+
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
 
@@ -304,7 +315,8 @@ class ModelRunner:
     def _spans(self, available: int, fixed: int) -> int:
         """How many spans fit. available: bytes this rank may use; fixed: bytes of weights and activations."""
         config, span_bytes = self.config, self._span_bytes
-        one_request = -(-config.engine_max_length // config.cache_span_size)
+        groups = self._groups
+        one_request = groups.needed(config.engine_max_length)
 
         def refuse(cache_bytes: int, what: str) -> AllSparkError:
             return AllSparkError(
@@ -323,7 +335,7 @@ class ModelRunner:
                 raise refuse(config.cache_memory, f"a cache of cache_memory={config.cache_memory} bytes")
             if spans < one_request:
                 logger.warning("cache_memory=%d holds %d tokens, fewer than engine_max_length=%d", config.cache_memory,
-                               spans * config.cache_span_size, config.engine_max_length)
+                               groups.positions(spans), config.engine_max_length)
             return spans
         left = max(0, available - fixed)
         wanted = one_request * config.engine_max_batch
@@ -335,7 +347,7 @@ class ModelRunner:
                          f"the cache of one request of engine_max_length={config.engine_max_length} tokens")
         if spans < wanted:
             logger.warning("the cache of model %r holds %d tokens on rank %d: not every one of engine_max_batch=%d "
-                           "requests can have engine_max_length=%d", config.model_name, spans * config.cache_span_size,
+                           "requests can have engine_max_length=%d", config.model_name, groups.positions(spans),
                            self.rank, config.engine_max_batch, config.engine_max_length)
         return spans
 

@@ -19,12 +19,13 @@ _GIVEN, _DRAFTING = int(Flag.GIVEN), int(Flag.LOOKUP | Flag.GIVEN | Flag.MODEL)
 class Draft:
     """What has been planned so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int) -> None:
+        """groups: of the cache."""
         self.sequences: list[Sequence] = []  # with a single row and drafts
         self.slots = self.drafts = NOBODY  # of these
-        self.span_counts: Optional[np.ndarray] = None  # of new spans of these, if there are any
-        self.spans: list[int] = []
-        self.chunks: list[tuple[Sequence, int, int, int, list[int]]] = []  # rows, flags, outputs, new spans
+        self.span_counts: Optional[np.ndarray] = None  # of new spans of these in each group, if there are any
+        self.spans: list[list[int]] = [[] for _ in range(groups)]  # of each group
+        self.chunks: list[tuple[Sequence, int, int, int, list[list[int]]]] = []  # rows, flags, outputs, new spans
         self.probes = MAX_STEP_PROBES  # rows of prompts that may still have outputs
         self.new: list[NewSlot] = []
         self.admitted: list[Sequence] = []
@@ -38,18 +39,18 @@ class Draft:
         probe, flags, outputs = sequence.probe, 0, 0
         if sequence.probes_every_row:
             count = outputs = min(count, sequence.prompt_len - sequence.planned, self.probes)
-            if not count:
-                return 0, 0
+        if count <= 0:
+            return 0, 0
+        if outputs:
             self.probes -= count
             flags = probe.flags
         elif probe is not None and probe.received < sequence.planned + count == sequence.prompt_len:
             flags, outputs = probe.flags, 1
         if sequence.draws and sequence.planned + count == len(sequence.tokens):
             flags, outputs = flags | DRAW, max(outputs, 1)
-        self.chunks.append((sequence, count, flags, outputs, sequence.spans[sequence.sent_spans :]))
+        self.chunks.append((sequence, count, flags, outputs, sequence.take_unsent()))
         self.rows += count
         self.context += count * (2 * sequence.planned + count - 1) // 2
-        sequence.sent_spans = len(sequence.spans)
         sequence.planned += count
         return count, flags
 
@@ -58,7 +59,7 @@ class Draft:
     ) -> Step:
         """What was planned. masks: the first row of masks that it may have."""
         n, chunks = len(self.slots), self.chunks
-        columns = np.zeros((WorkTable.N_SPANS + 1, n + len(chunks)), np.int32)
+        columns = np.zeros((WorkTable.N_SPANS + len(self.spans), n + len(chunks)), np.int32)
         columns[WorkTable.SLOT, :n] = self.slots
         columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
         columns[WorkTable.FLAGS, :n] = DRAW
@@ -67,17 +68,18 @@ class Draft:
             columns[WorkTable.DRAFTS, :n] = self.drafts
             columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
         if self.span_counts is not None:
-            columns[WorkTable.N_SPANS, :n] = self.span_counts
+            columns[WorkTable.N_SPANS :, :n] = self.span_counts
         sequences, spans = self.sequences, self.spans
         drawing = np.arange(n)
         if chunks:
-            sequences, spans = sequences + [sequence for sequence, *_ in chunks], list(spans)
+            sequences, spans = sequences + [sequence for sequence, *_ in chunks], [list(each) for each in spans]
             for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, sequence.adapter, 0, 0, len(new_spans))
-                spans += new_spans
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, sequence.adapter, 0, 0, *map(len, new_spans))
+                for each, new in zip(spans, new_spans):
+                    each += new
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
         known, masked = self._mask(columns, sequences, drawing, masks) if self.guided else ([], [])
-        table = WorkTable(columns, np.array(known, np.int32), [np.array(spans, np.int32)])
+        table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
         return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
                     self.rows, self.context, copies, masked)
 

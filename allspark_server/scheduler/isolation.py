@@ -21,7 +21,7 @@ class IsolatingScheduler(Scheduler):
     def plan_alone(self, sequence: Sequence) -> Optional[Step]:
         """The next step of one sequence, which was blocked, and nothing else; until it draws. Others lose the slot and
         the spans that it needs. No step may be under way. None if it has ended: call `take_unfit`."""
-        draft = Draft()
+        draft = Draft(len(self.limits.windows))
         self._spans.begin_step(False)
         budget = self.limits.max_step_tokens
         if sequence.state is State.BLOCKED:

@@ -32,8 +32,6 @@ SHORT_PART = 4
 FEWEST_ROWS = 4
 # Of the rows beside a long prompt, short ones get their part only if their tenant had at most so many more, in steps.
 BURST_STEPS = 4
-# Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
-OVERTAKING_PART = 8
 
 _rank_of, _turn_of = attrgetter("rank"), attrgetter("turn")
 
@@ -70,15 +68,15 @@ class Scheduler:
         self._arrivals = 0
         self._tenants = Tenants(limits.max_batch)
         self._queue = WaitingQueue(self._tenants)
-        self._spans = SequenceSpans(limits.span_size, pool, prefix_cache, clock)
+        self._spans = SequenceSpans(limits.groups, pool, prefix_cache, clock)
         self._restoring: list[Sequence] = []  # those that wait for more of the second tier's spans
-        self._overtakers: list[Sequence] = []  # those that went before one that waits for spans
         self._running: list[Sequence] = []  # by rank
         self._prompts: list[Sequence] = []  # of these, those that have rows of their history left to plan; by rank
         self._decoding: Optional[list[Sequence]] = []  # the others; None: to be listed anew. Steps share the list
         self._decoding_slots = NOBODY
-        self._slots = SlotTable(limits.max_batch, limits.span_size, prefix_cache is not None,
-                                limits.anew_beyond)
+        self._windowed = any(limits.windows)
+        watched = prefix_cache is not None or self._windowed
+        self._slots = SlotTable(limits.max_batch, limits.span_size, watched, limits.anew_beyond)
         self._drafts = DraftLengths(limits.max_batch, limits.max_drafts) if limits.draft_kind else None
         self._free_slots = list(range(limits.max_batch - 1, -1, -1))
         self._slots_to_free: list[int] = []  # the ranks are told with the next plan
@@ -159,7 +157,8 @@ class Scheduler:
         if self._queue.waiting and not self._free_slots and len(self._tenants) > 1:
             self._share_slots()
         preemptions = self.counters.preemptions
-        draft = Draft()
+        self._cover_prompts()
+        draft = Draft(len(limits.windows))
         # Single rows first: nobody who is already streaming waits for somebody's long prompt.
         self._plan_decoding(draft)
         may_admit = self.counters.preemptions == preemptions
@@ -196,7 +195,7 @@ class Scheduler:
                 probed.append(found)
             if here:
                 sequence.computed += int(step.work.columns[WorkTable.ROWS, index])
-                self._enter_prefix(sequence)
+                self._advance(sequence)
                 if not sequence.draws and sequence.computed == len(sequence.tokens):
                     computed.append(sequence)
                     self._leave(sequence, State.ENDED)
@@ -278,7 +277,7 @@ class Scheduler:
             sequence = outcome.sequences[index]
             if full[k]:
                 table.settle(sequence)
-                self._enter_prefix(sequence)
+                self._advance(sequence)
             if ended[k] and not eos[k] and length[k] < sequence.stop.max_length:
                 self._leave(sequence, State.WAITING)  # to be computed anew
             elif ended[k]:
@@ -309,7 +308,7 @@ class Scheduler:
         if alive:
             self._slots.length[sequence.slot] += kept
             sequence.computed = len(sequence.tokens) - 1
-            self._enter_prefix(sequence)
+            self._advance(sequence)
         else:
             self._queue.note_growth(sequence, kept * TOKEN_BYTES)
         if reason is not None:
@@ -319,12 +318,15 @@ class Scheduler:
         elif alive and len(sequence.tokens) >= self._slots.limit[sequence.slot]:
             self._leave(sequence, State.WAITING)  # to be computed anew
 
-    def _enter_prefix(self, sequence: Sequence) -> None:
+    def _advance(self, sequence: Sequence) -> None:
+        """More of its positions are computed: what is full can be found, and what windows have left behind is free."""
         ready = self._spans.enter(sequence)
-        if ready is not None:
-            self._slots.note_entered(sequence)
-            for follower in ready:
-                self.unblock(follower)
+        if self._windowed and self._spans.slide(sequence):
+            self._slots.note_spans(sequence)
+        if ready is not None or self._windowed:
+            self._slots.note_computed(sequence)
+        for follower in ready or ():
+            self.unblock(follower)
 
     # --- running sequences ---
 
@@ -379,7 +381,7 @@ class Scheduler:
     def _make_room(self, draft: Draft, short: np.ndarray, sequences: list[Sequence], slots: np.ndarray,
                    longest: np.ndarray, drafts: np.ndarray) -> tuple:
         """Gives spans to those that are short of them, to some at the cost of others; returns who is left, as given."""
-        given: dict[int, list[int]] = {}
+        given: dict[int, list[list[int]]] = {}  # of each cache group
         keep = np.ones(len(slots), bool)
         for i in short.tolist():
             sequence = sequences[i]
@@ -391,16 +393,16 @@ class Scheduler:
             if not self._has_room(sequence, positions):
                 keep[i] = False
                 continue
-            given[i] = sequence.spans[sequence.sent_spans :]
-            sequence.sent_spans = len(sequence.spans)
+            given[i] = sequence.take_unsent()
         counts = np.zeros(len(slots), np.int64)
-        counts[list(given)] = [len(spans) for spans in given.values()]
+        counts[list(given)] = [len(spans[0]) for spans in given.values()]
         if self._decoding is None or not keep.all():  # somebody has left, with or without what it was given
             keep &= np.fromiter((sequence.state is State.RUNNING for sequence in sequences), bool, len(slots))
             sequences = [sequences[i] for i in np.flatnonzero(keep).tolist()]
             slots, longest, drafts, counts = slots[keep], longest[keep], drafts[keep], counts[keep]
             given = {i: spans for i, spans in given.items() if keep[i]}
-        draft.span_counts, draft.spans = counts, [span for spans in given.values() for span in spans]
+        draft.span_counts = counts
+        draft.spans = [[span for spans in given.values() for span in spans[group]] for group in range(len(draft.spans))]
         return sequences, slots, longest, drafts
 
     def _extend(self, sequence: Sequence, positions: int) -> bool:
@@ -431,7 +433,7 @@ class Scheduler:
             return self._running[-1]
         held: Counter = Counter()
         for sequence in self._running[1:]:
-            held[sequence.account] += len(sequence.spans)
+            held[sequence.account] += sequence.held_spans
         return self._last_of(max(held, key=held.__getitem__))
 
     def _last_of(self, account: Account) -> Sequence:
@@ -450,7 +452,7 @@ class Scheduler:
             return
         share = max(1, self.limits.max_batch // len(self._tenants))
         busiest = self._tenants.busiest()
-        needed = self._spans.count_for(len(claimant.tokens)) + len(self._running)
+        needed = self._spans.needed(len(claimant.tokens)) + len(self._running)
         if claimant.account.running < share < busiest.running and needed <= self.pool.available:
             self._preempt(self._last_of(busiest))
 
@@ -475,9 +477,9 @@ class Scheduler:
             self.unblock(follower)
 
     def _plan_chunk(self, draft: Draft, sequence: Sequence, count: int) -> int:
-        """Up to `count` more rows of a history; returns how many."""
+        """Up to `count` more rows of a history, as far as there are spans for them; returns how many."""
         begin = sequence.planned
-        count, flags = draft.add_chunk(sequence, count)
+        count, flags = draft.add_chunk(sequence, min(count, int(self._slots.capacity[sequence.slot]) - begin))
         self._spans.before_writes(sequence, begin)
         self._tenants.serve(sequence.account, count)
         if flags & DRAW:
@@ -490,6 +492,16 @@ class Scheduler:
         return count
 
     # --- prompts ---
+
+    def _cover_prompts(self) -> None:
+        """Sees to it that prompts have spans for their next rows. Groups with windows have them for a part of a prompt,
+        and what they leave behind is not free if others have it too."""
+        for sequence in list(self._prompts) if self._windowed else ():
+            end = min(len(sequence.tokens), sequence.planned + self.limits.max_chunk)
+            if sequence.state is not State.RUNNING or self._extend(sequence, end):
+                continue
+            if self._slots.capacity[sequence.slot] <= sequence.planned == sequence.computed:
+                self._has_room(sequence, sequence.planned + 1)
 
     def _plan_prompts(self, draft: Draft, prompts: list[Sequence], budget: int, may_admit: bool) -> None:
         """Gives `budget` rows to prompts, those in slots and waiting ones as it is their tenants' turn. A waiting one
@@ -540,29 +552,15 @@ class Scheduler:
             aside.append(entry)
             if sequence.in_flight:
                 continue
-            if not self._has_room_beside(sequence):
+            if not self._spans.has_room_beside(sequence, len(self._running)):
                 break
             if self._take_spans(sequence):
                 left -= self._start(draft, sequence, left)
-                if self._spans.short is not None:
-                    self._overtakers.append(sequence)
+                self._spans.note_overtaking(sequence)
         for entry in aside:
             if entry[-1].state is State.WAITING:
                 self._queue.put_back_shortest(entry)
         return room - left
-
-    def _has_room_beside(self, sequence: Sequence) -> bool:
-        """Whether there are spans for it, also beside a sequence that waits for its own: that one must get them though
-        short ones come again and again."""
-        if self._spans.count_for(len(sequence.tokens)) + len(self._running) > self.pool.available:
-            return False
-        first = self._spans.short
-        if first is None:
-            return True
-        self._overtakers = [one for one in self._overtakers if one.state is State.RUNNING]
-        taken = sum(self._spans.count_for(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
-        total = self.pool.num_spans
-        return taken <= min(total // OVERTAKING_PART, total - self._spans.count_for(len(first.tokens)))
 
     def _start(self, draft: Draft, sequence: Sequence, budget: int) -> int:
         """Moves a waiting sequence that has its spans into a slot; returns how many rows it gets."""

@@ -79,7 +79,7 @@ class StopRules:
 @dataclass(eq=False)
 class Sequence:
     """`tokens` is prompt and output; while the sequence runs, the last of its output may still be in the scheduler's
-    `SlotTable`. Positions 0 … `computed`-1 are in the cache, in `spans`.
+    `SlotTable`. Positions 0 … `computed`-1 are in the cache, in `spans`: of each cache group, a table by position.
 
     A sequence that is preempted loses its spans and its slot, nothing else: it waits again and its tokens are computed
     anew.
@@ -105,11 +105,13 @@ class Sequence:
     state: State = State.WAITING
     rank: tuple[float, int] = (0.0, 0)  # (arrival time less what its priority is worth, arrival): lower goes first
     slot: int = -1
-    planned: int = 0  # positions of its history that planned steps compute, until all are
+    admitted: int = 0  # tokens of its history when it got its spans
+    planned: int = 0  # of these positions, those that planned steps compute
     computed: int = 0  # positions that completed steps have computed
     in_flight: int = 0  # results that are to come from a slot that it has left
-    spans: list[int] = field(default_factory=list)
-    sent_spans: int = 0  # of `spans`, how many the ranks have in the slot's table
+    spans: list[list[int]] = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)  # of each table, how many spans at the front a window has left
+    sent_spans: int = 0  # of each table, how many the ranks have in the slot's
     entered: int = 0  # spans at the front that are in the prefix cache
     prefix_len: Optional[int] = None  # positions found in the prefix cache when first admitted
     restored: int = 0  # positions that came back from the second tier
@@ -137,8 +139,23 @@ class Sequence:
         """Whether there are rows of its prompt left that all have to be computed for what they give."""
         return self.probe is not None and self.probe.every and self.probe.received < self.prompt_len
 
+    @property
+    def covered(self) -> int:
+        """Spans of its history, from the first position on, that all its tables have or had."""
+        return min(map(len, self.spans))
+
+    @property
+    def held_spans(self) -> int:
+        """Spans that it has a reference to."""
+        return sum(map(len, self.spans)) - sum(self.behind)
+
+    def take_unsent(self) -> list[list[int]]:
+        """Of each table, the spans that the ranks get now."""
+        begin, self.sent_spans = self.sent_spans, self.covered
+        return [table[begin : self.sent_spans] for table in self.spans]
+
     def lose_cache(self) -> None:
         """Back to nothing computed."""
         self.slot = -1
         self.planned = self.computed = self.sent_spans = self.entered = 0
-        self.spans = []
+        self.spans, self.behind = [], []

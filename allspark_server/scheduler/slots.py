@@ -15,8 +15,9 @@ class SlotTable:
     `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
     the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
     drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
-    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under masks. `span_end`: the position at which the next span is full that may enter the prefix cache. `careful`
-    (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
+    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under
+    masks. `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows may
+    move by. `careful` (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
     """
@@ -24,9 +25,9 @@ class SlotTable:
     TAIL = 64
     EOS = 8  # end-of-sequence ids of one sequence that are compared at once
 
-    def __init__(self, slots: int, span_size: int, prefix: bool, anew_beyond: int = 0):
-        """anew_beyond: see Limits."""
-        self._span_size, self._prefix, self._anew_beyond = span_size, prefix, anew_beyond
+    def __init__(self, slots: int, span_size: int, watched: bool, anew_beyond: int = 0):
+        """watched: somebody wants to know of full spans. anew_beyond: see Limits."""
+        self._span_size, self._watched, self._anew_beyond = span_size, watched, anew_beyond
         self.epoch, self.length, self.longest, self.pending = (np.zeros(slots, np.int64) for _ in range(4))
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.any_guided = False  # whether any sequence ever was
@@ -50,15 +51,16 @@ class SlotTable:
         if len(stop.eos) <= self.EOS:
             self.eos[slot, : len(stop.eos)] = list(stop.eos)
         self.note_spans(sequence)
-        self.note_entered(sequence)
+        self.note_computed(sequence)
 
     def note_spans(self, sequence: Sequence) -> None:
         """The sequence's spans have changed."""
-        self.capacity[sequence.slot] = len(sequence.spans) * self._span_size
+        self.capacity[sequence.slot] = sequence.covered * self._span_size
 
-    def note_entered(self, sequence: Sequence) -> None:
-        """More of its spans are in the prefix cache."""
-        self.span_end[sequence.slot] = (sequence.entered + 1) * self._span_size if self._prefix else _NEVER
+    def note_computed(self, sequence: Sequence) -> None:
+        """More of its positions are computed, and whoever wants to know of full spans was told."""
+        full = sequence.computed // self._span_size
+        self.span_end[sequence.slot] = (full + 1) * self._span_size if self._watched else _NEVER
 
     def settle(self, sequence: Sequence) -> None:
         """Moves the sequence's tail to its tokens."""

@@ -6,13 +6,16 @@ import enum
 import time
 from typing import Callable, Optional
 
-from ..cache import Copies, HostTier, PrefixCache, SpanPool
+from ..cache import NO_SPAN, Copies, HostTier, PrefixCache, SpanGroups, SpanPool, in_group
 from .coming import ComingSpans
 from .sequence import Sequence, State
 
 # How long copies from the second tier may hold up a step, in seconds, beside running sequences and without any; and
 # how many there are while nobody knows how long they take.
 _PAUSE, _IDLE_PAUSE, _FIRST_COPIES = 0.01, 0.2, 16
+
+# Short prompts may go before one that waits for spans as long as they take at most this part of the cache.
+_OVERTAKING_PART = 8
 
 
 class Taken(enum.Enum):
@@ -30,22 +33,23 @@ class SequenceSpans:
 
     def __init__(
         self,
-        span_size: int,
+        groups: SpanGroups,
         pool: SpanPool,
         prefix_cache: Optional[PrefixCache] = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.pool, self.prefix_cache = pool, prefix_cache
+        self.groups, self.pool, self.prefix_cache = groups, pool, prefix_cache
         self.tier: Optional[HostTier] = prefix_cache.tier if prefix_cache is not None else None
         self.coming = ComingSpans()
         self._short: Optional[tuple[Sequence, int, Optional[bytes]]] = None  # see `short`
+        self._overtakers: list[Sequence] = []  # those that went before that one
         self._departures = 0
-        self._size, self._clock = span_size, clock
+        self._size, self._clock = groups.size, clock
         self._copies_left = 0
 
-    def count_for(self, positions: int) -> int:
-        """Spans that hold so many positions."""
-        return -(-positions // self._size)
+    def needed(self, positions: int) -> int:
+        """Spans that a sequence with so many positions has at most."""
+        return self.groups.needed(positions)
 
     @property
     def short(self) -> Optional[Sequence]:
@@ -60,6 +64,24 @@ class SequenceSpans:
             self._short = None
         return self._short[0] if self._short is not None else None
 
+    def has_room_beside(self, sequence: Sequence, spare: int) -> bool:
+        """Whether there are spans for it if so many others stay free, also beside a sequence that waits for its own:
+        that one must get them though short ones come again and again."""
+        if self.needed(len(sequence.tokens)) + spare > self.pool.available:
+            return False
+        first = self.short
+        if first is None:
+            return True
+        self._overtakers = [one for one in self._overtakers if one.state is State.RUNNING]
+        taken = sum(self.needed(one.stop.max_length) + 1 for one in [*self._overtakers, sequence])
+        total = self.pool.num_spans
+        return taken <= min(total // _OVERTAKING_PART, total - self.needed(len(first.tokens)))
+
+    def note_overtaking(self, sequence: Sequence) -> None:
+        """The sequence has got its spans, perhaps before one that waits for its own."""
+        if self.short is not None:
+            self._overtakers.append(sequence)
+
     def begin_step(self, idle: bool) -> None:
         """Another step is planned; `idle`: nobody runs who would wait for its copies."""
         if self.tier is not None:
@@ -67,9 +89,9 @@ class SequenceSpans:
             self._copies_left = max(_FIRST_COPIES, int(pause / seconds)) if seconds else _FIRST_COPIES
 
     def take(self, sequence: Sequence, spare: int) -> Taken:
-        """Gives a sequence the spans of its whole history, if so many others stay free."""
-        length, shared, next_key = len(sequence.tokens), [], None
-        full = 0
+        """Gives a sequence the spans of its whole history, of groups with a window those to begin with, if so many
+        others stay free."""
+        length, hit, full, next_key = len(sequence.tokens), 0, 0, None
         if self.prefix_cache is not None:
             if self.prefix_cache.keys.depends_on_history:
                 root = self.prefix_cache.keys.root(sequence.salt, sequence.prompt_len, length)
@@ -77,50 +99,70 @@ class SequenceSpans:
                     sequence.root, sequence.keys = root, []
             # At least one row must be computed, or there would be nothing to sample from.
             full = 0 if sequence.probes_every_row else (length - 1) // self._size
-            keys = sequence.keys
-            self.prefix_cache.keys.extend(keys, sequence.root, sequence.tokens, full)
-            shared = self.prefix_cache.match(keys[:full])
-            producer, end = self.coming.find(keys[:full], len(shared))
+            self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
+            keys = sequence.keys[:full]
+            hit = self.prefix_cache.match(keys, self.groups)
+            producer, end = self.coming.find(keys, hit)
             if producer is not None:
                 self.coming.wait(sequence, producer, end)
                 return Taken.COMING
-            next_key = keys[len(shared)] if len(shared) < full else None
-            self.pool.acquire(shared)
-        if self.count_for(length) - len(shared) + spare > self.pool.available:
-            self.pool.release(shared, self._clock())
-            self._short = (sequence, self._departures, next_key)
-            return Taken.SHORT
-        if self.tier is not None and len(shared) < full:
-            wanted = self.tier.count(sequence.keys[len(shared) : full])
-            if wanted and self.tier.costs.worthwhile():
-                restored = self._restore(sequence.keys[len(shared) : len(shared) + wanted])
-                sequence.restored += len(restored) * self._size
-                shared += restored
-                if len(restored) < wanted and self._copies_left <= 0:
-                    self.pool.release(shared, self._clock())
-                    return Taken.RESTORING
-        sequence.spans = shared + self.pool.allocate(self.count_for(length) - len(shared))
-        sequence.entered = len(shared)
-        sequence.planned = sequence.computed = len(shared) * self._size
-        self.coming.announce(sequence, len(shared), full)
+            next_key = keys[hit] if hit < full and keys[hit] not in self.prefix_cache else None
+        self._hold(sequence, hit)
+        if sum(self._missing(sequence)) + spare > self.pool.available:
+            return self._too_few(sequence, next_key)
+        if self.tier is not None and hit < full:
+            reach = self.prefix_cache.match(keys, self.groups, restored=True)
+            if reach > hit and self.tier.costs.worthwhile() and not self._restore(sequence, keys, reach):
+                return Taken.RESTORING
+        sequence.entered, sequence.admitted = len(sequence.spans[0]), length
+        missing = self._missing(sequence)
+        new = self.pool.allocate(sum(missing))
+        if new is None:  # what came back is not what running sequences have anyway
+            return self._too_few(sequence, next_key)
+        for table, count in zip(sequence.spans, missing):
+            table += new[:count]
+            del new[:count]
+        sequence.planned = sequence.computed = sequence.entered * self._size
+        self.coming.announce(sequence, sequence.entered, full)
         return Taken.YES
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         """Gives a running sequence the spans of so many positions, if there are enough."""
-        missing = self.count_for(positions) - len(sequence.spans)
-        if missing > 0:
-            spans = self.pool.allocate(missing)
+        count = -(-positions // self._size)
+        short = [table for table in sequence.spans if len(table) < count]
+        if short:
+            spans = self.pool.allocate(sum([count - len(table) for table in short]))
             if spans is None:
                 return False
             if self.tier is not None:
                 self.tier.before_writes(spans)
-            sequence.spans += spans
+            for table in short:
+                left = len(spans) - count + len(table)
+                table += spans[left:]
+                del spans[left:]
         return True
+
+    def slide(self, sequence: Sequence) -> bool:
+        """Gives back the spans that windows have left behind, and takes others for what follows of a prompt: as many,
+        unless somebody else has those, too. Returns whether the sequence's spans have changed."""
+        changed = False
+        for group, window in self.groups.windowed:
+            table, begin = sequence.spans[group], sequence.behind[group]
+            end = self.groups.behind(window, sequence.computed)
+            if end <= begin:
+                continue
+            self.pool.release(table[begin:end], self._clock())
+            table[begin:end] = [NO_SPAN] * (end - begin)
+            sequence.behind[group], changed = end, True
+            missing = self.groups.end(window, end, sequence.admitted) - len(table)
+            table += self.pool.allocate(max(0, min(missing, self.pool.available)))
+        return changed
 
     def before_writes(self, sequence: Sequence, begin: int) -> None:
         """The step that is planned computes the positions of a history from `begin` to what is planned now."""
         if self.tier is not None:
-            self.tier.before_writes(sequence.spans[begin // self._size : self.count_for(sequence.planned)])
+            for table in sequence.spans:
+                self.tier.before_writes(table[begin // self._size : self.groups.count_for(sequence.planned)])
 
     def enter(self, sequence: Sequence) -> Optional[list[Sequence]]:
         """Makes what has been computed of a sequence findable. Returns who has waited for that; None if there is
@@ -130,14 +172,15 @@ class SequenceSpans:
             return None
         begin, sequence.entered = sequence.entered, full
         self.prefix_cache.keys.extend(sequence.keys, sequence.root, sequence.tokens, full)
-        for index in range(begin, full):
-            self.prefix_cache.enter(sequence.keys[index], sequence.spans[index])
+        for group, table in enumerate(sequence.spans):
+            for index in range(begin, full):
+                self.prefix_cache.enter(in_group(sequence.keys[index], group), table[index])
         return self.coming.arrived(sequence, begin, full) if sequence.announced > begin else []
 
     def release(self, sequence: Sequence) -> list[Sequence]:
         """Takes all spans of a sequence back. Returns who has waited for what it would have computed."""
         self._departures += 1
-        self.pool.release(sequence.spans, self._clock())
+        self._let_go(sequence)
         abandoned = self.coming.abandon(sequence) if sequence.announced else []
         sequence.lose_cache()
         return abandoned
@@ -146,15 +189,52 @@ class SequenceSpans:
         """What the step that is planned copies between the tiers."""
         return self.tier.take_copies() if self.tier is not None else None
 
-    def _restore(self, keys: list[bytes]) -> list[int]:
-        """Brings spans of the second tier back, as many as a step may; returns them, with a reference each."""
-        spans = []
-        for key in keys[: max(self._copies_left, 0)]:
-            (span,) = self.pool.allocate(1)
-            if not self.tier.restore(key, span):
-                self.pool.release([span], self._clock())
+    def _hold(self, sequence: Sequence, length: int) -> None:
+        """Makes so many spans of the prefix cache, as far as windows see them from there on, the sequence's first ones;
+        None in a table for one that is not there."""
+        sequence.behind = [self.groups.behind(window, length * self._size) for window in self.groups.windows]
+        sequence.spans = []
+        for group, begin in enumerate(sequence.behind):
+            found = [self.prefix_cache.find(in_group(key, group)) for key in sequence.keys[begin:length]]
+            self.pool.acquire(span for span in found if span is not None)
+            sequence.spans.append([NO_SPAN] * begin + found)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Takes the references of all its spans back."""
+        for table, begin in zip(sequence.spans, sequence.behind):
+            self.pool.release([span for span in table[begin:] if span is not None], self._clock())
+        sequence.spans, sequence.behind = [], []
+
+    def _missing(self, sequence: Sequence) -> list[int]:
+        """How many spans its tables lack to begin with."""
+        length = len(sequence.tokens)
+        return [self.groups.end(window, begin, length) - len(table)
+                for window, begin, table in zip(self.groups.windows, sequence.behind, sequence.spans)]
+
+    def _too_few(self, sequence: Sequence, next_key: Optional[bytes]) -> Taken:
+        self._let_go(sequence)
+        self._short = (sequence, self._departures, next_key)
+        return Taken.SHORT
+
+    def _restore(self, sequence: Sequence, keys: list[bytes], length: int) -> bool:
+        """Brings back what the second tier has of so many spans that are to be the sequence's first ones, as many as a
+        step may. False: there are more, and the sequence has none of them yet."""
+        self._let_go(sequence)
+        self._hold(sequence, length)
+        wanted = [(index, group) for group, table in enumerate(sequence.spans)
+                  for index, span in enumerate(table) if span is None]
+        brought = set()
+        for index, group in sorted(wanted):
+            key, spans = in_group(keys[index], group), self.pool.allocate(1) if self._copies_left > 0 else None
+            if spans is None or not self.tier.restore(key, spans[0]):
+                self.pool.release(spans or [], self._clock())
+                self._let_go(sequence)
                 break
-            self.prefix_cache.enter(key, span)  # whoever reads it does so after the copy
-            spans.append(span)
-        self._copies_left -= len(spans)
-        return spans
+            self._copies_left -= 1
+            self.prefix_cache.enter(key, spans[0])  # whoever reads it does so after the copy
+            sequence.spans[group][index] = spans[0]
+            brought.add(index)
+        sequence.restored += len(brought) * self._size
+        if len(sequence.spans) == 0 and self._copies_left > 0:  # some cannot come back
+            self._hold(sequence, self.prefix_cache.match(keys, self.groups))
+        return len(sequence.spans) > 0

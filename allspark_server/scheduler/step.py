@@ -7,7 +7,7 @@ from typing import Optional
 
 import numpy as np
 
-from ..cache import Copies
+from ..cache import Copies, SpanGroups
 from ..runtime.plan import COPIES, NewSlot, WorkTable, encode_plan
 from .probe import Probed
 from .sequence import FinishReason, Sequence
@@ -18,7 +18,8 @@ class Limits:
     """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
     which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
     must be twice as many, as the next step takes others. `anew_beyond`: a history that grows beyond this length is
-    computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is."""
+    computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is. `windows`: of each cache group, see
+    SpanGroups."""
 
     max_batch: int
     max_step_tokens: int
@@ -28,6 +29,12 @@ class Limits:
     max_drafts: int = 7
     masks: int = 0
     anew_beyond: int = 0
+    windows: tuple[int, ...] = (0,)
+
+    @property
+    def groups(self) -> SpanGroups:
+        """What spans sequences need: with windows, of a prompt those of two steps beside them."""
+        return SpanGroups(self.span_size, self.windows, 2 * self.max_chunk)
 
 
 @dataclass

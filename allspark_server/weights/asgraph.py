@@ -69,7 +69,7 @@ def to_message(graph: Graph) -> pb.Graph:
             )
         )
     message.row_sets.extend(pb.RowSet(**vars(row_set)) for row_set in graph.row_sets.values())
-    if len(graph.cache_groups) > 1:
+    if graph.cache_groups != [CacheGroup()]:
         message.cache_groups.extend(pb.CacheGroup(**vars(group)) for group in graph.cache_groups)
     for tensor in graph.tensors.values():
         blocks = [pb.Block(width=b.width, split=_split_message(b.split)) for b in tensor.blocks]
@@ -150,8 +150,8 @@ def from_message(message: pb.Graph) -> Graph:
         graph.row_set(row_set.name, row_set.times, row_set.of)
     if message.cache_groups:
         graph.cache_groups = [CacheGroup(group.kind, group.window) for group in message.cache_groups]
-        if graph.cache_groups[0] != CacheGroup():
-            raise ValueError("its first cache group is not one of full attention")
+        if graph.cache_groups != sorted(graph.cache_groups, key=lambda group: group.kind != "full"):
+            raise ValueError("its cache groups of full attention are not the first")
     for t in message.tensors:
         blocks = tuple(Block(b.width, split_of(b, b.width)) for b in t.blocks)
         if not blocks or any(block.width < 1 for block in blocks):
@@ -287,7 +287,7 @@ def write_params(
             found, suffixes = source.quantized(name, form, shape), form.scale_tensors(weight.columns)
             entries += [(name + suffix, kind, (shape[0], width)) for suffix, (kind, width) in suffixes.items()]
             entries.append((name, "U8", (shape[0], form.row_bytes(shape[1]))))
-            data += [_stored_pieces(found, shape, i) for i in (*_arrays_of(suffixes), 0)]
+            data += [_stored_pieces(found, form, shape, i) for i in (*_arrays_of(suffixes), 0)]
             if found.order is not None:
                 entries.append((name + ORDER, "I32", (shape[1],)))
                 data.append(iter([found.order]))
@@ -313,9 +313,10 @@ def _arrays_of(suffixes: Iterable[str]) -> list[int]:
     return [1 + (SCALE, OFFSET, SUPER_SCALE, SUPER_OFFSET).index(suffix) for suffix in suffixes]
 
 
-def _stored_pieces(tensor: QuantizedTensor, shape: tuple[int, int], array: int) -> Iterator[np.ndarray]:
+def _stored_pieces(tensor: QuantizedTensor, form: WeightFormat, shape: tuple[int, int],
+                   array: int) -> Iterator[np.ndarray]:
     """The pieces of one array of a matrix that is quantized in its source."""
-    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape))
+    return (np.ascontiguousarray(rows.arrays()[array]) for _, rows in tensor.pieces(0, *shape, plain=form))
 
 
 def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quantize) -> list[Iterator[np.ndarray]]:
@@ -323,7 +324,7 @@ def _quantized_pieces(tensor: StoredTensor, form: WeightFormat, quantize: Quanti
     later: list[np.ndarray] = []
 
     def scales() -> Iterator[np.ndarray]:
-        rows = tensor.data.reshape(-1, tensor.shape[-1])
+        rows = np.ascontiguousarray(tensor.data.reshape(-1, tensor.shape[-1]))
         q, scale, offset, bad = quantize(rows, tensor.dtype, form.bits, form.group_size)
         if bad:
             logger.warning(
@@ -345,7 +346,7 @@ def _pieces(tensor: StoredTensor, kind: str) -> Iterator[np.ndarray]:
     """The tensor's elements as contiguous pieces of stored type `kind`."""
     flat = tensor.data.reshape(-1)
     for begin in range(0, flat.size, PIECE_ELEMENTS):
-        piece = flat[begin:begin + PIECE_ELEMENTS]
+        piece = np.ascontiguousarray(flat[begin:begin + PIECE_ELEMENTS])
         yield piece if kind == tensor.dtype else from_float32(to_float32(piece, tensor.dtype), kind)
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -139,7 +140,7 @@ class ParamSource(SafetensorsSource):
         def some(begin: int, end: int) -> QuantizedRows:
             return QuantizedRows(*(array if array is None else array[begin:end] for array in chosen))
 
-        return QuantizedTensor(some, q.file, order)
+        return QuantizedTensor(name, q.file, some, order, mapped=True)
 
     def _checked(self, name: str, kind: str, shape: tuple[int, ...], what: str) -> StoredTensor:
         tensor = self.get(name)
@@ -254,6 +255,38 @@ class TextPart(Changed):
         return self.source.form(self.inner[name]) if name in self.inner else None
 
 
+class InterleavedExperts(Changed):
+    """With the experts of gpt-oss one by one: `experts.gate_up_proj` [experts, inputs, 2 outputs], whose even columns
+    are gate's, as `experts.E.gate_proj.weight` and `experts.E.up_proj.weight` [outputs, inputs]; `experts.down_proj`
+    likewise, and `_bias` of both as `.bias`."""
+
+    KINDS = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2), "down_proj": ("down_proj", 0, 1)}
+    EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+
+    def names(self) -> Iterable[str]:
+        names = set(self.source.names())
+        found = set(names)
+        for kind, (stored, *_) in self.KINDS.items():
+            for suffix, value in (("", "weight"), ("_bias", "bias")):
+                for name in [name for name in names if name.endswith(f".experts.{stored}{suffix}")]:
+                    found.discard(name)
+                    prefix, experts = name.removesuffix(f".{stored}{suffix}"), self.source.get(name).shape[:1]
+                    found.update(f"{prefix}.{e}.{kind}.{value}" for e in range(*experts))
+        return found
+
+    def get(self, name: str) -> StoredTensor:
+        match = self.EXPERT.fullmatch(name)
+        if match is None:
+            return self.source.get(name)
+        prefix, number, kind, value = match[1], int(match[2]), match[3], match[4]
+        stored, first, step = self.KINDS[kind]
+        tensor = self.source.get(f"{prefix}.{stored}" + ("_bias" if value == "bias" else ""))
+        if len(tensor.shape) != (2 if value == "bias" else 3) or number >= tensor.shape[0] or tensor.data is None:
+            raise KeyError(name)
+        data = tensor.data[number, ..., first::step].T
+        return dataclasses.replace(tensor, name=name, shape=data.shape, data=data)
+
+
 class TorchSource:
     """pytorch_model.bin files, read by torch in its weights-only mode, which runs no code from the file."""
 
@@ -334,6 +367,8 @@ def open_model(model_path: str, weights_path: str = "", rope_scaling: dict | Non
             config = read_config(path, rope_scaling)
             if config.architecture == "Gemma3ForConditionalGeneration":
                 source = TextPart(source)
+            if config.architecture == "GptOssForCausalLM":
+                source = InterleavedExperts(source)
             config = _tied_as_stored(config, source)
             if config.unit_head:
                 source = UnitHead(source)

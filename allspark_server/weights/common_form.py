@@ -43,7 +43,7 @@ def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, co
         return np.ascontiguousarray(np.repeat(array, repeat, axis=1)[:, :groups])
 
     def rows(begin: int, end: int) -> QuantizedRows:
-        found = tensor.rows(begin, end)
+        found = tensor.plain_rows(begin, end, own, columns)
         codes = unpack_codes(found.codes, own.bits, columns) + np.uint8(128 - center)
         scales, zeros = found.scales, found.zeros
         if form.layout.super_group:
@@ -57,7 +57,7 @@ def converted(tensor: QuantizedTensor, own: WeightFormat, form: WeightFormat, co
             offset = scale * (np.float32(center) - zeros.astype(np.float32))
         return QuantizedRows(pack_codes(codes, 8), wide(scale), wide(offset))
 
-    return QuantizedTensor(rows, tensor.file, tensor.order)
+    return QuantizedTensor(tensor.name, tensor.file, rows, tensor.order)
 
 
 def plain_scales(rows: QuantizedRows, form: WeightFormat) -> tuple[np.ndarray, np.ndarray]:

@@ -158,12 +158,15 @@ class Loader:
 
         for first, rows in tensor.pieces(begin, end, weight.columns):
             rows = columns.of(rows, weight.columns)
-            self.executor.fill_quantized(
+            bad = self.executor.fill_quantized(
                 identity, rows.codes, rows.scales, rows.zeros, form.bits,
                 columns=columns.gathered if gathered else weight.columns,
                 group_size=columns.form.group_size, row_offset=offset + first - begin,
                 column=0 if columns.order is not None else columns.first, super_group=form.layout.super_group,
-                super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets))
+                super_scales=bits(rows.super_scales), super_offsets=bits(rows.super_offsets),
+                packing=rows.packing, skipped=rows.skipped)
+            if bad:
+                raise tensor.not_finite(bad, "values" if rows.packing == "rows" else "scales")
 
     def _fill(self, identity: int, pieces: list[tuple[StoredTensor, int, int]], end: int, column: int,
               group_size: int) -> None:
@@ -191,7 +194,7 @@ class Loader:
             bad = values.size - int(np.isfinite(values).sum())
             if bad:
                 self._warn(tensor, bad)
-            pieces.append(np.zeros_like(values) if weight.first_rank_only and self.rank > 0 else values)
+            pieces.append(np.zeros_like(values) if weight.is_zero_on(self.rank, self.world) else values)
             self._advance(end - begin)
         return self.executor.add_vector(np.concatenate(pieces))
 

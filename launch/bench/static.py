@@ -248,7 +248,8 @@ def measure_format(engine, row: Row, form: Format, checkpoint: Path, cells: list
         engine.start_model(MODEL)
         info = engine.get_model_info(MODEL)
         row.weight_bytes = float(info.weight_bytes * info.ranks)        # of rank 0: the others' differ by a head or so
-        row.token_bytes = info.cache_bytes * info.ranks / (info.num_spans * info.span_size)
+        groups = len(info.cache_windows)
+        row.token_bytes = info.cache_bytes * info.ranks * groups / (info.num_spans * info.span_size)
         rng = np.random.default_rng(0)
         time_cell(engine, MODEL, Cell(1, min(16, config.engine_max_length - 2), 2), info.vocab_size, rng)
         for cell in cells:

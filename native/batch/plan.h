@@ -39,6 +39,9 @@ struct Work {
   bool draws() const { return flags & kDraw; }
 };
 
+// In a span table: no span, as a window has left its positions behind.
+constexpr int32_t kNoSpan = -1;
+
 // Names what a full span holds (allspark_server/cache/span_keys.py). Of zeros: nothing.
 using SpanKey = std::array<uint64_t, 2>;
 
@@ -52,7 +55,7 @@ struct Plan {
   std::vector<int32_t> free;
   std::vector<NewSequence> fresh;
   std::vector<Work> work;
-  std::vector<SpanCopy> saved, restored;  // before the rows are computed, in this order; of the first cache group
+  std::vector<SpanCopy> saved, restored;  // before the rows are computed, in this order
 
   // Throws std::invalid_argument on anything that is not a whole, well-formed plan of `groups` cache groups.
   static Plan parse(const std::string& bytes, int groups);

@@ -12,17 +12,29 @@ void Slots::check_copies(const Plan& plan) {
   if (plan.saved.empty() && plan.restored.empty()) return;
   auto refuse = [](const std::string& what) { throw std::invalid_argument("step plan: " + what); };
   copied_.assign(limits_.host_spans, 0);
-  std::vector<char> filled(limits_.num_spans[0]);
+  std::vector<char> filled(limits_.num_spans);
   for (const auto* copies : {&plan.saved, &plan.restored})
     for (const SpanCopy& copy : *copies) {
       const bool restored = copies == &plan.restored;
-      if (copy.span < 0 || copy.span >= limits_.num_spans[0] || copy.host < 0 || copy.host >= limits_.host_spans)
-        refuse("a copy of span " + std::to_string(copy.span) + " of " + std::to_string(limits_.num_spans[0]) +
+      if (copy.span < 0 || copy.span >= limits_.num_spans || copy.host < 0 || copy.host >= limits_.host_spans)
+        refuse("a copy of span " + std::to_string(copy.span) + " of " + std::to_string(limits_.num_spans) +
                " and span " + std::to_string(copy.host) + " of the second tier's " +
                std::to_string(limits_.host_spans));
       if (restored ? filled[copy.span]++ : copied_[copy.host]++)
         refuse("two copies to span " + std::to_string(restored ? copy.span : copy.host));
     }
+}
+
+// A table may have kNoSpan where none of the positions is seen by the item's rows, and so by none that come later.
+void Slots::check_spans(const Work& work, Outlook& slot) const {
+  for (int g = 0; g < groups(); g++) {
+    const long unseen = limits_.windows[g] ? slot.cached + 1 - limits_.windows[g] : 0;
+    for (int32_t s : work.spans[g])
+      if (const long end = ++slot.spans[g] * limits_.span_size;
+          s < kNoSpan || s >= limits_.num_spans || (s == kNoSpan && end > unseen))
+        throw std::invalid_argument("step plan: span " + std::to_string(s) + " is not in 0..." +
+                                    std::to_string(limits_.num_spans - 1));
+  }
 }
 
 void Slots::check(const Plan& plan, bool has_draft_model) {
@@ -82,12 +94,7 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (w.mask < 0 || (w.mask && (!w.draws() || w.mask + w.drafts > limits_.masks)))
       refuse(name + " has mask " + std::to_string(w.mask) + " for " + std::to_string(w.draws() + w.drafts) +
              " draws; there are " + std::to_string(limits_.masks));
-    for (int g = 0; g < groups(); g++) {
-      slot.spans[g] += (long)w.spans[g].size();
-      for (int32_t s : w.spans[g])
-        if (s < 0 || s >= limits_.num_spans[g])
-          refuse("span " + std::to_string(s) + " is not in 0..." + std::to_string(limits_.num_spans[g] - 1));
-    }
+    check_spans(w, slot);
     slot.history += (long)w.known.size() - (w.flags & kGiven ? w.drafts : 0);
     const long end = slot.cached + w.rows;
     if (w.rows < 1 || end > slot.history || slot.history > limits_.max_length)

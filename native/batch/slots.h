@@ -10,7 +10,8 @@ namespace as {
 // What plans may ask for.
 struct SlotLimits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0, span_size = 0;
-  std::vector<int> num_spans;  // of each cache group
+  int num_spans = 0;
+  std::vector<int> windows;  // of each cache group: how many of the last positions its ops see; 0: all
   int masks = 0;
   bool hidden_states = false;  // whether the program hands them out
   int host_spans = 0;          // of the second tier
@@ -22,7 +23,7 @@ class Slots {
   Slots() = default;
   explicit Slots(SlotLimits limits);
 
-  int groups() const { return (int)limits_.num_spans.size(); }
+  int groups() const { return (int)limits_.windows.size(); }
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow what the slots have.
   void check(const Plan& plan, bool has_draft_model);
   // Brings the slots up to date with a plan that was checked, and looks up drafts. Those of a draft model are still to
@@ -60,6 +61,7 @@ class Slots {
     std::vector<long> spans;
   };
   void check_copies(const Plan& plan);
+  void check_spans(const Work& work, Outlook& slot) const;
 
   SlotLimits limits_;
   std::vector<Slot> slots_;

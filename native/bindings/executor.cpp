@@ -33,14 +33,44 @@ SourceType source_of(const std::string& name, const py::array& a) {
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Scales = py::array_t<QuantizedScale, py::array::c_style>;
 
-// The rows of a two-dimensional array of which columns are adjacent; its columns are all taken.
+// The rows of a two-dimensional array; its columns are all taken.
 SourceRows source_rows(const py::array& a, const std::string& source) {
   if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
   const SourceType type = source_of(source, a);
-  if (a.shape(1) > 1 && a.strides(1) != a.itemsize())
-    throw std::invalid_argument("a matrix' columns must be adjacent in memory");
-  if (a.strides(0) % a.itemsize()) throw std::invalid_argument("a matrix' rows must be whole elements apart");
-  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, (int64_t)a.shape(1), (int64_t)a.shape(1)};
+  if (a.strides(0) % a.itemsize() || a.strides(1) % a.itemsize())
+    throw std::invalid_argument("a matrix' rows and columns must be whole elements apart");
+  const int64_t columns = a.shape(1), step = columns > 1 ? a.strides(1) / a.itemsize() : 1;
+  return {a.data(), type, (int64_t)(a.strides(0) / a.itemsize()), 0, 0, columns, columns, step};
+}
+
+// Rows of codes that are packed so, without what belongs to them unless they are blocks. rows: of octets.
+StoredRows stored_rows(const py::array& q, int bits, int64_t columns, const std::string& packing, int skipped,
+                       int64_t rows, int64_t& count) {
+  const Packing kind = packing_of(packing);
+  const bool transposed = is_transposed(kind), octets = kind == Packing::octets;
+  if ((bits != 8 && bits != 4) || columns < 1 || (octets && (bits != 4 || skipped < 0 || skipped > 7)))
+    throw std::invalid_argument("quantized rows: bits, columns or skipped");
+  if (is_block(kind) && (block_kind(kind).bits != bits || columns % block_kind(kind).values))
+    throw std::invalid_argument("quantized rows: " + std::to_string(columns) + " values of " + std::to_string(bits) +
+                                " bits are no whole blocks of " + packing);
+  StoredRows stored;
+  stored.bits = bits, stored.columns = columns, stored.group = columns;
+  const auto* data = static_cast<const uint8_t*>(q.data());
+  const int64_t stride = q.ndim() == 2 ? q.strides(0) : 0;
+  if (is_block(kind)) stored = block_rows(kind, data, stride, columns);
+  stored.packing = kind, stored.q = data, stored.stride = stride, stored.skipped = octets ? skipped : 0;
+  int64_t height = -1, width = stored.row_bytes();  // of q
+  if (octets) height = columns, width = (skipped + rows + 7) / 8;
+  else if (transposed) height = (columns * bits + 31) / 32, width = -1;
+  else if (is_block(kind)) width = columns / block_kind(kind).values * block_kind(kind).bytes;
+  if (q.ndim() != 2 || q.itemsize() != (transposed ? 4 : 1) || (height >= 0 && q.shape(0) != height) ||
+      (width >= 0 && q.shape(1) != width) || (q.shape(1) > 1 && q.strides(1) != q.itemsize()) || (octets && rows < 0))
+    throw std::invalid_argument("quantized rows packed as " + packing + " must be [" +
+                                (height < 0 ? "rows" : std::to_string(height)) + ", " +
+                                (width < 0 ? "rows" : std::to_string(width)) + "] of " +
+                                (transposed ? "4 bytes" : "a byte") + " each, of adjacent columns");
+  count = octets ? rows : transposed ? q.shape(1) : q.shape(0);
+  return stored;
 }
 
 // Packs rows of arrays, one after the other, into a matrix. Returns how many values of each are NaN or infinite.
@@ -146,43 +176,45 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "the matrix'.")
       .def(
           "fill_quantized",
-          [](Executor& e, int id, Bytes q, const py::array& scales, const std::optional<py::array>& zeros, int bits,
-             int64_t columns, int64_t group_size, int64_t row_offset, int64_t column, int64_t super_group,
-             const std::optional<Scales>& super_scales, const std::optional<Scales>& super_offsets) {
-            if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0 || super_group < 0)
-              throw std::invalid_argument("fill_quantized: bits, columns, group_size or super_group");
+          [](Executor& e, int id, const py::array& q, const std::optional<py::array>& scales,
+             const std::optional<py::array>& zeros, int bits, int64_t columns, int64_t group_size, int64_t row_offset,
+             int64_t column, int64_t super_group, const std::optional<py::array>& super_scales,
+             const std::optional<py::array>& super_offsets, const std::string& packing, int skipped) {
+            int64_t count;
+            StoredRows rows = stored_rows(q, bits, columns, packing, skipped, scales ? scales->shape(0) : -1, count);
+            if (group_size < 0 || super_group < 0)
+              throw std::invalid_argument("fill_quantized: group_size or super_group");
             const Packed& m = e.weights().matrix(id);
-            StoredRows rows{};
-            rows.bits = bits, rows.columns = columns, rows.group = group_size ? group_size : columns;
-            rows.super_group = super_group;
-            const py::ssize_t count = q.ndim() == 2 ? q.shape(0) : -1;
-            auto check = [&](const py::array& a, int64_t width, int bytes, const char* what) {
-              if (a.ndim() != 2 || a.shape(0) != count || a.shape(1) != width || a.itemsize() != bytes ||
-                  !(a.flags() & py::array::c_style))
-                throw std::invalid_argument(std::string("fill_quantized: ") + what + " must be [rows, " +
-                                            std::to_string(width) + "] of " + std::to_string(bytes) + " bytes each");
-            };
-            check(q, rows.row_bytes(), 1, "q");
-            check(scales, rows.groups(), m.scale_bytes(), "scales");
-            rows.q = q.data(), rows.scales = static_cast<const char*>(scales.data());
-            if (zeros) {
-              check(*zeros, rows.groups(), m.zero_bytes(), "zeros");
-              rows.zeros = static_cast<const char*>(zeros->data());
+            if (!is_block(rows.packing)) {
+              rows.group = group_size ? group_size : columns, rows.super_group = super_group;
+              if (!scales) throw std::invalid_argument("fill_quantized: scales are missing");
+              auto take = [&](const std::optional<py::array>& a, int64_t width, int bytes, const char* what) {
+                if (!a) return Strided{};
+                if (a->ndim() != 2 || a->shape(0) != count || a->shape(1) != width || a->itemsize() != bytes)
+                  throw std::invalid_argument(std::string("fill_quantized: ") + what + " must be [rows, " +
+                                              std::to_string(width) + "] of " + std::to_string(bytes) + " bytes each");
+                return Strided{static_cast<const char*>(a->data()), (int64_t)a->strides(0), (int64_t)a->strides(1)};
+              };
+              rows.scales = take(scales, rows.groups(), m.scale_bytes(), "scales");
+              rows.zeros = take(zeros, rows.groups(), m.zero_bytes(), "zeros");
+              rows.super_scales = take(super_scales, rows.super_groups(), 2, "super_scales");
+              rows.super_offsets = take(super_offsets, rows.super_groups(), 2, "super_offsets");
             }
-            if (super_scales) check(*super_scales, rows.super_groups(), 2, "super_scales");
-            if (super_offsets) check(*super_offsets, rows.super_groups(), 2, "super_offsets");
-            rows.super_scales = super_scales ? super_scales->data() : nullptr;
-            rows.super_offsets = super_offsets ? super_offsets->data() : nullptr;
             py::gil_scoped_release release;
-            e.weights().fill_quantized(id, rows, count, row_offset, column);
+            return e.weights().fill_quantized(id, rows, count, row_offset, column);
           },
           py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(), py::arg("zeros").noconvert(),
           py::arg("bits"), py::arg("columns"), py::arg("group_size"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("super_group") = 0, py::arg("super_scales").noconvert() = py::none(),
-          py::arg("super_offsets").noconvert() = py::none(),
+          py::arg("super_offsets").noconvert() = py::none(), py::arg("packing") = "rows", py::arg("skipped") = 0,
           "Packs columns `column`... of rows of `columns` quantized values, those that quantize_rows made or, with the "
           "matrix'\nlayout of scales, others. zeros: offsets or zero points. Nested scales: int8, times super_scales "
-          "(float16) of each\nsuper_group values.")
+          "(float16) of each\nsuper_group values. packing: of q, \"rows\" uint8 [rows, bytes]; \"signed\" and "
+          "\"swapped\" the same of signed bytes and of\nhalves in the other order; \"words\" int32 [words of k, rows] "
+          "(GPTQ); \"octets\" int32 [k, words of eight rows] (AWQ), whose\nfirst word has `skipped` rows before the "
+          "first; or GGUF's \"Q4_0\", ..., uint8 [rows, bytes of blocks], with their own scales.\nArrays are views of "
+          "any strides, q of adjacent columns. Returns how many codes of e4m3 are NaN and how many scales of\nblocks "
+          "are NaN or infinite.")
       .def("fill_rows", fill, py::arg("id"), py::arg("arrays"), py::arg("source"), py::arg("row_offset") = 0,
            py::arg("column") = 0, py::arg("group_size") = py::none(),
            "fill_matrix of arrays one after the other, all at once; returns how many values of each are NaN or "
@@ -194,6 +226,7 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
           "quantize_rows",
           [](Executor& e, const py::array& a, const std::string& source, int bits, int64_t group_size) {
             SourceRows rows = source_rows(a, source);
+            if (rows.step != 1) throw std::invalid_argument("quantize_rows: columns must be adjacent in memory");
             if ((bits != 8 && bits != 4) || group_size < 0 || group_size % 2)
               throw std::invalid_argument("quantize_rows: bits or group_size");
             rows.group = group_size ? group_size : rows.columns;
@@ -221,35 +254,52 @@ void bind_weights(py::class_<Executor, StepModel, std::shared_ptr<Executor>>& ex
       });
 }
 
-void bind_blocks(py::module_& m) {
+void bind_unpacking(py::module_& m) {
   m.def(
-      "unpack_blocks",
-      [](const std::string& name, Bytes rows) {
-        const BlockKind& kind = block_kind_of(name);
-        if (rows.ndim() != 2 || rows.shape(1) % kind.bytes)
-          throw std::invalid_argument("unpack_blocks: rows must be [n, whole blocks of " + std::to_string(kind.bytes) +
-                                      " bytes]");
-        const py::ssize_t n = rows.shape(0), blocks = rows.shape(1) / kind.bytes;
-        Bytes codes({n, blocks * kind.values * kind.bits / 8});
-        py::array_t<int8_t> scales({n, blocks * kind.scales}), minimums({n, kind.minimums ? blocks * kind.scales : 0});
-        const uint8_t* from = rows.data();
+      "unpack_codes",
+      [](const py::array& q, int bits, int64_t columns, const std::string& packing, int skipped, int64_t rows) {
+        int64_t count;
+        const StoredRows stored = stored_rows(q, bits, columns, packing, skipped, rows, count);
+        Bytes codes({(py::ssize_t)count, (py::ssize_t)stored.row_bytes()});
         uint8_t* to = codes.mutable_data();
-        int8_t *first = scales.mutable_data(), *second = minimums.mutable_data();
         {
           py::gil_scoped_release release;
-          unpack_blocks(kind, from, n * blocks, to, first, second);
+          unpack_codes(stored, count, to);
         }
-        return py::make_tuple(codes, scales, minimums);
+        return codes;
       },
-      py::arg("type"), py::arg("rows").noconvert(),
-      "Rows of GGUF's blocks, uint8 [n, bytes]: (codes as fill_quantized takes them, int8 scales and minimums [n, "
-      "groups], empty\nwhere there are none). The blocks' float16 are left where they are.");
+      py::arg("q").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("packing"), py::arg("skipped") = 0,
+      py::arg("rows") = -1, "Codes that are packed as fill_quantized says, as plain rows. rows: of octets.");
+  m.def(
+      "unpack_scales",
+      [](const py::array& q, int64_t columns, const std::string& packing) {
+        int64_t count;
+        const Packing kind = packing_of(packing);
+        if (!is_block(kind) || !block_kind(kind).nested)
+          throw std::invalid_argument("unpack_scales: " + packing + " has no nested scales");
+        const StoredRows stored = stored_rows(q, block_kind(kind).bits, columns, packing, 0, -1, count);
+        const int each = block_kind(kind).values / block_kind(kind).group;
+        const bool minimums = stored.super_offsets.data;
+        py::array_t<int8_t> first({(py::ssize_t)count, (py::ssize_t)stored.groups()}),
+            second({(py::ssize_t)count, (py::ssize_t)(minimums ? stored.groups() : 0)});
+        int8_t *to = first.mutable_data(), *and_to = second.mutable_data();
+        {
+          py::gil_scoped_release release;
+          for (int64_t r = 0; r < count; r++)
+            for (int64_t b = 0; b < stored.super_groups(); b++, to += each, and_to += minimums ? each : 0)
+              unpack_scales(kind, stored.q + r * stored.stride, b, to, and_to);
+        }
+        return py::make_tuple(first, second);
+      },
+      py::arg("q").noconvert(), py::arg("columns"), py::arg("packing"),
+      "Nested scales of rows of GGUF's blocks, and their minimums, int8 [rows, groups], the latter empty where there "
+      "are none.");
 }
 
 }  // namespace
 
 void bind_executor(py::module_& m) {
-  bind_blocks(m);
+  bind_unpacking(m);
   bind_adapters(m);
   py::class_<StepResult>(
       m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
@@ -316,7 +366,7 @@ void bind_executor(py::module_& m) {
           [](Executor& e, const std::string& kind, int window) {
             return e.program().add_cache_group(cache_kind_of(kind), window);
           },
-          py::arg("kind"), py::arg("window") = 0, "A further one: the first is there, of full attention.")
+          py::arg("kind"), py::arg("window") = 0, "Before any op; without, there is one of full attention.")
       .def(
           "add_tensor", [](Executor& e, int width, int rows) { return e.program().add_tensor(width, rows); },
           py::arg("width"), py::arg("rows") = kAllRows)
@@ -334,7 +384,7 @@ void bind_executor(py::module_& m) {
              int adapters, int adapter_rank, const std::string& adapter_dtype) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, {num_spans}, cache_dtype_of(dtype)}, fused, std::move(draft), masks,
+                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(draft), masks,
                        {adapters, adapter_rank, float_format_of(adapter_dtype)});
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),

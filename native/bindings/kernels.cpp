@@ -46,6 +46,12 @@ void bind_kernels(py::module_& m) {
     kernels().silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size());
     return y;
   });
+  k.def("clamped_silu_mul", [](Floats gate, Floats up, float alpha, float limit) {
+    expect(up.size() == gate.size(), "clamped_silu_mul: gate and up must be of one length");
+    Floats y(gate.size());
+    kernels().clamped_silu_mul(gate.data(), up.data(), y.mutable_data(), (int)gate.size(), alpha, limit);
+    return y;
+  });
   k.def("rope", [](Floats x, Floats cosine, Floats sine) {
     expect(sine.size() == cosine.size() && x.size() == 2 * cosine.size(),
            "rope: x must be twice as long as cosine and sine");

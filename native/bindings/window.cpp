@@ -51,13 +51,29 @@ void check_matrix(const py::array& x) {
 }  // namespace
 
 void bind_window(py::module_& m) {
+  py::class_<Hosts, std::shared_ptr<Hosts>>(m, "Hosts",
+                                            "The hosts of a group and MPI between them (native/comm/hosts.h).")
+      .def(py::init([](int rank, std::vector<int> first, const std::vector<uintptr_t>& mpi) {
+             if (mpi.size() != 5) throw std::invalid_argument("mpi: MPI_Isend, MPI_Irecv, MPI_Test, a type, a world");
+             const Mpi found{reinterpret_cast<decltype(Mpi::isend)>(mpi[0]),
+                             reinterpret_cast<decltype(Mpi::irecv)>(mpi[1]),
+                             reinterpret_cast<decltype(Mpi::test)>(mpi[2]), reinterpret_cast<void*>(mpi[3]),
+                             reinterpret_cast<void*>(mpi[4])};
+             return std::make_shared<Hosts>(rank, std::move(first), found, kAllLanes);
+           }),
+           py::arg("rank"), py::arg("first"), py::arg("mpi"))
+      .def_property_readonly("size", &Hosts::size)
+      .def_property_readonly("own", &Hosts::own)
+      .def("receiver", &Hosts::receiver, py::arg("host"), py::arg("rank"));
   py::class_<Window, std::shared_ptr<Window>>(m, "Window",
                                               "Shared memory between the ranks of a host (native/comm/window.h).")
       .def_static(
           "bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1,
           "Bytes each rank allocates and zeroes.")
-      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double, double>(), py::arg("rank"), py::arg("size"),
-           py::arg("addresses"), py::arg("spin"), py::arg("timeout"), py::arg("beat_seconds") = 1.0)
+      .def(py::init<int, int, const std::vector<uintptr_t>&, bool, double, double, std::shared_ptr<Hosts>,
+                    const std::vector<int>&>(),
+           py::arg("rank"), py::arg("size"), py::arg("addresses"), py::arg("spin"), py::arg("timeout"),
+           py::arg("beat_seconds") = 1.0, py::arg("hosts") = nullptr, py::arg("sockets") = std::vector<int>())
       .def_property_readonly("exchange_seconds", &Window::exchange_seconds,
                              "What thread 0 has spent in the exchanges of steps.")
       .def_property_readonly("wait_seconds", &Window::wait_seconds, "Of these, waiting for other ranks.")

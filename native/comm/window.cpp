@@ -12,6 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int64_t kSlice = 50'000'000;  // ns a waiter sleeps before it looks for an abort again
+constexpr int64_t kHostSlice = 50'000;  // and before it looks again for what other hosts have sent
 constexpr size_t kLine = 64;
 // Messages up to which one wait is better than several lanes.
 constexpr size_t kOneLaneBytes = 32 << 10;
@@ -30,27 +31,36 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 }  // namespace
 
 Window::Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
-               double beat_seconds)
-    : Communicator(rank, size), spin_(spin), timeout_(timeout), watched_(std::max(size, 0)) {
+               double beat_seconds, std::shared_ptr<Hosts> hosts, const std::vector<int>& sockets)
+    : Communicator(rank, size), hosts_(std::move(hosts)), spin_(spin), timeout_(timeout), watched_(std::max(size, 0)) {
   if (size < 1 || rank < 0 || rank >= size || (int)addresses.size() != size)
     throw std::invalid_argument("window: rank " + std::to_string(rank) + " of " + std::to_string(size) + " with " +
                                 std::to_string(addresses.size()) + " segments; one segment a rank is needed");
   if (size > kMostRanks)
-    throw std::invalid_argument("window: " + std::to_string(size) + " ranks; a host has at most " +
+    throw std::invalid_argument("window: " + std::to_string(size) + " ranks; a group has at most " +
                                 std::to_string(kMostRanks));
   if (!(beat_seconds > 0)) throw std::invalid_argument("window: beat_seconds must be positive");
   for (uintptr_t a : addresses) {
     if (a == 0 || a % 64 != 0) throw std::invalid_argument("window: segments must be aligned to 64 bytes");
     segments_.push_back(reinterpret_cast<Segment*>(a));
   }
+  std::vector<int> linked;  // hosts
+  for (int h = 1; hosts_ && rank == 0 && h < hosts_->size(); h++) linked.push_back(h);
+  if (hosts_ && rank != 0 && rank == first_here() && hosts_->own() > 0) linked = {0};
+  if (linked.size() != sockets.size() || (hosts_ && hosts_->end(hosts_->size() - 1) != size))
+    throw std::invalid_argument("window: hosts with " + std::to_string(sockets.size()) + " sockets for " +
+                                std::to_string(linked.size()) + " connections of rank " + std::to_string(rank));
   beating_ = std::thread([this, pause = std::chrono::duration<double>(beat_seconds)] {
     std::unique_lock<std::mutex> lock(closing_);
     do segments_[rank_]->beats.fetch_add(1, std::memory_order_relaxed);
     while (!closed_.wait_for(lock, pause, [this] { return is_closed_; }));
   });
+  if (!linked.empty())
+    link_ = std::make_unique<Link>(static_cast<LinkEnd&>(*this), sockets, linked, beat_seconds, kCommandBytes);
 }
 
 void Window::close() {
+  if (link_) link_->close();
   {
     std::lock_guard<std::mutex> lock(closing_);
     is_closed_ = true;
@@ -115,13 +125,20 @@ Window::Timed::~Timed() {
   nanoseconds_.store(nanoseconds_.load(std::memory_order_relaxed) + now - start_, std::memory_order_relaxed);
 }
 
-void Window::wait(Signal& signal, uint32_t target, int peer, const char* what) {
+void Window::give_up(int peer, const char* what) {
+  const std::string message = "rank " + std::to_string(rank_) + " waited " + std::to_string((int)timeout_) +
+                              " s for rank " + std::to_string(peer) + " in " + what + "; the group is given up";
+  abort(message);
+  throw std::runtime_error(message);
+}
+
+void Window::wait(Signal& signal, uint32_t target, int peer, const char* what, int lane) {
   if (reached(signal.value.load(std::memory_order_acquire), target)) return;
   const Timed timed(waited_, &signal == &segments_[peer]->lanes[0].signal);
   int spins = spin_ ? kSpins * 4 : 0;
   for (; spins > 0; spins--) {
     if (reached(signal.value.load(std::memory_order_acquire), target)) return;
-    cpu_pause();
+    if (all_heard(lane)) cpu_pause();
   }
   const auto start = Clock::now();
   while (true) {
@@ -129,19 +146,41 @@ void Window::wait(Signal& signal, uint32_t target, int peer, const char* what) {
     if (reached(seen, target)) return;
     check_abort();
     check_silence(peer, what);
-    if (seconds_since(start) > timeout_) {
-      const std::string message = "rank " + std::to_string(rank_) + " waited " + std::to_string((int)timeout_) +
-                                  " s for rank " + std::to_string(peer) + " in " + what + "; the group is given up";
-      abort(message);
-      throw std::runtime_error(message);
-    }
-    signal.sleep(seen, kSlice);
+    if (seconds_since(start) > timeout_) give_up(peer, what);
+    signal.sleep(seen, all_heard(lane) ? kSlice : kHostSlice);
   }
 }
 
 void Window::await_all(int lane, uint32_t sequence, const char* what) {
   for (int r = 0; r < size_; r++)
-    if (r != rank_) wait(segments_[r]->lanes[lane].signal, sequence + 1, r, what);
+    if (r != rank_) await(r, lane, sequence, what);
+  finish(lane, what);
+}
+
+void Window::finish(int lane, const char* what) {
+  if (all_heard(lane)) return;
+  const auto start = Clock::now();
+  for (int64_t tries = 0; !all_heard(lane); tries++) {
+    if (spin_ && tries < kSpins * 4) continue;
+    check_abort();
+    if (seconds_since(start) > timeout_) give_up(first_here(), what);
+    const timespec pause{0, kHostSlice};
+    nanosleep(&pause, nullptr);
+  }
+}
+
+// Buffers of mirrors are free: a rank that publishes a piece has seen that all others have published the one before,
+// and so have read the one that the buffer held.
+void Window::exchange(int lane, uint32_t sequence, size_t bytes, size_t stride) {
+  for (int h = 0; h < hosts_->size(); h++) {
+    if (h == hosts_->own()) continue;
+    const size_t begin = stride * hosts_->first(h), count = stride ? stride * hosts_->end(h) - begin : bytes;
+    hosts_->send(lane, hosts_->receiver(h, rank_), piece(rank_, lane, sequence) + begin, count);
+  }
+  const size_t begin = stride * first_here(), most = stride ? stride * end_here() - begin : kLaneBytes;
+  for (int r = 0; r < size_; r++)
+    if (!hosts_->here(r) && hosts_->receiver(hosts_->own(), r) == rank_)
+      hosts_->receive(lane, r, piece(r, lane, sequence) + begin, most, segments_[r]->lanes[lane].signal, sequence + 1);
 }
 
 Window::Scattered Window::scattered(size_t rows, size_t width, size_t bytes) const {
@@ -166,6 +205,11 @@ size_t Window::Scattered::longest(int which) const {
   size_t most = 0;
   for (int r = 0; r < ranks.size(); r++) most = std::max(most, lane(r, which).size());
   return most;
+}
+
+size_t Window::Scattered::stride(int lane, size_t offset, size_t most) const {
+  constexpr size_t kUnit = kLine / sizeof(float);
+  return std::min(most, (longest(lane) - offset + kUnit - 1) / kUnit * kUnit);
 }
 
 void Window::all_reduce(float* x, size_t n, int thread, int threads) {
@@ -204,21 +248,23 @@ void Window::reduce_scatter(float* x, const Scattered& shape, int thread, int th
     for (int lane = thread; lane < shape.lanes; lane += threads) {
       if (offset >= shape.longest(lane)) continue;
       const uint32_t sequence = sequence_[lane].next;
+      const size_t stride = shape.stride(lane, offset, most);
       float* to = reinterpret_cast<float*>(piece(rank_, lane, sequence));
       for (int r = 0; r < size_; r++) {
         const Range share = shape.share(r, lane, offset, most);
-        if (r != rank_) std::memcpy(to + r * most, x + share.begin, share.size() * sizeof(float));
+        if (r != rank_) std::memcpy(to + r * stride, x + share.begin, share.size() * sizeof(float));
       }
-      segments_[rank_]->lanes[lane].signal.publish(sequence + 1);
+      publish_piece(lane, sequence, 0, stride * sizeof(float));
     }
     for (int lane = thread; lane < shape.lanes; lane += threads) {
       if (offset >= shape.longest(lane)) continue;
       const uint32_t sequence = sequence_[lane].next++;
+      const size_t stride = shape.stride(lane, offset, most);
       const Range own = shape.share(rank_, lane, offset, most);
       await_all(lane, sequence, "reduce-scatter");
       for (int r = 0; r < size_; r++)
         partials[r] =
-            r == rank_ ? x + own.begin : reinterpret_cast<const float*>(piece(r, lane, sequence)) + rank_ * most;
+            r == rank_ ? x + own.begin : reinterpret_cast<const float*>(piece(r, lane, sequence)) + rank_ * stride;
       kernels().sum_partials(partials, size_, x + own.begin, own.size());
     }
   }
@@ -234,17 +280,18 @@ void Window::all_gather(char* base, const Scattered& shape, int thread, int thre
       const uint32_t sequence = sequence_[lane].next;
       const Range own = shape.share(rank_, lane, offset, most);
       std::memcpy(piece(rank_, lane, sequence), base + own.begin * shape.bytes, own.size() * shape.bytes);
-      segments_[rank_]->lanes[lane].signal.publish(sequence + 1);
+      publish_piece(lane, sequence, own.size() * shape.bytes);
     }
     for (int lane = thread; lane < shape.lanes; lane += threads) {
       if (offset >= shape.longest(lane)) continue;
       const uint32_t sequence = sequence_[lane].next++;
       for (int r = 0; r < size_; r++) {
         if (r == rank_) continue;
-        wait(segments_[r]->lanes[lane].signal, sequence + 1, r, "all-gather");
+        await(r, lane, sequence, "all-gather");
         const Range share = shape.share(r, lane, offset, most);
         std::memcpy(base + share.begin * shape.bytes, piece(r, lane, sequence), share.size() * shape.bytes);
       }
+      finish(lane, "all-gather");
     }
   }
 }
@@ -264,7 +311,7 @@ void Window::all_reduce_at_once(float* x, size_t n, int thread, int threads) {
       if (!range.size()) continue;
       const uint32_t sequence = sequence_[lane].next;
       std::memcpy(piece(rank_, lane, sequence), x + range.begin, range.size() * sizeof(float));
-      segments_[rank_]->lanes[lane].signal.publish(sequence + 1);
+      publish_piece(lane, sequence, range.size() * sizeof(float));
     }
     for (int lane = thread; lane < lanes; lane += threads) {
       const Range range = share(lane, offset);
@@ -291,12 +338,11 @@ std::vector<std::string> Window::gather(const std::string& bytes) {
   size_t longest = message.size();
   for (size_t offset = 0; offset < longest; offset += kLaneBytes) {
     const uint32_t sequence = sequence_[kGatherLane].next++;
-    if (offset < message.size())
-      std::memcpy(piece(rank_, kGatherLane, sequence), message.data() + offset,
-                  std::min(kLaneBytes, message.size() - offset));
-    segments_[rank_]->lanes[kGatherLane].signal.publish(sequence + 1);
+    const size_t own = std::min(kLaneBytes, message.size() - std::min(offset, message.size()));
+    if (own) std::memcpy(piece(rank_, kGatherLane, sequence), message.data() + offset, own);
+    publish_piece(kGatherLane, sequence, own);
     for (int r = 0; r < size_; r++) {
-      if (r != rank_) wait(segments_[r]->lanes[kGatherLane].signal, sequence + 1, r, "gather");
+      if (r != rank_) await(r, kGatherLane, sequence, "gather");
       const char* data = piece(r, kGatherLane, sequence);
       if (offset == 0) {
         uint64_t l;
@@ -310,53 +356,85 @@ std::vector<std::string> Window::gather(const std::string& bytes) {
         else all[r].append(data, count);
       }
     }
+    finish(kGatherLane, "gather");
   }
   return all;
 }
 
+// The first rank of each host hands the pieces to the others there.
 void Window::broadcast(std::string& bytes) {
   if (size_ == 1) return;
-  Signal& sent = segments_[0]->lanes[kBroadcastLane].signal;
+  constexpr int kLane = kBroadcastLane;
+  Signal& sent = segments_[0]->lanes[kLane].signal;
   uint64_t length = bytes.size();
   size_t at = 0;  // of the length and the bytes behind it
   do {
-    const uint32_t sequence = sequence_[kBroadcastLane].next++;
-    char* data = piece(0, kBroadcastLane, sequence);
+    const uint32_t sequence = sequence_[kLane].next++;
+    char* data = piece(0, kLane, sequence);
     const size_t head = at == 0 ? sizeof length : 0;
     if (rank_ == 0) {
       if (head) std::memcpy(data, &length, head);
       const size_t count = std::min(kLaneBytes - head, bytes.size() - at);
       std::memcpy(data + head, bytes.data() + at, count);
       sent.publish(sequence + 1);
+      for (int h = 1; hosts_ && h < hosts_->size(); h++) hosts_->send(kLane, hosts_->first(h), data, head + count);
       at += count;
-      // Now that it is on its way: all have taken the piece before, whose buffer comes next.
-      for (int r = 1; r < size_; r++) wait(segments_[r]->lanes[kBroadcastLane].signal, sequence, r, "broadcast");
     } else {
-      wait(sent, sequence + 1, 0, "broadcast");
+      if (rank_ == first_here()) hosts_->receive(kLane, 0, data, kLaneBytes, sent, sequence + 1);
+      await(0, kLane, sequence, "broadcast");
       if (head) {
         std::memcpy(&length, data, head);
         bytes.clear();
       }
       bytes.append(data + head, std::min<size_t>(kLaneBytes - head, length - at));
       at = bytes.size();
-      segments_[rank_]->lanes[kBroadcastLane].signal.publish(sequence + 1);
+      segments_[rank_]->lanes[kLane].signal.publish(sequence + 1);
     }
+    if (rank_ != first_here()) continue;
+    // Now that it is on its way: all have taken the piece before, whose buffer comes next.
+    for (int r = first_here() + 1; r < end_here(); r++)
+      wait(segments_[r]->lanes[kLane].signal, sequence, r, "broadcast", kLane);
+    finish(kLane, "broadcast");
   } while (at < length);
 }
 
 void Window::publish(int kind, const std::string& payload) {
-  Segment* own = segments_[0];
+  if (link_) link_->command(kind, payload, timeout_);
   size_t offset = 0;
   do {
-    for (int r = 1; r < size_; r++) wait(segments_[r]->taken, commands_, r, "taking a command");
+    for (int r = 1; r < end_here(); r++) wait(segments_[r]->taken, commands_, r, "taking a command");
     const size_t count = std::min(kCommandBytes, payload.size() - offset);
-    std::memcpy(own->command_data, payload.data() + offset, count);
+    put_command(commands_++, kind, payload.data() + offset, count, offset + count < payload.size());
     offset += count;
-    own->kind = kind;
-    own->length = (uint32_t)count;
-    own->more = offset < payload.size();
-    own->command.publish(++commands_);
   } while (offset < payload.size());
+}
+
+void Window::put_command(uint32_t before, int kind, const char* data, size_t bytes, bool more) {
+  Segment* root = segments_[0];
+  std::memcpy(root->command_data, data, bytes);
+  root->kind = kind;
+  root->length = (uint32_t)bytes;
+  root->more = more;
+  root->command.publish(before + 1);
+}
+
+bool Window::relay(int kind, const char* data, size_t bytes, bool more) {
+  for (int r = first_here(); r < end_here(); r++)
+    if (!reached(segments_[r]->taken.value.load(std::memory_order_acquire), relayed_)) return false;
+  put_command(relayed_++, kind, data, bytes, more);
+  return true;
+}
+
+std::vector<uint64_t> Window::beats() const {
+  std::vector<uint64_t> found;
+  for (const Segment* s : segments_) found.push_back(s->beats.load(std::memory_order_relaxed));
+  return found;
+}
+
+void Window::heard(int host, const std::vector<uint64_t>& beats) {
+  for (int r = 0; r < std::min(size_, (int)beats.size()); r++)
+    if (host == 0 ? !hosts_->here(r) : r >= hosts_->first(host) && r < hosts_->end(host))
+      segments_[r]->beats.store(beats[r], std::memory_order_relaxed);
 }
 
 bool Window::wait_command(double timeout, int& kind, std::string& payload) {

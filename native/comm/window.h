@@ -1,4 +1,5 @@
-// What the ranks of one host exchange through shared memory.
+// What the ranks of one host exchange through shared memory; and with those of other hosts, whose segments are mirrors
+// that hosts.h and link.h keep up to date.
 //
 // The memory comes from MPI_Win_allocate_shared (Python hands over the addresses; native code links no MPI): one
 // segment a rank, zeroed by its owner, first touched there and so on its node. Every wait spins briefly (not when
@@ -23,6 +24,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/hosts.h"
+#include "comm/link.h"
 #include "common/sync.h"
 
 namespace as {
@@ -52,11 +55,13 @@ struct Segment {
   char data[kAllLanes][2][kLaneBytes];
 };
 
-class Window : public Communicator {
+class Window : public Communicator, private LinkEnd {
  public:
-  // beat_seconds: from one beat to the next.
+  // beat_seconds: from one beat to the next. addresses: of every rank's segment, or its mirror here. hosts: null where
+  // there is one. sockets: of rank 0, connected to the first ranks of the other hosts, in their order; of such a rank,
+  // to rank 0. They are the window's.
   Window(int rank, int size, const std::vector<uintptr_t>& addresses, bool spin, double timeout,
-         double beat_seconds = 1);
+         double beat_seconds = 1, std::shared_ptr<Hosts> hosts = nullptr, const std::vector<int>& sockets = {});
   ~Window() override { close(); }
 
   // No more beats: to be called before the memory goes away.
@@ -104,22 +109,51 @@ class Window : public Communicator {
     Range lane(int rank, int lane) const;
     Range share(int rank, int lane, size_t offset, size_t most) const;
     size_t longest(int lane) const;  // of all ranks' parts
+    // Of such a piece, when every rank's has its place: values from one to the next.
+    size_t stride(int lane, size_t offset, size_t most) const;
   };
   Scattered scattered(size_t rows, size_t width, size_t bytes) const;
   void reduce_scatter(float* x, const Scattered& shape, int thread, int threads);
   void all_gather(char* base, const Scattered& shape, int thread, int threads);
   void all_reduce_at_once(float* x, size_t n, int thread, int threads);
   char* piece(int rank, int lane, uint32_t sequence) const { return segments_[rank]->data[lane][sequence & 1]; }
+  // This rank's piece is there, and those of other hosts may come: its first `bytes` bytes, or, with a stride, so many
+  // for each rank, which only that one reads.
+  void publish_piece(int lane, uint32_t sequence, size_t bytes, size_t stride = 0) {
+    segments_[rank_]->lanes[lane].signal.publish(sequence + 1);
+    if (hosts_) exchange(lane, sequence, bytes, stride);
+  }
+  void exchange(int lane, uint32_t sequence, size_t bytes, size_t stride);
+  // Until a rank's piece is there.
+  void await(int peer, int lane, uint32_t sequence, const char* what) {
+    wait(segments_[peer]->lanes[lane].signal, sequence + 1, peer, what, lane);
+  }
   // Until every rank has published piece `sequence` of the lane.
   void await_all(int lane, uint32_t sequence, const char* what);
+  // Until all that was begun with other hosts on the lane is done.
+  void finish(int lane, const char* what);
 
   // Until the signal has reached the target. Throws when aborted or after the time limit; `what` is for that message.
-  void wait(Signal& signal, uint32_t target, int peer, const char* what);
+  // lane: on which other hosts are heard meanwhile; -1: none.
+  void wait(Signal& signal, uint32_t target, int peer, const char* what, int lane = -1);
+  [[noreturn]] void give_up(int peer, const char* what);
+  // Whether waiting ends somewhere for what other hosts send.
+  bool all_heard(int lane) { return !hosts_ || lane < 0 || hosts_->progress(lane); }
+  int first_here() const { return hosts_ ? hosts_->first(hosts_->own()) : 0; }
+  int end_here() const { return hosts_ ? hosts_->end(hosts_->own()) : size_; }
+  // A command, or a piece of it, for the ranks of this host, who have taken `before` pieces.
+  void put_command(uint32_t before, int kind, const char* data, size_t bytes, bool more);
+
+  std::vector<uint64_t> beats() const override;
+  void heard(int host, const std::vector<uint64_t>& beats) override;
+  bool relay(int kind, const char* data, size_t bytes, bool more) override;
+
   void check_abort() const;
   // Throws, for all, when rank `peer` is silent.
   void check_silence(int peer, const char* what);
 
   std::vector<Segment*> segments_;
+  const std::shared_ptr<Hosts> hosts_;
   std::atomic<int64_t> exchanged_{0}, waited_{0};  // nanoseconds, of thread 0
   bool spin_;
   double timeout_;
@@ -129,6 +163,7 @@ class Window : public Communicator {
   };
   Sequence sequence_[kAllLanes];
   uint32_t commands_ = 0;
+  uint32_t relayed_ = 0;  // pieces of commands, by the link
 
   // A rank's beats when somebody here last saw another number, and how many beats this rank had then.
   struct Watched {
@@ -139,6 +174,7 @@ class Window : public Communicator {
   std::condition_variable closed_;
   bool is_closed_ = false;
   std::thread beating_;
+  std::unique_ptr<Link> link_;
 };
 
 }  // namespace as

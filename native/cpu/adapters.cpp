@@ -37,6 +37,7 @@ int64_t Adapter::set(int target, const SourceRows& a, int rank, const SourceRows
   if (target < 0 || target >= targets() || pairs_[target].a.k)
     throw std::invalid_argument("adapter: target " + std::to_string(target) + " of " + std::to_string(targets()) +
                                 " is not there, or has its matrices");
+  if (a.step != 1 || b.step != 1) throw std::invalid_argument("adapter: columns must be adjacent in memory");
   if (rank < 1 || rank > limits_.max_rank || b.columns != rank || columns < 1 || a.columns < 1)
     throw std::invalid_argument("adapter: matrices of " + std::to_string(rank) + " x " + std::to_string(a.columns) +
                                 " and " + std::to_string(columns) + " x " + std::to_string(b.columns) +

@@ -1,81 +1,90 @@
 #include "cpu/blocks.h"
 
 #include <cstring>
-#include <stdexcept>
+
+#include "cpu/kernels/place.h"
 
 namespace as {
 namespace {
 
-constexpr BlockKind kQ4_0{32, 18, 4, 0, false}, kQ4_1{32, 20, 4, 0, false}, kQ8_0{32, 34, 8, 0, false},
-    kQ4_K{256, 144, 4, 8, true}, kQ5_K{256, 176, 8, 8, true}, kQ6_K{256, 210, 8, 16, false};
+constexpr BlockKind kKinds[] = {
+    {32, 18, 4, 32, 0, -1, false}, {32, 20, 4, 32, 0, 2, false},  {32, 34, 8, 32, 0, -1, false},
+    {256, 144, 4, 32, 0, 2, true}, {256, 176, 8, 32, 0, 2, true}, {256, 210, 8, 16, 208, -1, true},
+};
 
-// Of kBytes bytes the lower halves, then the upper ones, two in a byte.
-template <int kBytes>
-void pair_halves(const uint8_t* in, uint8_t* out) {
-  for (int i = 0; i < kBytes / 2; i++) {
-    uint16_t two;
-    std::memcpy(&two, in + 2 * i, 2);
-    out[i] = (uint8_t)((two & 15) | (two >> 4 & 0xf0));
-    out[kBytes / 2 + i] = (uint8_t)((two >> 4 & 15) | (two >> 8 & 0xf0));
-  }
+typedef uint16_t Half8 __attribute__((vector_size(16)));
+
+AS_INLINE Byte16 load(const uint8_t* p) {
+  Byte16 x;
+  std::memcpy(&x, p, 16);
+  return x;
 }
+AS_INLINE void store(uint8_t* p, Byte16 x) { std::memcpy(p, &x, 16); }
+// Bits from `shift` on of every byte, of which those of `mask` are kept.
+AS_INLINE Byte16 bits_of(Byte16 x, int shift, uint8_t mask) { return (Byte16)((Half8)x >> (uint16_t)shift) & mask; }
 
-// Eight scales and eight minimums of 6 bits.
-void six_bits(const uint8_t* in, int8_t* scales, int8_t* minimums) {
-  for (int i = 0; i < 4; i++) {
-    scales[i] = in[i] & 63, minimums[i] = in[4 + i] & 63;
-    scales[4 + i] = (int8_t)((in[8 + i] & 15) | in[i] >> 6 << 4);
-    minimums[4 + i] = (int8_t)(in[8 + i] >> 4 | in[4 + i] >> 6 << 4);
-  }
-}
-
-void q5_k(const uint8_t* fifth, const uint8_t* low, uint8_t* codes) {
-  for (int part = 0; part < 4; part++, low += 32, codes += 64)
-    for (int i = 0; i < 32; i++) {
-      codes[i] = (uint8_t)((low[i] & 15) | (fifth[i] >> 2 * part & 1) << 4);
-      codes[32 + i] = (uint8_t)(low[i] >> 4 | (fifth[i] >> (2 * part + 1) & 1) << 4);
-    }
-}
-
-void q6_k(const uint8_t* low, const uint8_t* high, uint8_t* codes) {
-  for (int part = 0; part < 2; part++, low += 64, high += 32, codes += 128)
-    for (int i = 0; i < 32; i++) {
-      codes[i] = (uint8_t)((low[i] & 15) | (high[i] & 3) << 4);
-      codes[32 + i] = (uint8_t)((low[32 + i] & 15) | (high[i] >> 2 & 3) << 4);
-      codes[64 + i] = (uint8_t)(low[i] >> 4 | (high[i] >> 4 & 3) << 4);
-      codes[96 + i] = (uint8_t)(low[32 + i] >> 4 | high[i] >> 6 << 4);
-    }
+// 16 bytes' lower halves, then the upper ones.
+AS_INLINE void halves(const uint8_t* in, uint8_t* out) {
+  const Byte16 x = load(in);
+  store(out, x & 15), store(out + 16, bits_of(x, 4, 15));
 }
 
 }  // namespace
 
-const BlockKind& block_kind_of(const std::string& name) {
-  if (name == "Q4_0") return kQ4_0;
-  if (name == "Q4_1") return kQ4_1;
-  if (name == "Q8_0") return kQ8_0;
-  if (name == "Q4_K") return kQ4_K;
-  if (name == "Q5_K") return kQ5_K;
-  if (name == "Q6_K") return kQ6_K;
-  throw std::invalid_argument("blocks of " + name + " are not unpacked here");
+const BlockKind& block_kind(Packing packing) { return kKinds[(int)packing - (int)Packing::q4_0]; }
+
+void unpack_block(Packing packing, const uint8_t* row, int64_t i, uint8_t* out) {
+  const BlockKind& kind = block_kind(packing);
+  const int parts = kind.values / kUnpacked, part = (int)(i % parts);
+  const uint8_t* block = row + i / parts * kind.bytes;
+  switch (packing) {
+    case Packing::q4_0:
+      return halves(block + 2, out);
+    case Packing::q4_1:
+      return halves(block + 4, out);
+    case Packing::q8_0:
+      for (int b = 0; b < 32; b += 16) store(out + b, load(block + 2 + b) ^ 0x80);
+      return;
+    case Packing::q4_k:
+      for (int b = 0; b < 32; b += 16) store(out + b, bits_of(load(block + 16 + part / 2 * 32 + b), part % 2 * 4, 15));
+      return;
+    case Packing::q5_k:
+      for (int b = 0; b < 32; b += 16)
+        store(out + b, bits_of(load(block + 48 + part / 2 * 32 + b), part % 2 * 4, 15) |
+                           bits_of(load(block + 16 + b), part, 1) << 4);
+      return;
+    default:
+      for (int b = 0; b < 32; b += 16)
+        store(out + b, bits_of(load(block + part / 4 * 64 + part % 2 * 32 + b), part % 4 / 2 * 4, 15) |
+                           bits_of(load(block + 128 + part / 4 * 32 + b), part % 4 * 2, 3) << 4);
+  }
 }
 
-void unpack_blocks(const BlockKind& kind, const uint8_t* data, int64_t blocks, uint8_t* codes, int8_t* scales,
-                   int8_t* minimums) {
-  for (int64_t b = 0; b < blocks; b++, data += kind.bytes, codes += kind.values * kind.bits / 8) {
-    if (&kind == &kQ4_0) pair_halves<16>(data + 2, codes);
-    else if (&kind == &kQ4_1) pair_halves<16>(data + 4, codes);
-    else if (&kind == &kQ8_0)
-      for (int i = 0; i < 32; i++) codes[i] = data[2 + i] ^ 0x80;
-    else if (&kind == &kQ6_K) q6_k(data, data + 128, codes), std::memcpy(scales, data + 192, 16);
-    else {
-      six_bits(data + 4, scales, minimums);
-      if (&kind == &kQ5_K) q5_k(data + 16, data + 48, codes);
-      else
-        for (int i = 0; i < 4; i++) pair_halves<32>(data + 16 + 32 * i, codes + 32 * i);
-    }
-    if (kind.scales) scales += kind.scales;
-    if (kind.minimums) minimums += kind.scales;
+void unpack_scales(Packing packing, const uint8_t* row, int64_t b, int8_t* scales, int8_t* minimums) {
+  const uint8_t* block = row + b * block_kind(packing).bytes;
+  if (packing == Packing::q6_k) {
+    std::memcpy(scales, block + 192, 16);
+    return;
   }
+  uint32_t first, second, third;  // eight scales and eight minimums of 6 bits
+  std::memcpy(&first, block + 4, 4), std::memcpy(&second, block + 8, 4), std::memcpy(&third, block + 12, 4);
+  const uint32_t all[4] = {first & 0x3f3f3f3f, (third & 0x0f0f0f0f) | (first >> 6 & 0x03030303) << 4,
+                           second & 0x3f3f3f3f, (third >> 4 & 0x0f0f0f0f) | (second >> 6 & 0x03030303) << 4};
+  std::memcpy(scales, all, 8), std::memcpy(minimums, all + 2, 8);
+}
+
+StoredRows block_rows(Packing packing, const uint8_t* data, int64_t stride, int64_t columns) {
+  const BlockKind& kind = block_kind(packing);
+  StoredRows rows;
+  rows.bits = kind.bits, rows.columns = columns, rows.group = kind.group;
+  rows.packing = packing, rows.q = data, rows.stride = stride;
+  const auto half = [&](int at) {
+    return at < 0 ? Strided{} : Strided{reinterpret_cast<const char*>(data) + at, stride, kind.bytes};
+  };
+  (kind.nested ? rows.super_scales : rows.scales) = half(kind.scale);
+  (kind.nested ? rows.super_offsets : rows.zeros) = half(kind.offset);
+  rows.super_group = kind.nested ? kind.values : 0;
+  return rows;
 }
 
 }  // namespace as

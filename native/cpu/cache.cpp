@@ -90,9 +90,9 @@ void write_token(const SpanLayout& layout, char* span, int token, const float* k
   }
 }
 
-void SpanCache::allocate(std::vector<LayerCache> layers, const std::vector<int>& num_spans) {
+void SpanCache::allocate(std::vector<LayerCache> layers, int num_spans) {
   size_t bytes = 0;
-  auto size = [&](const LayerCache& l) { return l.layout.bytes * num_spans.at(l.group) * l.kv_heads; };
+  auto size = [&](const LayerCache& l) { return l.layout.bytes * num_spans * l.kv_heads; };
   for (const LayerCache& layer : layers) bytes += size(layer);
   memory_ = Buffer(bytes, "the KV cache");
   layers_ = std::move(layers);

@@ -7,10 +7,10 @@
 
 namespace as {
 
-// A layer's part of the cache: its spans are adjacent, a span's KV heads within.
+// A layer's part of the cache: its spans are adjacent, a span's KV heads within. Layers of one number in several cache
+// groups share it: a span is one group's at a time.
 struct LayerCache {
   SpanLayout layout;
-  int group = 0;  // cache group: which of a slot's span tables counts
   int kv_heads = 0;
   char* data = nullptr;
 
@@ -19,8 +19,8 @@ struct LayerCache {
 
 class SpanCache {
  public:
-  // layers: with layout, group and KV heads; num_spans: of each group.
-  void allocate(std::vector<LayerCache> layers, const std::vector<int>& num_spans);
+  // layers: with layout and KV heads.
+  void allocate(std::vector<LayerCache> layers, int num_spans);
   const LayerCache& layer(int index) const { return layers_.at(index); }
   int layers() const { return (int)layers_.size(); }
   const Buffer& memory() const { return memory_; }

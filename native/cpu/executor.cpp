@@ -14,7 +14,6 @@ Executor::Executor(int rank, int world, std::shared_ptr<Window> window, std::vec
   if (world < 1 || rank < 0 || rank >= world)
     throw std::invalid_argument("rank " + std::to_string(rank) + " is not in 0..." + std::to_string(world - 1));
   if (world > 1 && !window_) throw std::invalid_argument("a group of several ranks needs a window");
-  program_.add_cache_group(CacheKind::full);
 }
 
 Executor::Executor(const Executor& beside)
@@ -22,9 +21,7 @@ Executor::Executor(const Executor& beside)
       world_(beside.world_),
       window_(beside.window_),
       pool_(beside.pool_),
-      weights_(*pool_, kernels()) {
-  program_.add_cache_group(CacheKind::full);
-}
+      weights_(*pool_, kernels()) {}
 
 int Executor::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
                          const ScaleLayout& scaling, std::vector<int> order) {
@@ -57,6 +54,7 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   limits.max_length,
                   cache.span_size,
                   cache.num_spans,
+                  program_.windows(),
                   masks,
                   runner_->hidden_states(),
                   0,

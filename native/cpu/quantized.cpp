@@ -1,9 +1,13 @@
 #include "cpu/quantized.h"
 
 #include <algorithm>
+#include <iterator>
+#include <stdexcept>
 #include <vector>
 
+#include "cpu/blocks.h"
 #include "cpu/kernels/place.h"
+#include "cpu/place_rows.h"
 #include "cpu/row_hash.h"
 
 namespace as {
@@ -37,65 +41,349 @@ void pair_neighbours(const char* lanes, int64_t bytes, uint8_t* out) {
   std::memcpy(out, &lane, bytes);
 }
 
-// n values from k `first` of a stored row on, a byte each.
-AS_INLINE void unpack(const uint8_t* row, int bits, int64_t first, int n, uint8_t* out) {
-  if (bits == 8) {
-    if (n == kPlacedK) std::memcpy(out, row + first, kPlacedK);  // of a length that is known: a move or four
-    else std::memcpy(out, row + first, n);
-    return;
-  }
+// Values of 4 bits, n from `first` of a row on, a byte each. swapped: the even one in the upper half.
+AS_INLINE void split_halves(const uint8_t* row, bool swapped, int64_t first, int n, uint8_t* out) {
   int i = 0;
   if (first % 2 == 0) {
     const Byte16 order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
     for (; i + 16 <= n; i += 16) {
       uint64_t pairs;
       std::memcpy(&pairs, row + (first + i) / 2, 8);
-      const Byte16 both = (Byte16)Long2{pairs, 0}, values = mix(both & 15, both >> 4, order);
+      const Byte16 both = (Byte16)Long2{pairs, 0}, lower = both & 15, upper = both >> 4;
+      const Byte16 values = swapped ? mix(upper, lower, order) : mix(lower, upper, order);
       std::memcpy(out + i, &values, 16);
     }
   }
-  for (; i < n; i++) out[i] = row[(first + i) / 2] >> (first + i) % 2 * 4 & 15;
+  for (; i < n; i++) out[i] = row[(first + i) / 2] >> ((first + i) % 2 != swapped) * 4 & 15;
 }
 
-// The head's part of a row: of its group g, which begins with the stored column `column`.
-void place_scales(const Packed& w, const StoredRows& stored, int64_t row, int64_t column, int panel, int g, int lane) {
-  const int scale = w.scale_bytes(), zero = w.zero_bytes();
-  const int64_t at = row * stored.groups() + column / stored.group;
-  char* head = w.head(panel, g);
-  std::memcpy(head + lane * scale, stored.scales + at * scale, scale);
-  if (zero) std::memcpy(head + w.panel * scale + lane * zero, stored.zeros + at * zero, zero);
-  if (!w.scaling.super_group) return;
-  const int64_t above = row * stored.super_groups() + column / stored.super_group;
-  uint16_t* super = w.super_scales(panel, g);
-  super[lane] = stored.super_scales[above];
-  super[w.panel + lane] = stored.super_offsets ? stored.super_offsets[above] : 0;
+uint32_t word_at(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, 4);
+  return word;
 }
 
-// As place(), of codes.
-void place_codes(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane, char* weights) {
+// Where in a word of octets each of eight rows is.
+constexpr int kOctetPlace[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// n <= kPlacedK codes of a row from k on, a byte each.
+void codes_of_row(const StoredRows& s, int64_t row, int64_t k, int n, uint8_t* out) {
+  if (is_transposed(s.packing)) {
+    const bool words = s.packing == Packing::words;
+    const int64_t in_word = words ? 32 / s.bits : 8, other = s.skipped + row;
+    for (int i = 0; i < n; i++) {
+      const uint8_t* from =
+          words ? s.q + (k + i) / in_word * s.stride + row * 4 : s.q + (k + i) * s.stride + other / 8 * 4;
+      const int at = words ? (int)((k + i) % in_word) * s.bits : kOctetPlace[other % 8] * 4;
+      out[i] = (uint8_t)(word_at(from) >> at & ((1 << s.bits) - 1));
+    }
+    return;
+  }
+  const uint8_t* from = s.q + row * s.stride;
+  if (is_block(s.packing)) {
+    if (k % kUnpacked == 0 && n % kUnpacked == 0) {
+      for (int i = 0; i < n; i += kUnpacked) unpack_block(s.packing, from, (k + i) / kUnpacked, out + i);
+      return;
+    }
+    uint8_t some[kPlacedK + 2 * kUnpacked];
+    const int64_t first = k / kUnpacked, last = (k + n - 1) / kUnpacked;
+    for (int64_t i = first; i <= last; i++) unpack_block(s.packing, from, i, some + (i - first) * kUnpacked);
+    std::memcpy(out, some + k % kUnpacked, n);
+    return;
+  }
+  if (s.bits == 4) return split_halves(from, s.packing == Packing::swapped_rows, k, n, out);
+  if (n == kPlacedK) std::memcpy(out, from + k, kPlacedK);  // of a length that is known: a move or four
+  else std::memcpy(out, from + k, n);
+  if (s.packing == Packing::signed_rows)
+    for (int i = 0; i < n; i++) out[i] ^= 0x80;
+}
+
+// `rows` rows' values, of kBytes bytes each, one after the other.
+template <int kBytes>
+AS_INLINE void gather(const char* from, int64_t stride, int rows, char* out) {
+  if (stride == kBytes) std::memcpy(out, from, rows * kBytes);
+  else
+    for (int r = 0; r < rows; r++) std::memcpy(out + r * kBytes, from + r * stride, kBytes);
+}
+void gather(const char* from, int64_t stride, int rows, int bytes, char* out) {
+  if (bytes == 4) gather<4>(from, stride, rows, out);
+  else if (bytes == 2) gather<2>(from, stride, rows, out);
+  else gather<1>(from, stride, rows, out);
+}
+
+int bad_halves(const char* values, int n) {
+  int bad = 0;
+  for (int i = 0; i < n; i++) {
+    uint16_t half;
+    std::memcpy(&half, values + 2 * i, 2);
+    bad += (half & 0x7c00) == 0x7c00;
+  }
+  return bad;
+}
+
+constexpr int kMostRows = 64;  // of a panel
+
+// The heads of groups, of rows of one panel.
+class Heads {
+ public:
+  Heads(const Packed& w, const StoredRows& stored, int64_t column) : w_(w), stored_(stored), column_(column) {}
+
+  // Of group g of the panel; stored rows from `row` on go to its lanes from `lane` on. Returns how many scales of
+  // blocks are NaN or infinite.
+  int place(int64_t row, int rows, int panel, int g, int lane) {
+    const int scale = w_.scale_bytes(), zero = w_.zero_bytes();
+    const int64_t first = (int64_t)g * w_.group, column = column_ + first, group = column / stored_.group;
+    char *scales = w_.head(panel, g) + lane * scale, *zeros = w_.head(panel, g) + w_.panel * scale + lane * zero;
+    const bool own = is_block(stored_.packing);
+    int bad = 0;
+    if (own && stored_.super_group) {
+      const int64_t block = column / stored_.super_group,
+                    in_block = group - block * stored_.super_group / stored_.group;
+      if (block != block_ || row != row_) {
+        block_ = block, row_ = row;
+        for (int r = 0; r < rows; r++)
+          unpack_scales(stored_.packing, stored_.q + (row + r) * stored_.stride, block, scales_[r], minimums_[r]);
+      }
+      gather<1>(reinterpret_cast<const char*>(scales_[0]) + in_block, sizeof *scales_, rows, scales);
+      if (zero) gather<1>(reinterpret_cast<const char*>(minimums_[0]) + in_block, sizeof *minimums_, rows, zeros);
+    } else {
+      gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
+      if (zero) gather(stored_.zeros.at(row, group), stored_.zeros.row, rows, zero, zeros);
+      if (own) bad = bad_halves(scales, rows) + (zero ? bad_halves(zeros, rows) : 0);
+    }
+    if (!w_.scaling.super_group || first % w_.scaling.super_group) return bad;
+    const int64_t above = column / stored_.super_group;
+    char* super = reinterpret_cast<char*>(w_.super_scales(panel, g) + lane);
+    gather<2>(stored_.super_scales.at(row, above), stored_.super_scales.row, rows, super);
+    if (own) bad += bad_halves(super, rows);
+    super += w_.panel * sizeof(uint16_t);
+    if (!stored_.super_offsets.data) {
+      std::memset(super, 0, rows * sizeof(uint16_t));
+      return bad;
+    }
+    gather<2>(stored_.super_offsets.at(row, above), stored_.super_offsets.row, rows, super);
+    if (own) {
+      bad += bad_halves(super, rows);
+      for (int r = 0; r < rows; r++) super[2 * r + 1] = (char)(super[2 * r + 1] ^ 0x80);  // minimums are subtracted
+    }
+    return bad;
+  }
+
+ private:
+  const Packed& w_;
+  const StoredRows& stored_;
+  const int64_t column_;
+  int64_t block_ = -1, row_ = -1;  // whose scales are unpacked
+  int8_t scales_[kMostRows][16], minimums_[kMostRows][16];
+};
+
+// As place(), of codes of floats. Returns how many of e4m3 are NaN.
+int place_codes(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, int n, int k0, int lane, char* weights) {
   const int unit = w.unit();
+  int bad = 0;
   char* out = weights + (int64_t)(k0 / unit) * w.panel + lane;
   for (int i = 0; i < n; i += unit, out += w.panel)
-    for (int r = 0; r < rows; r++) out[r] = (char)(unit == 2 ? q[r][i] | q[r][i + 1] << 4 : q[r][i]);
+    for (int r = 0; r < rows; r++) {
+      out[r] = (char)(unit == 2 ? q[r][i] | q[r][i + 1] << 4 : q[r][i]);
+      bad += unit == 1 && (q[r][i] & 0x7f) == 0x7f;
+    }
+  return bad;
+}
+
+// Values of `rows` <= kPlacedRows stored rows from `row` on into a panel, from k0 of the matrix' k on, where a group or
+// a whole piece of one begins. Returns how many codes of e4m3 are NaN.
+int place_values(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
+                 int k0) {
+  alignas(64) uint8_t q[kPlacedRows][kPlacedK];
+  int bad = 0;
+  for (int k = k0; k < w.k;) {
+    // Several whole groups, or a part of one.
+    const int first = k / w.group, in_group = k - first * w.group;
+    const int most =
+        !in_group && w.group < kPlacedK ? kPlacedK / w.group * w.group : std::min(kPlacedK, w.group - in_group);
+    const int n = std::min(most, w.k - k);
+    for (int r = 0; r < rows; r++) {
+      codes_of_row(stored, row + r, column + k, n, q[r]);
+      if (w.bias)
+        for (int i = 0; i < n; i++) q[r][i] = (uint8_t)(q[r][i] + w.bias);
+      if (n < kPlacedK) std::memset(q[r] + n, 0, kPlacedK - n);
+    }
+    for (int at = 0, g = first; at < n; at += w.group, g++) {
+      const int length = std::min(n - at, w.group);
+      const auto* codes = reinterpret_cast<const uint8_t(*)[kPlacedK]>(q[0] + at);
+      if (is_coded(w.format)) bad += place_codes(w, codes, rows, length, in_group, lane, w.weights(panel, g));
+      else place(w, codes, rows, length, in_group, lane, w.weights(panel, g));
+    }
+    k += n;
+  }
+  return bad;
+}
+
+// As place_rows(), of any packing.
+int64_t place_any(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
+                  int64_t r1) {
+  int64_t bad = 0;
+  Heads heads(w, stored, column);
+  for (int64_t row = r0; row < r1;) {
+    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+    const int rows = (int)std::min<int64_t>(r1 - row, w.panel - lane), eights = rows / 8 * 8;
+    const int64_t from = row - row_offset;
+    for (int g = 0; g < w.groups(); g++) bad += heads.place(from, rows, panel, g, lane);
+    const int k = place_eights(w, stored, column, from, eights, panel, lane, bad);
+    for (int r = 0; r < rows; r += kPlacedRows) {
+      const int some = std::min(kPlacedRows, rows - r), done = std::clamp(eights - r, 0, some);
+      if (k < w.k && done) bad += place_values(w, stored, column, from + r, done, panel, lane + r, k);
+      if (done < some) bad += place_values(w, stored, column, from + r + done, some - done, panel, lane + r + done, 0);
+    }
+    row += rows;
+  }
+  return bad;
+}
+
+// Whether words are lanes of w, whole ones.
+bool fits_words(const Packed& w, const StoredRows& stored, int64_t column) {
+  return stored.packing == Packing::words && w.planes && column % w.unit() == 0 && w.k % w.unit() == 0 &&
+         w.group % w.unit() == 0 && !w.bias;
+}
+bool fits_octets(const Packed& w, const StoredRows& stored, int64_t row_offset) {
+  return stored.packing == Packing::octets && w.unit() == 8 && w.k % 8 == 0 && w.group % 8 == 0 && w.panel % 8 == 0 &&
+         (stored.skipped - row_offset) % 8 == 0;
+}
+
+constexpr int kPanelsTogether = 16;  // of words, so that adjacent ones are read
+
+// Words of eight k from the lowest bits on, as lanes have them (format.h).
+AS_INLINE Word4 spread(Word4 x) {
+  x = (x | x << 8) & 0x00ff00ff;
+  return (x | x << 4) & 0x0f0f0f0f;
+}
+AS_INLINE Word4 lanes_of_words(Word4 x) { return spread(x & 0xffff) | spread(x >> 16) << 4; }
+
+// As place_rows(), of words.
+void place_words(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
+                 int64_t r1) {
+  const int unit = w.unit(), begin = (int)(r0 / w.panel), end = (int)((r1 + w.panel - 1) / w.panel);
+  Heads heads(w, stored, column);
+  for (int p0 = begin; p0 < end; p0 += kPanelsTogether) {
+    const int panels = std::min(kPanelsTogether, end - p0);
+    for (int g = 0; g < w.groups(); g++) {
+      struct {
+        int lane, lanes;
+        const uint8_t* from;
+        char* to;
+      } part[kPanelsTogether];
+      const int64_t k = column + (int64_t)g * w.group;
+      for (int p = 0; p < panels; p++) {
+        const int64_t first = std::max(r0, (int64_t)(p0 + p) * w.panel),
+                      last = std::min(r1, (int64_t)(p0 + p + 1) * w.panel);
+        const int lane = (int)(first % w.panel), lanes = (int)(last - first);
+        part[p] = {lane, lanes, stored.q + k / unit * stored.stride + (first - row_offset) * 4,
+                   w.weights(p0 + p, g) + lane * 4};
+        heads.place(first - row_offset, lanes, p0 + p, g, lane);
+      }
+      for (int i = 0; i < w.group_k(g); i += unit)
+        for (int p = 0; p < panels; p++) {
+          auto& [lane, lanes, from, to] = part[p];
+          int l = 0;
+          for (; l + 4 <= lanes; l += 4) {
+            Word4 x;
+            std::memcpy(&x, from + l * 4, 16);
+            if (l % 16 == 0) __builtin_prefetch(from + 4 * stored.stride + l * 4);
+            if (unit == 8) x = lanes_of_words(x);
+            std::memcpy(to + l * 4, &x, 16);
+          }
+          for (; l < lanes; l++) {
+            Word4 x = {word_at(from + l * 4)};
+            if (unit == 8) x = lanes_of_words(x);
+            std::memcpy(to + l * 4, &x, 4);
+          }
+          from += stored.stride, to += w.panel * 4;
+        }
+    }
+  }
+}
+
+// As place_rows(), of octets. Rows that are a part of one are laid out as any.
+void place_octets(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
+                  int64_t r1) {
+  const int64_t whole0 = std::min((r0 + 7) / 8 * 8, r1), whole1 = std::max(whole0, r1 / 8 * 8);
+  place_any(w, stored, row_offset, column, r0, whole0), place_any(w, stored, row_offset, column, whole1, r1);
+  Heads heads(w, stored, column);
+  constexpr int kTogether = 64;
+  for (int64_t first = whole0, end; first < whole1; first = end) {
+    end = std::min(whole1, first + kTogether * 8);
+    for (int g = 0; g < w.groups(); g++) {
+      for (int64_t row = first, next; row < end; row = next) {
+        next = std::min(end, (row / w.panel + 1) * w.panel);
+        heads.place(row - row_offset, (int)(next - row), (int)(row / w.panel), g, (int)(row % w.panel));
+      }
+      char* to[kTogether];
+      int octets = 0;
+      for (int64_t row = first; row < end; row += 8)
+        to[octets++] = w.weights((int)(row / w.panel), g) + row % w.panel * 4;
+      const uint8_t* from =
+          stored.q + (column + (int64_t)g * w.group) * stored.stride + (stored.skipped + first - row_offset) / 8 * 4;
+      place_words_of_octets(from, stored.stride, w.group_k(g), octets, to, (int64_t)w.panel * 4);
+    }
+  }
+}
+
+// Of `count` values of `bytes` each, `stride` apart.
+uint64_t hash_of(const char* data, int64_t stride, int64_t count, int bytes, uint64_t key) {
+  if (stride == bytes) return row_hash(data, count * bytes, key);
+  std::vector<char> values(count * bytes);
+  for (int64_t i = 0; i < count; i++) std::memcpy(values.data() + i * bytes, data + i * stride, bytes);
+  return row_hash(values.data(), values.size(), key);
 }
 
 }  // namespace
 
-StoredRows StoredRows::from(const Packed& m, int64_t row) const {
+Packing packing_of(const std::string& name) {
+  constexpr const char* kNames[] = {"rows", "signed", "swapped", "words", "octets", "Q4_0",
+                                    "Q4_1", "Q8_0",   "Q4_K",    "Q5_K",  "Q6_K"};
+  for (size_t i = 0; i < std::size(kNames); i++)
+    if (name == kNames[i]) return (Packing)i;
+  throw std::invalid_argument(
+      "packing must be rows, signed, swapped, words, octets, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K or "
+      "Q6_K, got " +
+      name);
+}
+
+StoredRows StoredRows::from(int64_t row) const {
   StoredRows rows = *this;
-  rows.q += row * row_bytes(), rows.scales += row * groups() * m.scale_bytes();
-  if (zeros) rows.zeros += row * groups() * m.zero_bytes();
-  if (super_scales) rows.super_scales += row * super_groups();
-  if (super_offsets) rows.super_offsets += row * super_groups();
+  if (packing == Packing::octets) rows.q += (skipped + row) / 8 * 4, rows.skipped = (int)((skipped + row) % 8);
+  else rows.q += row * (packing == Packing::words ? 4 : stride);
+  for (Strided* values : {&rows.scales, &rows.zeros, &rows.super_scales, &rows.super_offsets})
+    if (values->data) values->data += row * values->row;
   return rows;
 }
 
-uint64_t StoredRows::hash(const Packed& m, int64_t row) const {
-  const StoredRows one = from(m, row);
-  uint64_t sum = row_hash(one.q, row_bytes(), row) + row_hash(one.scales, groups() * m.scale_bytes(), ~row);
-  if (zeros) sum += fold(row_hash(one.zeros, groups() * m.zero_bytes(), row), kHashOfZeros);
-  if (super_scales) sum += fold(row_hash(one.super_scales, 2 * super_groups(), row), kHashOfSuperScales);
-  if (super_offsets) sum += fold(row_hash(one.super_offsets, 2 * super_groups(), row), kHashOfSuperOffsets);
+// Parts are rows, or of words and octets those of words and then the groups.
+int64_t StoredRows::hashed_parts(int64_t rows) const {
+  if (!is_transposed(packing)) return rows;
+  return (packing == Packing::words ? (columns * bits + 31) / 32 : columns) + groups();
+}
+
+uint64_t StoredRows::hash(const Packed& m, int64_t rows, int64_t i) const {
+  if (is_transposed(packing)) {
+    const int64_t group = i - (hashed_parts(rows) - groups());
+    if (group < 0)
+      return row_hash(q + i * stride, packing == Packing::words ? rows * 4 : (skipped + rows + 7) / 8 * 4, i);
+    uint64_t sum = hash_of(scales.at(0, group), scales.row, rows, m.scale_bytes(), ~group);
+    if (zeros.data) sum += fold(hash_of(zeros.at(0, group), zeros.row, rows, m.zero_bytes(), group), kHashOfZeros);
+    return sum;
+  }
+  if (is_block(packing)) {
+    const BlockKind& kind = block_kind(packing);
+    return row_hash(q + i * stride, columns / kind.values * kind.bytes, i);
+  }
+  uint64_t sum =
+      row_hash(q + i * stride, row_bytes(), i) + hash_of(scales.at(i, 0), scales.step, groups(), m.scale_bytes(), ~i);
+  if (zeros.data) sum += fold(hash_of(zeros.at(i, 0), zeros.step, groups(), m.zero_bytes(), i), kHashOfZeros);
+  if (super_scales.data)
+    sum += fold(hash_of(super_scales.at(i, 0), super_scales.step, super_groups(), 2, i), kHashOfSuperScales);
+  if (super_offsets.data)
+    sum += fold(hash_of(super_offsets.at(i, 0), super_offsets.step, super_groups(), 2, i), kHashOfSuperOffsets);
   return sum;
 }
 
@@ -122,27 +410,23 @@ int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const Qu
   return bad;
 }
 
-void place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0, int64_t r1) {
-  for (int64_t row = r0; row < r1;) {
-    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
-    const int rows = (int)std::min<int64_t>({r1 - row, (int64_t)kPlacedRows, (int64_t)(w.panel - lane)});
-    for (int g = 0, first = 0; g < w.groups(); first += w.group_k(g), g++) {
-      for (int r = 0; r < rows; r++) place_scales(w, stored, row + r - row_offset, column + first, panel, g, lane + r);
-      for (int k0 = 0; k0 < w.group_k(g); k0 += kPlacedK) {
-        const int n = std::min(kPlacedK, w.group_k(g) - k0);
-        alignas(64) uint8_t q[kPlacedRows][kPlacedK];
-        for (int r = 0; r < rows; r++) {
-          unpack(stored.q + (row + r - row_offset) * stored.row_bytes(), stored.bits, column + first + k0, n, q[r]);
-          if (w.bias)
-            for (int i = 0; i < n; i++) q[r][i] = (uint8_t)(q[r][i] + w.bias);
-          if (n < kPlacedK) std::memset(q[r] + n, 0, kPlacedK - n);
-        }
-        if (is_coded(w.format)) place_codes(w, q, rows, n, k0, lane, w.weights(panel, g));
-        else place(w, q, rows, n, k0, lane, w.weights(panel, g));
-      }
+int64_t place_rows(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
+                   int64_t r1) {
+  if (fits_words(w, stored, column)) return place_words(w, stored, row_offset, column, r0, r1), 0;
+  if (fits_octets(w, stored, row_offset)) return place_octets(w, stored, row_offset, column, r0, r1), 0;
+  return place_any(w, stored, row_offset, column, r0, r1);
+}
+
+void unpack_codes(const StoredRows& stored, int64_t rows, uint8_t* out) {
+  alignas(16) uint8_t q[kPlacedK];
+  for (int64_t r = 0; r < rows; r++, out += stored.row_bytes())
+    for (int64_t k = 0; k < stored.columns; k += kPlacedK) {
+      const int n = (int)std::min<int64_t>(kPlacedK, stored.columns - k);
+      codes_of_row(stored, r, k, n, stored.bits == 8 ? out + k : q);
+      if (stored.bits == 8) continue;
+      if (n % 2) q[n] = 0;
+      for (int i = 0; i < n; i += 2) out[(k + i) / 2] = (uint8_t)(q[i] | q[i + 1] << 4);
     }
-    row += rows;
-  }
 }
 
 }  // namespace as

@@ -1,7 +1,8 @@
-// Quantized rows as a serialized model holds them: plain row-major arrays, the same for every instruction set and
-// number of ranks.
+// Quantized rows: as a serialized model holds them, plain row-major arrays, the same for every instruction set and
+// number of ranks; and as others' checkpoints do, from which they are laid out in one pass.
 #pragma once
 #include <cstdint>
+#include <string>
 #include <type_traits>
 #include <utility>
 
@@ -26,20 +27,54 @@ struct QuantizedRows : RowShape {
   QuantizedScale* offsets;  // [rows, groups()]
 };
 
-// Rows of a matrix whose scales are laid out as the matrix' are (ScaleLayout).
+// How codes lie in a file.
+enum class Packing {
+  rows,          // as RowShape says
+  signed_rows,   // of 8 bits, as signed integers
+  swapped_rows,  // of 4 bits, the even k in the upper half
+  words,         // 32-bit words of adjacent k, the first in the lowest bits: [words of k][rows] (GPTQ)
+  octets,        // 32-bit words of eight adjacent rows' 4 bits, from the lowest on those of kOctet: [k][rows / 8] (AWQ)
+  q4_0,          // GGUF's blocks of a row, which hold its scales as well (blocks.h)
+  q4_1,
+  q8_0,
+  q4_k,
+  q5_k,
+  q6_k,
+};
+constexpr int kOctet[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+
+// "rows", "signed", "swapped", "words", "octets" or GGUF's name; std::invalid_argument for anything else.
+Packing packing_of(const std::string& name);
+inline bool is_transposed(Packing p) { return p == Packing::words || p == Packing::octets; }
+inline bool is_block(Packing p) { return p >= Packing::q4_0; }
+
+// A value for each row and step along k, so many bytes apart.
+struct Strided {
+  const char* data = nullptr;
+  int64_t row = 0, step = 0;
+
+  const char* at(int64_t r, int64_t s) const { return data + r * row + s * step; }
+};
+
+// Rows of a matrix whose scales are of the types that the matrix' are (ScaleLayout).
 struct StoredRows : RowShape {
-  const uint8_t* q;               // [rows, row_bytes()]
-  const char* scales;             // [rows, groups()] of the layout's type, or int8 of nested ones
-  const char* zeros;              // the same of offsets, or uint8 points; null where there are none
-  int64_t super_group;            // of nested scales
-  const uint16_t* super_scales;   // float16 [rows, super_groups()]
-  const uint16_t* super_offsets;  // null where there are no offsets
+  Packing packing = Packing::rows;
+  const uint8_t* q = nullptr;
+  int64_t stride = 0;  // bytes from a row of q to the next, or from a row of words
+  int skipped = 0;     // of octets: rows of the first word before the first row
+  Strided scales;  // [rows, groups()] of the layout's type, or int8 of nested ones; of q4_k, q5_k, q6_k: the blocks'
+  Strided zeros;   // the same of offsets, or uint8 points; null where there are none
+  int64_t super_group = 0;  // of nested scales
+  Strided super_scales;     // float16 [rows, super_groups()]
+  Strided super_offsets;    // null where there are no offsets
 
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
-  // The rows from `row` on, for matrix m.
-  StoredRows from(const Packed& m, int64_t row) const;
-  // Of a row, for Weights::source_hash().
-  uint64_t hash(const Packed& m, int64_t row) const;
+  // The rows from `row` on.
+  StoredRows from(int64_t row) const;
+  // For Weights::source_hash(), of all arrays: how many parts there are for so many rows, and part i of them, for
+  // matrix m.
+  int64_t hashed_parts(int64_t rows) const;
+  uint64_t hash(const Packed& m, int64_t rows, int64_t i) const;
 };
 
 // Quantizes rows [r0, r1) of `source` into the same rows of `out`, which has its columns and groups. Returns how many
@@ -48,7 +83,11 @@ int64_t quantize_rows(const Kernels& kernels, const SourceRows& source, const Qu
                       int64_t r1);
 
 // Lays rows [r0, r1) of w out from columns [column, column + w.k) of stored rows, the first of which is w's row
-// `row_offset`. Every group of w must be part of one stored group.
-void place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
+// `row_offset`. Every group of w must be part of one stored group. Returns how many codes of e4m3 are NaN and how many
+// of the blocks' scales are NaN or infinite.
+int64_t place_rows(const Packed& w, const StoredRows& rows, int64_t row_offset, int64_t column, int64_t r0, int64_t r1);
+
+// The codes of `rows` stored rows as RowShape says, into [rows, row_bytes()].
+void unpack_codes(const StoredRows& stored, int64_t rows, uint8_t* out);
 
 }  // namespace as

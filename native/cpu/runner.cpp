@@ -108,22 +108,20 @@ void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
 void CpuRunner::allocate_cache(const CacheLimits& limits) {
   if (limits.span_size != 16 && limits.span_size != 32 && limits.span_size != 64 && limits.span_size != 128)
     throw std::invalid_argument("span size must be 16, 32, 64 or 128, got " + std::to_string(limits.span_size));
-  if (limits.num_spans.size() != program_.cache_groups().size())
-    throw std::invalid_argument("sizes of " + std::to_string(limits.num_spans.size()) +
-                                " cache groups, the program has " + std::to_string(program_.cache_groups().size()));
   for (const CacheGroup& group : program_.cache_groups())
-    if (group.kind != CacheKind::full)
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
       throw std::invalid_argument(std::string("the CPU backend has no cache group of kind ") + name_of(group.kind));
-  for (int n : limits.num_spans)
-    if (n < 1) throw std::invalid_argument("allocate: sizes must be positive");
+  if (limits.num_spans < 1) throw std::invalid_argument("allocate: sizes must be positive");
   std::map<int, LayerCache> layers;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
     LayerCache layer;
     layer.layout = span_layout(limits.dtype, limits.span_size, op.integer("head_dim"), core_.k.rules.bf16_pairs);
-    layer.group = op.integer("cache_group"), layer.kv_heads = op.integer("kv_heads");
-    if (!layers.emplace(op.integer("layer"), layer).second)
-      throw std::invalid_argument("op span_attention: two for layer " + std::to_string(op.integer("layer")));
+    layer.kv_heads = op.integer("kv_heads");
+    const LayerCache& found = layers.emplace(op.integer("layer"), layer).first->second;
+    if (found.layout.head_dim != layer.layout.head_dim || found.kv_heads != layer.kv_heads)
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
+                                  " is of another size in another cache group");
   }
   std::vector<LayerCache> all;
   for (auto& [index, layer] : layers) {

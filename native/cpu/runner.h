@@ -17,10 +17,9 @@ struct Counters {
   double bytes = 0, operations = 0;       // in total
 };
 
-// The cache: of every layer that attends.
+// The cache: of every layer that attends. Cache groups share its spans.
 struct CacheLimits {
-  int span_size = 0;
-  std::vector<int> num_spans;  // of each cache group
+  int span_size = 0, num_spans = 0;
   DType dtype = DType::f32;
 };
 

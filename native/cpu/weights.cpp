@@ -61,6 +61,24 @@ int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64
   return source.type == SourceType::f16 ? pack(F16{}) : pack(BF16{});
 }
 
+namespace {
+
+// Rows [r0, r1) of a source whose rows' values are apart, side by side in `room`: of a transposed matrix, say.
+template <typename T>
+SourceRows gathered(const SourceRows& source, int64_t r0, int64_t r1, std::vector<char>& room) {
+  const int64_t columns = source.columns;
+  room.resize((r1 - r0) * columns * sizeof(T));
+  const T* from = static_cast<const T*>(source.data) + (r0 - source.row_offset) * source.stride;
+  T* to = reinterpret_cast<T*>(room.data());
+  for (int64_t k = 0; k < columns; k++, from += source.step)
+    for (int64_t r = 0; r < r1 - r0; r++) to[r * columns + k] = from[r * source.stride];
+  SourceRows rows = source;
+  rows.data = room.data(), rows.stride = columns, rows.row_offset = r0, rows.step = 1;
+  return rows;
+}
+
+}  // namespace
+
 int Weights::add_matrix(int out_features, int in_features, const std::string& dtype, int group_size, int experts,
                         const ScaleLayout& scaling, std::vector<int> order) {
   if (experts < 1 || out_features % experts)
@@ -97,34 +115,50 @@ const Packed& Weights::checked_part(int id, int64_t rows, int64_t row_offset, in
   return m;
 }
 
-void Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) {
+int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column) {
   const Packed& m = checked_part(id, rows, row_offset, column, source.columns, source.group);
   if (!is_quantized(m.format) || bits_of(m.format) != source.bits)
     throw std::invalid_argument("values of " + std::to_string(source.bits) + " bits do not fit a matrix of " +
                                 std::to_string(bits_of(m.format)));
-  const bool offsets = m.scaling.zeros == ZeroType::offsets, nested = m.scaling.super_group > 0;
-  if (!source.zeros != (m.zero_bytes() == 0) || !source.super_scales == nested ||
-      !source.super_offsets != (!nested || !offsets))
+  const bool offsets = m.scaling.zeros == ZeroType::offsets, nested = m.scaling.super_group > 0,
+             in_blocks = is_block(source.packing) && source.super_group;  // scales, and offsets where theirs are
+  const bool zeros = in_blocks ? source.super_offsets.data : source.zeros.data;
+  if (zeros != (m.zero_bytes() > 0) || (source.super_scales.data != nullptr) != nested ||
+      (source.super_offsets.data != nullptr) != (nested && offsets))
     throw std::invalid_argument("scales, zeros and super-groups' scales must be those of the matrix' layout");
   if (nested && (source.super_group % m.scaling.super_group || column % m.scaling.super_group))
     throw std::invalid_argument("super-groups of " + std::to_string(m.scaling.super_group) + " from column " +
                                 std::to_string(column) + " on are not parts of super-groups of " +
                                 std::to_string(source.super_group));
   std::atomic<uint64_t> hash{0};
+  std::atomic<int64_t> bad{0};
   each_expert(id, rows, row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
-    const StoredRows from = source.from(one, done);
+    const StoredRows from = source.from(done);
     const int64_t first = offset / one.panel, last = (offset + count + one.panel - 1) / one.panel;
+    const bool transposed = is_transposed(source.packing);
     pool_.run([&](int thread) {
-      const auto [p0, p1] = part(last - first, thread, pool_.size());
-      const int64_t r0 = std::max(offset, (first + p0) * one.panel),
-                    r1 = std::min(offset + count, (first + p1) * one.panel);
       uint64_t sum = 0;
-      for (int64_t r = r0; r < r1; r++) sum += fold(from.hash(one, r - offset), row_offset + done + r);
+      const auto hash_parts = [&](int64_t i0, int64_t i1) {
+        for (int64_t i = i0; i < i1; i++) sum += fold(from.hash(one, count, i), row_offset + done + offset + i);
+      };
+      if (transposed) {
+        const auto [i0, i1] = part(from.hashed_parts(count), thread, pool_.size());
+        hash_parts(i0, i1);
+      }
+      const auto [p0, p1] = part(last - first, thread, pool_.size());
+      const int64_t begin = std::max(offset, (first + p0) * one.panel),
+                    end = std::min(offset + count, (first + p1) * one.panel);
+      // Of rows some panels at a time: hashing brings them into the cache. Of words all at once: they are read across.
+      for (int64_t r0 = begin, r1; r0 < end; r0 = r1) {
+        r1 = transposed ? end : std::min(end, (r0 / one.panel + 1) * one.panel);
+        if (!transposed) hash_parts(r0 - offset, r1 - offset);
+        bad += place_rows(one, from, offset, column, r0, r1);
+      }
       hash += sum;
-      if (r0 < r1) place_rows(one, from, offset, column, r0, r1);
     });
   });
   weights_[id].source_hash += hash;
+  return bad;
 }
 
 int64_t Weights::quantize(const SourceRows& source, const QuantizedRows& out, int64_t rows) const {
@@ -169,6 +203,7 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
   pool_.run([&](int thread) {
     const auto [part0, part1] = part(last - first, thread, pool_.size());  // whole panels: no two write one line
     uint64_t sum = 0;
+    std::vector<char> room;
     for (const Piece& p : pieces) {
       const int64_t row_offset = p.from.row_offset, end = row_offset + p.rows;
       const int64_t p0 = std::max(first + part0 - p.panels, row_offset / p.m.panel),
@@ -176,11 +211,14 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
       const size_t item = p.from.type == SourceType::f32 ? 4 : 2;
       for (int64_t panel = p0; panel < p1; panel++) {
         const int64_t r0 = std::max(row_offset, panel * p.m.panel), r1 = std::min(end, (panel + 1) * p.m.panel);
+        SourceRows from = p.from;
+        if (from.step != 1)
+          from = item == 4 ? gathered<float>(from, r0, r1, room) : gathered<uint16_t>(from, r0, r1, room);
         const char* row =
-            static_cast<const char*>(p.from.data) + ((r0 - row_offset) * p.from.stride + p.from.column) * item;
-        for (int64_t r = r0; r < r1; r++, row += p.from.stride * item)
+            static_cast<const char*>(from.data) + ((r0 - from.row_offset) * from.stride + from.column) * item;
+        for (int64_t r = r0; r < r1; r++, row += from.stride * item)
           sum += row_hash(row, p.m.k * item, p.before + r);  // brings the panel into the cache
-        bad[p.source] += fill_rows(p.m, p.from, r0, r1);
+        bad[p.source] += fill_rows(p.m, from, r0, r1);
       }
     }
     hash += sum;

@@ -42,8 +42,9 @@ class Weights {
   // Copies rows[i] rows of each source (from its column on) into rows row_offset... Returns how many NaN or Inf each
   // has.
   std::vector<int64_t> fill_matrix(int id, const std::vector<SourceRows>& sources, const std::vector<int64_t>& rows);
-  // The same from rows that are quantized already.
-  void fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
+  // The same from rows that are quantized already. Returns how many codes of e4m3 are NaN and how many scales in blocks
+  // are NaN or infinite.
+  int64_t fill_quantized(int id, const StoredRows& source, int64_t rows, int64_t row_offset, int64_t column);
   // Of all bytes that fill_matrix() has read into a matrix: the same with any number of threads and instruction set.
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].source_hash; }
   // Quantizes rows into plain arrays. Returns how many values are NaN or infinite.

@@ -6,9 +6,7 @@ namespace as {
 namespace cuda {
 
 CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler)
-    : device_(device), sampler_(std::move(sampler)), weights_(device_) {
-  program_.add_cache_group(CacheKind::full);
-}
+    : device_(device), sampler_(std::move(sampler)), weights_(device_) {}
 
 int CudaExecutor::add_matrix(int n, int k, const std::string& format) {
   const int id = weights_.add_matrix(n, k, format);
@@ -28,14 +26,8 @@ void CudaExecutor::allocate(const Limits& limits, int masks) {
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get());
   decoder_.emplace(*runner_, nullptr, nullptr,
-                   SlotLimits{limits.max_rows,
-                              limits.max_outputs,
-                              limits.max_slots,
-                              limits.max_length,
-                              limits.span_size,
-                              {limits.num_spans},
-                              masks,
-                              runner_->hidden_states()});
+                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
+                              limits.span_size, limits.num_spans, program_.windows(), masks, runner_->hidden_states()});
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {

@@ -152,8 +152,15 @@ int Program::add_cache_group(CacheKind kind, int window) {
   return (int)cache_groups_.size() - 1;
 }
 
+std::vector<int> Program::windows() const {
+  std::vector<int> windows;
+  for (const CacheGroup& group : cache_groups_) windows.push_back(group.window);
+  return windows;
+}
+
 int Program::add_op(const std::string& name, std::vector<int> inputs, std::vector<int> outputs,
                     std::vector<int> weights, const AttributeValues& attributes) {
+  if (cache_groups_.empty()) add_cache_group(CacheKind::full);
   const OpSpec& spec = op_spec(name);
   const std::string text = "op " + name;
   if (spec.in_place && spec.inputs.most == 1 && inputs.size() != 1)

@@ -79,7 +79,9 @@ class Program {
   const std::vector<WeightSpec>& weights() const { return weights_; }
   const std::vector<RowSet>& row_sets() const { return row_sets_; }
   const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  // Without any that was added, one of full attention, from the first op on.
   const std::vector<CacheGroup>& cache_groups() const { return cache_groups_; }
+  std::vector<int> windows() const;  // of each cache group
   const std::vector<OpNode>& ops() const { return ops_; }
 
   const TensorSpec& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }

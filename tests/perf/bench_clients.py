@@ -85,7 +85,7 @@ class Server:
     def crowd(self, kind: str, *words: str | int) -> Iterator[Callable[[], dict[str, Any]]]:
         """Clients of a kind, once all are greeted; what it yields ends them, or waits for their end, and reports."""
         command = [sys.executable, str(CROWD), self.address, kind, *map(str, words)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
             try:
                 if not process.stdout.readline():
                     raise RuntimeError(f"clients of kind {kind} were not greeted")
@@ -193,8 +193,9 @@ def service(options: argparse.Namespace, report: Report) -> None:
     firsts: dict[str, list[float]] = {"engine": [], "client": []}
     words = ["--seconds", options.seconds + 2, "--warm", 2, "--tokens", 200]
     alone = [sys.executable, __file__, "engine", "--model", options.model, "--dtype", options.dtype]
+    # A session of its own, as the group has: the kernel shares processors out by session.
     with server(options) as group, subprocess.Popen([*map(str, alone)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                    text=True) as process:
+                                                    text=True, start_new_session=True) as process:
         process.stdout.readline()
 
         def ask(what: str) -> list[float]:

@@ -70,15 +70,14 @@ class Rank:
         return weight.decode()
 
     def copy(self, batch: Batch) -> None:
-        """Between the first cache group and its second tier."""
-        caches = {which: cache for which, cache in self._caches.items() if which[0] == 0}
+        """Between the cache and its second tier: a span of whatever group it is."""
         for one in batch.saved:
-            self._tier[one.host] = one.key, {which: cache[one.span].copy() for which, cache in caches.items()}
+            self._tier[one.host] = one.key, {which: cache[one.span].copy() for which, cache in self._caches.items()}
         for one in batch.restored:
             key, values = self._tier[one.host]
             if key != one.key:
                 raise ValueError(f"step plan: span {one.host} of the second tier is not what was saved there")
-            for which, cache in caches.items():
+            for which, cache in self._caches.items():
                 cache[one.span] = values.get(which, np.nan)
 
     def begin(self, slots: Slots, batch: Batch) -> None:

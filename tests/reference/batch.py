@@ -152,7 +152,7 @@ class Slots:
         given = work.known[len(work.known) - work.drafts:] if work.flags & GIVEN else []
         slot.history += work.known[:len(work.known) - len(given)]
         for table, ids, number in zip(slot.spans, work.spans, limits.num_spans):
-            if any(not 0 <= i < number for i in ids):
+            if any(not -1 <= i < number for i in ids):  # -1: a window has left the positions behind
                 raise ValueError(f"step plan: spans {ids} of {number}")
             table += ids
         start, end = slot.cached, slot.cached + work.rows

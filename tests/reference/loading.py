@@ -25,7 +25,6 @@ class Loaded:
 
     def __init__(self):
         self.program, self.weights = _native.Program(), {}
-        self.program.add_cache_group("full")
         self.add_tensor, self.add_op = self.program.add_tensor, self.program.add_op
         self.add_cache_group, self.add_row_set = self.program.add_cache_group, self.program.add_row_set
 
@@ -37,7 +36,7 @@ class Loaded:
 
     def fill_matrix(self, identity: int, array: np.ndarray, source: str, row_offset: int = 0, column: int = 0,
                     group_size: int = 0) -> int:
-        assert array.ndim == 2 and array.strides[1] == array.itemsize
+        assert array.ndim == 2
         matrix = self.weights[identity]
         rows = slice(row_offset, row_offset + len(array))
         assert rows.stop <= len(matrix) and column + matrix.shape[1] <= array.shape[1]
@@ -71,6 +70,7 @@ def loaded(model, rank: int = 0, world: int = 1) -> Loaded:
 
 
 def runner_of(ranks: list[Loaded], **limits) -> Runner:
+    limits = {"num_spans": (64,) * len(ranks[0].program.cache_groups), **limits}
     return compile([rank.program for rank in ranks], [rank.weights for rank in ranks], Limits(**limits))
 
 
@@ -81,7 +81,8 @@ def model_runner(directory, world: int = 1) -> Runner:
 
 def logits_after(runner: Runner, prompt) -> np.ndarray:
     """Logits after a prompt's last token: [vocabulary]."""
-    work = item(0, len(prompt), DRAW, spans=spans_for(len(prompt)))
+    spans, groups = spans_for(len(prompt)), len(runner.slots.limits.num_spans)
+    work = item(0, len(prompt), DRAW, spans=spans, other_spans=[spans] * (groups - 1))
     logits = runner.step(plan([work], [start(0, prompt)])).logits[0]
     runner.step(plan([], free=[0]))
     return logits

@@ -17,7 +17,7 @@ from allspark_server.weights.formats import ScaleLayout, StoredQuantization, Wei
 from allspark_server.weights.loader import unquantized_type
 from allspark_server.weights.safetensors import write_safetensors
 from allspark_server.weights.shard import Split
-from reference.loading import loaded, logits_after, runner_of
+from reference.loading import loaded, runner_of
 from reference.ops import gelu_tanh, rms, sigmoid, softmax
 from reference.test_attention_toy import dense
 
@@ -191,7 +191,7 @@ def test_the_same_on_any_number_of_ranks(arrays, source, world):
         runner.step(plan([], free=[0]))
         np.testing.assert_allclose(found, expected_logits(arrays, prompt, lora), rtol=1e-7, atol=1e-9)
     with pytest.raises(ValueError):
-        logits_after(runner, prompt)  # spans of one group are missing
+        runner.step(plan([item(0, 33, DRAW, spans=spans_for(33), other_spans=[[]])], [start(0, prompt)]))
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -227,7 +227,7 @@ def test_layouts_of_scales_are_written_and_read():
     ('ops { type: "add" inputs: "x" outputs: "x" }', "has 1 inputs, 1 outputs and 0 weights: expected 2, 1 and 0"),
     ('tensors { name: "y" blocks { width: 1 } rows: "routed" }', "has the rows 'routed', which are not there"),
     ('row_sets { name: "a" of: "b" times: 2 }', "rows that are not there"),
-    ('cache_groups { kind: "sliding" window: 4 }', "its first cache group is not one of full attention"),
+    ('cache_groups { kind: "sliding" window: 4 } cache_groups { kind: "full" }', "groups of full attention are not the"),
     ('weights { name: "v" columns: 4 parts { tensor: "t" rows: 3 first: 2 of: 4 } }', "rows 2 to 5 .* which has 4"),
     ('weights { name: "v" columns: 4 parts { tensor: "t" rows: 3 unit: 2 } }', "unit 2 of None"),
 ])  # fmt: skip

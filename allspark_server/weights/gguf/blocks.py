@@ -22,8 +22,9 @@ _HALF = np.dtype("<f2")
 
 @dataclass(frozen=True)
 class BlockType:
-    """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form, rows: of
-    one that is: the format of a matrix, and its rows from blocks uint8 [n, blocks, bytes]."""
+    """values: of a block, in so many bytes. plain: as safetensors calls a type that is not quantized. form: of
+    one that is, the format of a matrix; rows: makes its rows of blocks uint8 [n, blocks, bytes], of types that the
+    native library does not take as they are."""
 
     name: str
     values: int
@@ -64,40 +65,6 @@ def _q5_0(blocks: np.ndarray) -> QuantizedRows:
 
 def _q5_1(blocks: np.ndarray) -> QuantizedRows:
     return QuantizedRows(_q5(blocks, 4), _half(blocks, 0), _half(blocks, 2))
-
-
-def _native(name: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes, scales and minimums of the types that most files have, unpacked at the speed of memory."""
-    from allspark_server.runtime.native import native_library
-
-    return native_library().unpack_blocks(name, np.ascontiguousarray(blocks.reshape(len(blocks), -1)))
-
-
-def _q4_0(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_native("Q4_0", blocks)[0], _half(blocks, 0))
-
-
-def _q4_1(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_native("Q4_1", blocks)[0], _half(blocks, 0), _half(blocks, 2))
-
-
-def _q8_0(blocks: np.ndarray) -> QuantizedRows:
-    return QuantizedRows(_native("Q8_0", blocks)[0], _half(blocks, 0))
-
-
-def _q4_k(blocks: np.ndarray) -> QuantizedRows:
-    codes, scales, minimums = _native("Q4_K", blocks)
-    return QuantizedRows(codes, scales, minimums, _half(blocks, 0), _minus(_half(blocks, 2)))
-
-
-def _q5_k(blocks: np.ndarray) -> QuantizedRows:
-    codes, scales, minimums = _native("Q5_K", blocks)
-    return QuantizedRows(codes, scales, minimums, _half(blocks, 0), _minus(_half(blocks, 2)))
-
-
-def _q6_k(blocks: np.ndarray) -> QuantizedRows:
-    codes, scales, _ = _native("Q6_K", blocks)
-    return QuantizedRows(codes, scales, None, _half(blocks, 208))
 
 
 def _minus(half: np.ndarray) -> np.ndarray:
@@ -144,16 +111,16 @@ def _k(dtype: str, group: int, zeros: str, center: int | None) -> WeightFormat:
 TYPES = {
     0: BlockType("F32", 1, 4, "F32"),
     1: BlockType("F16", 1, 2, "F16"),
-    2: BlockType("Q4_0", 32, 18, form=_simple("int4", "none", None), rows=_q4_0),
-    3: BlockType("Q4_1", 32, 20, form=_simple("int4", "offsets", 0), rows=_q4_1),
+    2: BlockType("Q4_0", 32, 18, form=_simple("int4", "none", None)),
+    3: BlockType("Q4_1", 32, 20, form=_simple("int4", "offsets", 0)),
     6: BlockType("Q5_0", 32, 22, form=_simple("int8", "none", 16), rows=_q5_0),
     7: BlockType("Q5_1", 32, 24, form=_simple("int8", "offsets", 0), rows=_q5_1),
-    8: BlockType("Q8_0", 32, 34, form=_simple("int8", "none", None), rows=_q8_0),
+    8: BlockType("Q8_0", 32, 34, form=_simple("int8", "none", None)),
     10: BlockType("Q2_K", SUPER, 84, form=_k("int4", 16, "offsets", 0), rows=_q2_k),
     11: BlockType("Q3_K", SUPER, 110, form=_k("int4", 16, "none", 4), rows=_q3_k),
-    12: BlockType("Q4_K", SUPER, 144, form=_k("int4", 32, "offsets", 0), rows=_q4_k),
-    13: BlockType("Q5_K", SUPER, 176, form=_k("int8", 32, "offsets", 0), rows=_q5_k),
-    14: BlockType("Q6_K", SUPER, 210, form=_k("int8", 16, "none", 32), rows=_q6_k),
+    12: BlockType("Q4_K", SUPER, 144, form=_k("int4", 32, "offsets", 0)),
+    13: BlockType("Q5_K", SUPER, 176, form=_k("int8", 32, "offsets", 0)),
+    14: BlockType("Q6_K", SUPER, 210, form=_k("int8", 16, "none", 32)),
     30: BlockType("BF16", 1, 2, "BF16"),
 }
 # Others that ggml has or had, to be refused by name.

@@ -272,17 +272,16 @@ class GgufSource:
 
         def rows(begin: int, end: int) -> QuantizedRows:
             taken = tensor.data[order[begin:end]] if order is not None else tensor.data[some][begin:end]
+            if kind.rows is None:
+                return QuantizedRows(taken, packing=kind.name)
             found = kind.rows(taken.reshape(end - begin, -1, kind.bytes))
             floats = [found.scales, found.zeros] if not kind.form.layout.super_group else \
                 [found.super_scales, found.super_offsets]
-            bad = sum(int((~np.isfinite(x)).sum()) for x in floats if x is not None)
-            if bad:
-                raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
-                                    f"tensor {gguf_name(name)[0]!r} in {tensor.file} holds {bad} scales that are NaN "
-                                    "or infinite")
+            own.check_finite(*floats)
             return found
 
-        return converted(QuantizedTensor(rows, tensor.file), kind.form, form, shape[1])
+        own = QuantizedTensor(tensor.name, tensor.file, rows, mapped=kind.rows is None and order is None)
+        return converted(own, kind.form, form, shape[1])
 
     def verify(self, rank: int, world: int) -> None:
         """GGUF has no checksums; lengths were compared when the file was opened."""

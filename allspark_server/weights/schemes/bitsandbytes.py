@@ -5,7 +5,7 @@ are not told apart, as all activations have 16 bits."""
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 
@@ -69,32 +69,31 @@ class BitsAndBytes:
             scales = need(self.source, module + SCALES, ("F32",), (n,))
             check_finite(scales)
             each = scales.data.reshape(n, 1) / np.float32(127)
-            return QuantizedTensor(lambda begin, end: QuantizedRows(
-                weight.data[begin:end].view(np.uint8) ^ np.uint8(0x80), np.ascontiguousarray(each[begin:end])),
-                weight.file)
+            return QuantizedTensor(weight.name, weight.file, lambda begin, end: QuantizedRows(
+                weight.data[begin:end].view(np.uint8), each[begin:end], packing="signed"), mapped=True)
         weight = need(self.source, module + ".weight", ("U8",), (n * k // 2, 1))
         if k % form.group_size:
             wrong(weight, f"has rows of {k} values in blocks of {form.group_size}: a block may not reach past a row")
         table = need(self.source, module + ".weight.quant_map", ("F32",), (16,))
         if not np.array_equal(table.data, _NF4):
             wrong(table, "is not the table of NF4")
-        scales = self._largest(module, n * k // form.group_size).reshape(n, -1)
+        largest = self._largest(module, n * k // form.group_size)
         codes = weight.data.reshape(n, k // 2)
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            some = codes[begin:end]  # the even value in the upper half
-            return QuantizedRows(some >> 4 | some << 4, np.ascontiguousarray(scales[begin:end]))
+            return QuantizedRows(codes[begin:end], largest().reshape(n, -1)[begin:end], packing="swapped")
 
-        return QuantizedTensor(rows, weight.file)
+        return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
-    def _largest(self, module: str, count: int) -> np.ndarray:
-        """float32: each block's largest magnitude, as bitsandbytes recovers it."""
+    def _largest(self, module: str, count: int) -> Callable[[], np.ndarray]:
+        """float32: each block's largest magnitude, as bitsandbytes recovers it. What it is made of is checked at
+        once."""
         state, name = self._state(module), module + ".weight.absmax"
         size = state.get("nested_blocksize")
         if size is None:
             scales = need(self.source, name, ("F32",), (count,))
             check_finite(scales)
-            return scales.data
+            return lambda: scales.data
         scales = need(self.source, name, ("U8",), (count,))
         table = need(self.source, module + ".weight.nested_quant_map", ("F32",), (256,))
         above = need(self.source, module + ".weight.nested_absmax", ("F32",), (-(-count // size),))
@@ -102,4 +101,4 @@ class BitsAndBytes:
         if type(offset) not in (int, float) or not abs(offset) < 1e30:
             wrong(self.source.get(module + STATE), f"has nested_offset {offset!r}: expected a number")
         check_finite(table), check_finite(above)
-        return table.data[scales.data] * above.data[np.arange(count) // size] + np.float32(offset)
+        return lambda: table.data[scales.data] * np.repeat(above.data, size)[:count] + np.float32(offset)

@@ -20,7 +20,7 @@ from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import (
     QuantizedRows,
     QuantizedTensor,
-    pack_codes,
+    reordered,
     unpack_codes,
 )
 from allspark_server.weights.safetensors import StoredTensor
@@ -196,14 +196,12 @@ class CompressedTensors:
         points = self._points(module, group, n, each.shape[1]) if form.layout.zeros == "points" else None
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            codes = np.ascontiguousarray(weight.data[begin:end]).view(np.uint8)
-            codes = codes ^ np.uint8(0x80) if group.format == INTEGERS else codes[:, :form.row_bytes(k)]
-            if order is not None:
-                codes = pack_codes(np.take(unpack_codes(codes, group.bits, k), order, axis=1), group.bits)
-            return QuantizedRows(np.ascontiguousarray(codes), np.ascontiguousarray(each[begin:end]),
-                                 None if points is None else np.ascontiguousarray(points[begin:end]))
+            found = QuantizedRows(weight.data[begin:end].view(np.uint8)[:, :form.row_bytes(k)], each[begin:end],
+                                  None if points is None else points[begin:end],
+                                  packing="signed" if group.format == INTEGERS else "rows")
+            return found if order is None else reordered(found.plain(form, k), form, order)
 
-        return QuantizedTensor(rows, weight.file, order)
+        return QuantizedTensor(weight.name, weight.file, rows, order, mapped=order is None)
 
     def _points(self, module: str, group: _Group, n: int, groups: int) -> np.ndarray:
         """Zero points as unsigned integers [n, groups]: packed, words hold adjacent rows'."""
@@ -234,9 +232,9 @@ class CompressedTensors:
             table = e4m3_values() / overall.data.reshape(-1)[0]
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(np.ascontiguousarray(weight.data[begin:end]), table[scales.data[begin:end]])
+            return QuantizedRows(weight.data[begin:end], table[scales.data[begin:end]])
 
-        return QuantizedTensor(rows, weight.file)
+        return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
 
 def e4m3_values() -> np.ndarray:

@@ -12,7 +12,7 @@ from allspark_server.weights.checkpoint import Source
 from allspark_server.weights.formats import SMALLEST_GROUP, ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
 from allspark_server.weights.safetensors import StoredTensor
-from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, need, wrong
+from allspark_server.weights.schemes.scheme import SCALE_NAMES, check_finite, need
 
 
 def block_of(config: Fields, name: str) -> tuple[int, int] | None:
@@ -34,13 +34,9 @@ def float8_tensor(weight: StoredTensor, scales: StoredTensor, block: tuple[int, 
     height = block[0] if block else 1 if len(data) > 1 else weight.shape[0]
 
     def rows(begin: int, end: int) -> QuantizedRows:
-        codes = weight.data[begin:end]
-        bad = int(((codes & 0x7F) == 0x7F).sum())
-        if bad:
-            wrong(weight, f"holds {bad} values that are NaN")
-        return QuantizedRows(np.ascontiguousarray(codes), np.ascontiguousarray(data[np.arange(begin, end) // height]))
+        return QuantizedRows(weight.data[begin:end], data[np.arange(begin, end) // height])
 
-    return QuantizedTensor(rows, weight.file)
+    return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
 
 
 class BlockFloat8:

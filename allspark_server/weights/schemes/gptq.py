@@ -18,7 +18,7 @@ from allspark_server.weights.formats import ScaleLayout, WeightFormat
 from allspark_server.weights.quantized import (
     QuantizedRows,
     QuantizedTensor,
-    pack_codes,
+    reordered,
     unpack_codes,
 )
 from allspark_server.weights.safetensors import StoredTensor
@@ -87,14 +87,11 @@ class Gptq:
         order = self._order(module, k)
 
         def rows(begin: int, end: int) -> QuantizedRows:
-            codes = np.ascontiguousarray(weight.data[:, begin:end].T).view(np.uint8)[:, :form.row_bytes(k)]
-            if order is not None:
-                codes = pack_codes(np.take(unpack_codes(codes, self.bits, k), order, axis=1), self.bits)
-            points = None if form.layout.zeros == "none" else self._points(zeros, n)[:, begin:end]
-            return QuantizedRows(np.ascontiguousarray(codes), np.ascontiguousarray(scales.data[:, begin:end].T),
-                                 None if points is None else np.ascontiguousarray(points.T))
+            points = None if form.layout.zeros == "none" else self._points(zeros, n)[:, begin:end].T
+            found = QuantizedRows(weight.data[:, begin:end], scales.data[:, begin:end].T, points, packing="words")
+            return found if order is None else reordered(found.plain(form, k), form, order)
 
-        return QuantizedTensor(rows, weight.file, order)
+        return QuantizedTensor(weight.name, weight.file, rows, order, mapped=order is None)
 
     def _points(self, zeros: StoredTensor, n: int) -> np.ndarray:
         words = zeros.data.view(np.uint32) + np.uint32(self.less)
@@ -130,18 +127,17 @@ class Awq:
         scales = need(self.source, f"{module}.scales", tuple(SCALE_NAMES), (groups, n))
         check_finite(scales)
 
-        def transposed(packed: np.ndarray, begin: int, end: int) -> np.ndarray:
-            """Rows [begin, end) of the matrix that the words hold the transpose of, a byte a value."""
-            first = begin // 8
-            some = np.ascontiguousarray(packed[:, first:-(-end // 8)].T).view(np.uint32)
-            values = np.empty((len(some), 8, some.shape[1]), np.uint8)
-            for place, row in enumerate(_AWQ_ORDER):
-                values[:, row] = some >> np.uint32(4 * place) & np.uint32(15)
-            return values.reshape(-1, some.shape[1])[begin - 8 * first:end - 8 * first]
-
         def rows(begin: int, end: int) -> QuantizedRows:
-            return QuantizedRows(pack_codes(transposed(weight.data, begin, end), 4),
-                                 np.ascontiguousarray(scales.data[:, begin:end].T),
-                                 np.ascontiguousarray(transposed(zeros.data, begin, end)))
+            return QuantizedRows(weight.data[:, begin // 8:-(-end // 8)], scales.data[:, begin:end].T,
+                                 _octets(zeros.data)[:, begin:end].T, packing="octets", skipped=begin % 8)
 
-        return QuantizedTensor(rows, weight.file)
+        return QuantizedTensor(weight.name, weight.file, rows, mapped=True)
+
+
+def _octets(words: np.ndarray) -> np.ndarray:
+    """uint8 [groups, n]: the values of AWQ's words."""
+    packed = words.view(np.uint8).reshape(*words.shape, 4)
+    values = np.empty((*words.shape, 8), np.uint8)
+    for place, row in enumerate(_AWQ_ORDER):
+        values[..., row] = packed[..., place // 2] >> np.uint8(place % 2 * 4) & np.uint8(15)
+    return values.reshape(len(words), -1)

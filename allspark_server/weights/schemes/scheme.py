@@ -94,7 +94,11 @@ def need(source: Source, name: str, kinds: tuple[str, ...], *shapes: tuple[int, 
 def check_finite(tensor: StoredTensor) -> None:
     """AllSparkError if a scale is NaN or infinite."""
     data = tensor.data
-    bad = ((data & 0x7F80) == 0x7F80) if tensor.dtype == "BF16" else ~np.isfinite(data)
+    exponents = {"BF16": 0x7F80, "F16": 0x7C00}.get(tensor.dtype)
+    if exponents is None:
+        bad = ~np.isfinite(data)
+    else:
+        bad = (data.view(np.uint16) & np.uint16(exponents)) == np.uint16(exponents)
     if bad.any():
         wrong(tensor, f"holds {int(bad.sum())} scales that are NaN or infinite")
 

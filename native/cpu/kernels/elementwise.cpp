@@ -37,23 +37,33 @@ void rms_norm(const float* x, const float* w, float* y, int n, float eps) {
 
 namespace {
 
-template <vf (*kProduct)(vf gate, vf up)>
-AS_INLINE void gated(const float* gate, const float* up, float* y, int n) {
+template <typename Product>
+AS_INLINE void gated(const Product& product, const float* gate, const float* up, float* y, int n) {
   int i = 0;
-  for (; i + W <= n; i += W) vstore(y + i, kProduct(vload(gate + i), vload(up + i)));
+  for (; i + W <= n; i += W) vstore(y + i, product(vload(gate + i), vload(up + i)));
   if (i < n) {
     float g[W] = {}, u[W] = {}, out[W];
     for (int j = 0; j < n - i; j++) g[j] = gate[i + j], u[j] = up[i + j];
-    vstore(out, kProduct(vload(g), vload(u)));
+    vstore(out, product(vload(g), vload(u)));
     for (int j = 0; j < n - i; j++) y[i + j] = out[j];
   }
 }
 
 }  // namespace
 
-void silu_mul(const float* gate, const float* up, float* y, int n) { gated<vsilu_mul>(gate, up, y, n); }
+void silu_mul(const float* gate, const float* up, float* y, int n) {
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vsilu_mul(g, u); }, gate, up, y, n);
+}
 
-void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) { gated<vgelu_tanh_mul>(gate, up, y, n); }
+void gelu_tanh_mul(const float* gate, const float* up, float* y, int n) {
+  gated([](vf g, vf u) __attribute__((always_inline)) { return vgelu_tanh_mul(g, u); }, gate, up, y, n);
+}
+
+void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float alpha, float limit) {
+  gated([alpha, limit](vf g, vf u)
+            __attribute__((always_inline)) { return vclamped_silu_mul(g, u, vset(alpha), vset(limit)); },
+        gate, up, y, n);
+}
 
 void multiply(float* x, const float* w, float factor, size_t n) {
   const vf f = vset(factor);

@@ -64,7 +64,7 @@ struct BFloatRow {
 struct Scales {
   float values[2 * NR];
   void set(const Packed& w, int panel, int g) {
-    if (!w.plain_scales) return load_scales(w, panel, g, values);
+    if (!w.plain_scales) return load_scales(w, panel, g, 1, values);
     const uint16_t* scales = w.scales(panel, g);
     for (int i = 0; i < 2 * NR; i += W) vstore(values + i, vload_bf16(scales + i));
   }

@@ -47,6 +47,7 @@ struct SourceRows {
   const void* data;  // of row `row_offset` of the matrix that is filled
   SourceType type;
   int64_t stride, row_offset, column, columns, group;
+  int64_t step = 1;  // from a value of a row to the next one: Weights takes others, kernels want them side by side
 };
 
 struct LogitKernels;
@@ -72,6 +73,7 @@ struct Kernels {
   void (*multiply)(float* x, const float* w, float factor, size_t n);  // x *= factor * w
   void (*silu_mul)(const float* gate, const float* up, float* y, int n);
   void (*gelu_tanh_mul)(const float* gate, const float* up, float* y, int n);
+  void (*clamped_silu_mul)(const float* gate, const float* up, float* y, int n, float alpha, float limit);
   void (*scale)(float* x, float factor, size_t n);
   void (*soft_cap)(float* x, float factor, float cap, size_t n);  // x = cap * tanh(factor * x / cap)
   void (*add)(float* x, const float* y, size_t n);

@@ -166,7 +166,7 @@ void multiply_panel(const F& format, const Packed& w, const float* x, size_t ldx
   std::fill_n(totals, rows * NR, 0.0f);
   for (int g = 0, k0 = 0; g < w.groups(); k0 += w.group_k(g), g++) {
     alignas(64) float scales[2 * NR];
-    load_scales(w, panel, g, scales);
+    load_scales(w, panel, g, 1, scales);
     for (int i = 0; i < NR; i += W) vstore(scales + i, vmul(vload(scales + i), vset(F::kFactor)));
     const uint8_t* weights = reinterpret_cast<const uint8_t*>(w.weights(panel, g));
     const int length = w.group_k(g), most = rows <= kDirectRows ? length : KC;

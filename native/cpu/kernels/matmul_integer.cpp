@@ -117,28 +117,35 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   const Rows<P> rows(at, a, groups, row);
   vf total[R * NV];
   for (vf& t : total) t = vzero();
-  alignas(64) float own_scales[2 * NR];
-  const float* converted = w.plain_scales || w.half_scales ? nullptr : own_scales;
-  for (int g = 0, k0 = 0; g < groups; k0 += w.group_k(g), g++) {
-    if (converted) load_scales(w, panel, g, own_scales);
-    const char* values = rows.first + at.values_at + k0 * sizeof(typename F::Value);
+  alignas(64) float own_scales[kLoadedGroups * 2 * NR];
+  const bool direct = w.plain_scales || w.half_scales;
+  const int group = w.group, k = w.k;
+  // Kept, as what a group's place is made of takes as long as its smallest products.
+  const size_t head_bytes = w.head_bytes, group_bytes = w.group_bytes(group);
+  const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
+  for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
+    if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
+    const int length = std::min(group, k - g * group);
+    const char* weights = head + head_bytes;
+    const GroupScales scales{reinterpret_cast<const uint16_t*>(head),
+                             direct ? nullptr : own_scales + g % kLoadedGroups * 2 * NR, w.half_scales};
     auto line = [&](int r)
                     __attribute__((always_inline)) { return values + r / L * a.stride + r % L * at.plane_bytes; };
 #if defined(AS_WORDS)
-    if (P == 2 && w.group_k(g) > kExactWords) {
+    if (P == 2 && length > kExactWords) {
       alignas(64) double wide[R * NR] = {};
-      for (int k1 = 0; k1 < w.group_k(g); k1 += kUncentredWords) {
+      for (int k1 = 0; k1 < length; k1 += kUncentredWords) {
         vi acc[R][NV], part[R * NV];
         for (int r = 0; r < R; r++)
           for (int v = 0; v < NV; v++) acc[r][v] = iset(0);
         F::template group<R>(
-            w.weights(panel, g) + w.weight_bytes(k1), std::min(kUncentredWords, w.group_k(g) - k1),
+            weights + w.weight_bytes(k1), std::min(kUncentredWords, length - k1),
             [&](int r) __attribute__((always_inline)) { return line(r) + k1 * sizeof(typename F::Value); }, acc);
         spill(acc, part);
         for (int i = 0; i < R * NV; i++) add_doubles(wide + i * W, part[i]);
       }
       add_group<R>(
-          {w.scales(panel, g), converted, w.half_scales}, rows, g,
+          scales, rows, g,
           [&](int r, int v) {
             return round_doubles(wide + (r * NV + v) * W, F::kMiddle * (double)rows.exact_sum(r, g));
           },
@@ -151,11 +158,11 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
       const vi start = iset(-F::kMiddle * (L == P ? rows.plane_sum(r / L, r % L, g) : (int32_t)rows.exact_sum(r, g)));
       for (int v = 0; v < NV; v++) acc[r][v] = start;
     }
-    F::template group<R * L>(w.weights(panel, g), w.group_k(g), line, acc);
+    F::template group<R * L>(weights, length, line, acc);
     vi chains[R * L * NV];
     spill(acc, chains);
     add_group<R>(
-        {w.scales(panel, g), converted, w.half_scales}, rows, g,
+        scales, rows, g,
         [&](int r, int v) __attribute__((always_inline)) {
           const vf low = to_float(chains[(r * L + L - 1) * NV + v]);
           return L == 1 ? low : vfma(vset(256.0f), to_float(chains[r * L * NV + v]), low);
@@ -193,9 +200,7 @@ void many_rows(const Packed& w, const PreparedLayout& at, const Activations& a, 
     const char* data = w.weights(panel, g0) + w.weight_bytes(first - begin);
     for (int k0 = first; k0 < end; k0 += w.group, data += group_bytes)
       F::widen(data, std::min(w.group, end - k0), block + (k0 - first) * NR);
-    if (!direct)
-      for (int g = g0, k0 = first; k0 < end; g++, k0 += w.group)
-        load_scales(w, panel, g, own_scales + (g - g0) * 2 * NR);
+    if (!direct) load_scales(w, panel, g0, (end - g0 * w.group + w.group - 1) / w.group, own_scales);
     const char* next = cut ? data - group_bytes + w.weight_bytes(most) : data;
     if (P == 2 && cut && begins) std::fill_n(wide, count * NR, 0.0);
     for (int r0 = 0; r0 < count; r0 += kPairRows) {

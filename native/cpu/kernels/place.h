@@ -43,10 +43,10 @@ AS_INLINE void place(const Packed& w, const uint8_t (*q)[kPlacedK], int rows, in
   const int64_t panel = w.panel;
   const int unit = w.unit();
   char* out = weights + ((int64_t)(k0 / unit) * panel + lane) * 4;
-  if (rows == kPlacedRows)
+  if (rows % 4 == 0)
     for (; n >= 4 * unit;
          n -= 4 * unit, q = reinterpret_cast<const uint8_t(*)[kPlacedK]>(q[0] + 4 * unit), out += 16 * panel)
-      for (int r = 0; r < kPlacedRows; r += 4) transpose_lanes(q[0] + r * kPlacedK, unit, out + r * 4, panel * 4);
+      for (int r = 0; r < rows; r += 4) transpose_lanes(q[0] + r * kPlacedK, unit, out + r * 4, panel * 4);
   for (int i = 0; i < n; i += unit, out += panel * 4)
     for (int r = 0; r < rows; r++) {
       uint32_t first, second = 0;

@@ -70,31 +70,50 @@ AS_INLINE void load_plain(const char* head, ZeroType zeros, float middle, float 
       vstore(out + NR + v * W, vfma(vset(moved), Stored::load(head, v), Stored::load(second, v)));
   }
 }
-AS_INLINE void load_nested(const char* head, const uint16_t* super, bool offsets, float moved, float* out) {
-  const int8_t *first = reinterpret_cast<const int8_t*>(head), *second = first + NR;
+// Of `count` groups from g on. A super-group's float16 are converted once.
+AS_INLINE void load_nested(const Packed& w, int panel, int g, int count, float moved, float* out) {
+  const int groups = w.scaling.super_group / w.group;
+  const bool offsets = w.scaling.zeros == ZeroType::offsets;
+  const char* head = w.head(panel, g);
+  const size_t step = w.group_bytes(w.group);
+  vf above[NV], above_offset[NV];
+  for (int i = 0; i < count; i++, head += step, out += 2 * NR) {
+    if (i == 0 || (g + i) % groups == 0) {
+      const uint16_t* super = w.super_scales(panel, g + i);
 #pragma GCC unroll 4
-  for (int v = 0; v < NV; v++) {
-    const vf scale = vmul(vload_f16(super + v * W), vload_i8(first + v * W));
-    const vf offset = offsets ? vmul(vload_f16(super + NR + v * W), vload_i8(second + v * W)) : vzero();
-    vstore(out + v * W, scale);
-    vstore(out + NR + v * W, vfma(vset(moved), scale, offset));
+      for (int v = 0; v < NV; v++) above[v] = vload_f16(super + v * W), above_offset[v] = vload_f16(super + NR + v * W);
+    }
+    const int8_t *first = reinterpret_cast<const int8_t*>(head), *second = first + NR;
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+      const vf scale = vmul(above[v], vload_i8(first + v * W));
+      const vf offset = offsets ? vmul(above_offset[v], vload_i8(second + v * W)) : vzero();
+      vstore(out + v * W, scale);
+      vstore(out + NR + v * W, vfma(vset(moved), scale, offset));
+    }
   }
 }
 
-// Out of line: a group's products take longer, and need the registers.
-__attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, float* out) {
-  const char* head = w.head(panel, g);
+constexpr int kLoadedGroups = 8;  // whose scales are loaded at a time: as many as most super-groups have
+
+// Of `count` groups from g on, each one's [2 * NR] after the other's. Out of line: a group's products take longer, and
+// need the registers.
+__attribute__((noinline, unused)) void load_scales(const Packed& w, int panel, int g, int count, float* out) {
   const ZeroType zeros = w.scaling.zeros;
   const float middle = (float)w.middle(), moved = (float)(w.middle() - w.bias - w.center());
-  if (w.scaling.super_group) return load_nested(head, w.super_scales(panel, g), zeros == ZeroType::offsets, moved, out);
-  switch (w.scaling.scales) {
-    case ScaleType::float32:
-      return load_plain<Float32s>(head, zeros, middle, moved, out);
-    case ScaleType::float16:
-      return load_plain<Float16s>(head, zeros, middle, moved, out);
-    default:
-      return load_plain<BFloat16s>(head, zeros, middle, moved, out);
-  }
+  if (w.scaling.super_group) return load_nested(w, panel, g, count, moved, out);
+  const char* head = w.head(panel, g);
+  const size_t step = w.group_bytes(w.group);
+  for (int i = 0; i < count; i++, head += step, out += 2 * NR) switch (w.scaling.scales) {
+      case ScaleType::float32:
+        load_plain<Float32s>(head, zeros, middle, moved, out);
+        break;
+      case ScaleType::float16:
+        load_plain<Float16s>(head, zeros, middle, moved, out);
+        break;
+      default:
+        load_plain<BFloat16s>(head, zeros, middle, moved, out);
+    }
 }
 
 }  // namespace

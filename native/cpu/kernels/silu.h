@@ -1,5 +1,5 @@
-// silu(gate) * up, and gelu(gate) * up, of a vector: the same instructions wherever it is computed, so that fused and
-// separate results have the same bits.
+// silu(gate) * up, gelu(gate) * up and gpt-oss' product, of a vector: the same instructions wherever it is computed, so
+// that fused and separate results have the same bits.
 #pragma once
 #include "cpu/kernels/format.h"
 #include "cpu/simd.h"
@@ -44,6 +44,12 @@ AS_INLINE vf vgelu_tanh_mul(vf gate, vf up) {
   const vf square = vmul(gate, gate);
   const vf slope = vfma(square, vset(0.0713548162726f), vset(1.5957691216057308f));
   return vgate_mul(gate, vmul(gate, slope), up);
+}
+
+// gate * sigmoid(alpha * gate) * (up + 1), the gate at most limit, up within +-limit.
+AS_INLINE vf vclamped_silu_mul(vf gate, vf up, vf alpha, vf limit) {
+  const vf g = vmin(limit, gate), u = vmax(vsub(vzero(), limit), vmin(limit, up));  // in this order a NaN passes
+  return vgate_mul(g, vmul(alpha, g), vadd(u, vset(1.0f)));
 }
 
 }  // namespace AS_ISA

@@ -31,6 +31,7 @@ const Kernels& kernels() {
                                 multiply,
                                 silu_mul,
                                 gelu_tanh_mul,
+                                clamped_silu_mul,
                                 scale,
                                 soft_cap,
                                 add,

@@ -27,6 +27,7 @@ float square_sum(const float* x, int n);
 void multiply(float* x, const float* w, float factor, size_t n);
 void silu_mul(const float* gate, const float* up, float* y, int n);
 void gelu_tanh_mul(const float* gate, const float* up, float* y, int n);
+void clamped_silu_mul(const float* gate, const float* up, float* y, int n, float alpha, float limit);
 void scale(float* x, float factor, size_t n);
 void soft_cap(float* x, float factor, float cap, size_t n);
 void add(float* x, const float* y, size_t n);

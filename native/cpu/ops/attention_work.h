@@ -29,10 +29,10 @@ constexpr int kRunBlocks = 8;
 // Heads of one rank in a layer. q head h (counted over all ranks) uses KV head h / group.
 struct AttentionShape {
   int q_heads = 0, kv_heads = 0, head_dim = 0, q_head_begin = 0, group = 1, kv_begin = 0;
-  int cache_group = 0, window = 0;  // window: how many positions a row sees; 0: all
+  int window = 0;  // how many positions a row sees; 0: all
   bool operator==(const AttentionShape& o) const {
     return q_heads == o.q_heads && kv_heads == o.kv_heads && head_dim == o.head_dim && q_head_begin == o.q_head_begin &&
-           group == o.group && kv_begin == o.kv_begin && cache_group == o.cache_group && window == o.window;
+           group == o.group && kv_begin == o.kv_begin && window == o.window;
   }
   // The first position that one at `position` sees.
   int first_seen(int position) const { return window ? std::max(0, position + 1 - window) : 0; }

@@ -1,4 +1,4 @@
-// silu_mul, gelu_tanh_mul: an activation of gate, times up, of rows [gate | up].
+// silu_mul, gelu_tanh_mul, clamped_silu_mul: an activation of gate, times up, of rows [gate | up].
 #include "cpu/ops/ops.h"
 
 namespace as {
@@ -10,15 +10,21 @@ class GatedMul : public BoundOp {
       : core_(b.core),
         product_(b.parts[0].is("silu_mul") ? b.core.k.silu_mul : b.core.k.gelu_tanh_mul),
         in_(b.parts[0].in()),
-        out_(b.parts[0].out()) {}
+        out_(b.parts[0].out()) {
+    const OpNode& op = b.parts[0].op;
+    if (op.is("clamped_silu_mul"))
+      clamped_ = true, alpha_ = (float)op.number("alpha"), limit_ = (float)op.number("limit");
+  }
 
   void run(const Batch& batch, int thread) override {
     const int n = out_.width, rows = out_.rows(batch);
     const auto [c0, c1] = rows == 1 ? part(n, thread, core_.pool.size()) : std::pair<int, int>(0, n);
     const auto [r0, r1] = rows == 1 ? std::pair<int, int>(0, 1) : part(rows, thread, core_.pool.size());
     for (int r = r0; r < r1; r++) {
-      const float* gate = in_.row(r);
-      product_(gate + c0, gate + n + c0, out_.row(r) + c0, c1 - c0);
+      const float *gate = in_.row(r) + c0, *up = gate + n;
+      float* y = out_.row(r) + c0;
+      if (clamped_) core_.k.clamped_silu_mul(gate, up, y, c1 - c0, alpha_, limit_);
+      else product_(gate, up, y, c1 - c0);
     }
   }
 
@@ -26,6 +32,8 @@ class GatedMul : public BoundOp {
   const Core& core_;
   void (*const product_)(const float* gate, const float* up, float* y, int n);
   const Tensor in_, out_;
+  bool clamped_ = false;
+  float alpha_ = 0, limit_ = 0;
 };
 
 }  // namespace

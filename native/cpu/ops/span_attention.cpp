@@ -38,7 +38,7 @@ class SpanAttention : public BoundOp {
   SpanAttention(const Binding& b, std::shared_ptr<AttentionWork> work)
       : core_(b.core), work_(std::move(work)), shape_(work_->shape), layout_(work_->layout) {
     const Part& op = *b.part("span_attention");
-    cache_ = b.cache.layer(op.op.integer("layer"));
+    cache_ = b.cache.layer(op.op.integer("layer")), cache_group_ = op.op.integer("cache_group");
     in_ = op.in(), out_ = op.out();
     scale_ = (float)op.op.number("scale"), soft_cap_ = (float)op.op.number("soft_cap"), logn_ = op.op.number("logn");
     if (op.op.flag("sinks")) sinks_ = op.vector(0);
@@ -108,6 +108,7 @@ class SpanAttention : public BoundOp {
   const AttentionShape& shape_;
   const SpanLayout& layout_;
   LayerCache cache_;
+  int cache_group_;  // which of a slot's span tables counts
   Tensor in_, out_;
   std::vector<HeadStep> steps_;
   float scale_, soft_cap_;
@@ -147,7 +148,7 @@ const float* SpanAttention::head(int row, int index, float* room) const {
 
 void SpanAttention::write_row(const Batch& batch, int row, int kv_head, float* room) const {
   const Row& r = batch.rows[row];
-  const int span = batch.slot(r.slot).spans[shape_.cache_group][r.position / layout_.span_size];
+  const int span = batch.slot(r.slot).spans[cache_group_][r.position / layout_.span_size];
   const float* key = head(row, shape_.q_heads + kv_head, room);
   const float* value = in_.row(row) + (size_t)(shape_.q_heads + shape_.kv_heads + kv_head) * shape_.head_dim;
   write_token(layout_, cache_.span(span, kv_head), r.position % layout_.span_size, key, value);
@@ -188,13 +189,15 @@ AttentionTile SpanAttention::prepare_tile(const Tile& tile, char* queries, float
   return a;
 }
 
-// Where the spans of a tile's block are; how many.
+// Where the spans of a tile's block are; how many. Those that all of its rows' windows have left behind may be another
+// sequence's by now: instead of each the first one that is seen, whose tokens count as little in its place.
 int SpanAttention::block_spans(const Batch& batch, const Tile& tile, int block, const void** spans) const {
-  const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[shape_.cache_group];
+  const std::vector<int32_t>& slot_spans = batch.slot(tile.slot).spans[cache_group_];
   const int first = block * (kBlockTokens / layout_.span_size),
             tokens = std::min(kBlockTokens, tile.context() - block * kBlockTokens);
   const int count = (tokens + layout_.span_size - 1) / layout_.span_size;
-  for (int i = 0; i < count; i++) spans[i] = cache_.span(slot_spans[first + i], tile.kv_head);
+  const int seen = shape_.first_seen(tile.position) / layout_.span_size;
+  for (int i = 0; i < count; i++) spans[i] = cache_.span(slot_spans[std::max(first + i, seen)], tile.kv_head);
   return count;
 }
 
@@ -271,11 +274,13 @@ void SpanAttention::attend_piece(const Batch& batch, const Piece& piece, const S
     prepared[i] = prepare_tile(tiles[i], s.queries + i * query_bytes(layout_),
                                s.heads + (size_t)i * kTileRows * layout_.padded_dim);
   if (work_->one_tile_a_key && piece.end == longest.blocks) write_row(batch, longest.row, longest.kv_head, s.key);
+  Tile all = longest;  // of the sequence and heads, for where spans are
+  all.position = tiles->position, all.positions = longest.context() - all.position;
   int first = 0, last = 0;  // tiles before and after see nothing of the block
   for (int b = piece.begin; b < piece.end; b++) {
     while (b >= tiles[first].blocks) first++;
     while (last < piece.count && tiles[last].first <= b) last++;
-    const BlockSpans spans = spans_of(batch, longest, b, longest, std::min(b + 1, piece.end - 1));
+    const BlockSpans spans = spans_of(batch, all, b, all, std::min(b + 1, piece.end - 1));
     for (int i = first; i < last; i++) take_block(prepared[i], tiles[i], b, spans, i == first, s.partials + i * floats);
     core_.k.attend(prepared + first, last - first);
     for (int i = first; i < last; i++) {
@@ -382,7 +387,7 @@ AttentionShape shape_of(const OpNode& op) {
   AttentionShape s;
   s.q_heads = op.integer("q_heads"), s.kv_heads = op.integer("kv_heads"), s.head_dim = op.integer("head_dim");
   s.q_head_begin = op.integer("q_head_begin"), s.group = op.integer("group"), s.kv_begin = op.integer("kv_begin");
-  s.cache_group = op.integer("cache_group"), s.window = op.integer("window");
+  s.window = op.integer("window");
   return s;
 }
 

@@ -32,6 +32,7 @@ Bind cpu_op(const std::string& name) {
       {"all_reduce", bind_sum},
       {"all_reduce+add", bind_sum},
       {"all_reduce+add+rms_norm", bind_sum},
+      {"clamped_silu_mul", bind_gated_mul},
       {"combine_experts", bind_combine_experts},
       {"embedding", bind_embedding},
       {"expert_linear", bind_expert_linear},

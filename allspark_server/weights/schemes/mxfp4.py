@@ -1,0 +1,63 @@
+"""MXFP4 as gpt-oss' checkpoints have it: codes of e2m1 in blocks of 32, each with a power of two."""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import numpy as np
+
+from allspark_server.models.config import Fields
+from allspark_server.weights.checkpoint import InterleavedExperts, Source
+from allspark_server.weights.formats import ScaleLayout, WeightFormat
+from allspark_server.weights.quantized import QuantizedRows, QuantizedTensor
+from allspark_server.weights.schemes.scheme import need, wrong
+
+BLOCK = 32
+_NAN = 255
+# bfloat16: the powers of two that bytes stand for, 2^(byte - 127). The least is subnormal.
+_POWERS = np.maximum(np.arange(256, dtype=np.uint16) << 7, 0x40)
+
+
+class Mxfp4:
+    """A checkpoint with `experts.gate_up_proj_blocks` [experts, outputs, blocks, 16] and `_scales` [experts, outputs,
+    blocks], gate's rows the even ones, and the same of down_proj; modules are `experts.E.gate_proj` and so on."""
+
+    def __init__(self, source: Source, config: Fields):
+        self.source = source
+        self.experts: dict[str, tuple[str, int, slice]] = {}  # by module: the stored name, the expert, its rows
+        for kind, (stored, first, step) in InterleavedExperts.KINDS.items():
+            for name in source.names():
+                if not name.endswith(f".experts.{stored}_blocks"):
+                    continue
+                blocks, prefix = need(source, name, ("U8",)), name.removesuffix(f".{stored}_blocks")
+                if len(blocks.shape) != 4:
+                    wrong(blocks, f"has shape {list(blocks.shape)}: expected [experts, rows, blocks, {BLOCK // 2}]")
+                for expert in range(blocks.shape[0]):
+                    self.experts[f"{prefix}.{expert}.{kind}"] = f"{prefix}.{stored}", expert, slice(first, None, step)
+
+    def modules(self) -> Iterable[str]:
+        return self.experts
+
+    def parts(self, module: str) -> Iterable[str]:
+        stored, *_ = self.experts[module]
+        return f"{stored}_blocks", f"{stored}_scales"
+
+    def form(self, module: str) -> WeightFormat:
+        return WeightFormat("e2m1", BLOCK, ScaleLayout("bfloat16", "none"))
+
+    def tensor(self, module: str, form: WeightFormat, shape: tuple[int, int]) -> QuantizedTensor:
+        stored, expert, of = self.experts[module]
+        n, k = shape
+        blocks, scales = need(self.source, f"{stored}_blocks", ("U8",)), need(self.source, f"{stored}_scales", ("U8",))
+        whole = blocks.shape[0], n * (of.step or 1), -(-k // BLOCK)
+        if k % BLOCK or blocks.shape != (*whole, BLOCK // 2):
+            wrong(blocks, f"has shape {list(blocks.shape)}: expected {[*whole, BLOCK // 2]}, rows of {k} values in "
+                          f"whole blocks of {BLOCK}")
+        if scales.shape != whole:
+            wrong(scales, f"has shape {list(scales.shape)}: expected {list(whole)}")
+        codes, powers = blocks.data[expert, of], scales.data[expert, of]
+        if (powers == _NAN).any():
+            wrong(scales, f"holds scales that are NaN, of expert {expert}")
+        return QuantizedTensor(lambda begin, end: QuantizedRows(
+            np.ascontiguousarray(codes[begin:end]).reshape(end - begin, k // 2), _POWERS[powers[begin:end]]),
+            blocks.file)

@@ -1,0 +1,302 @@
+#include "cpu/place_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/blocks.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define AS_AVX2 __attribute__((target("avx2")))
+#define AS_AVX2_INLINE __attribute__((target("avx2"), always_inline)) inline
+#endif
+
+namespace as {
+
+#if defined(__x86_64__)
+namespace {
+
+typedef __m256i V;  // 64 values of 4 bits, 32 of 8: eight lanes of a row
+
+AS_AVX2_INLINE V load(const void* p) { return _mm256_loadu_si256(static_cast<const V*>(p)); }
+AS_AVX2_INLINE V load(const void* low, const void* high) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(low))),
+                                 _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
+}
+AS_AVX2_INLINE V lower(V x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+AS_AVX2_INLINE V upper(V x) { return lower(_mm256_srli_epi16(x, 4)); }
+template <int kOrder>
+AS_AVX2_INLINE V words_of(V a, V b) {
+  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), kOrder));
+}
+// Lanes of 4 bits, of bytes: of each two words the first below the second. a, then b within halves of the register.
+AS_AVX2_INLINE V joined(V a, V b) {
+  return _mm256_or_si256(words_of<0x88>(a, b), _mm256_slli_epi16(words_of<0xdd>(a, b), 4));
+}
+// Pairs of adjacent values, the first one of each in `first`.
+AS_AVX2_INLINE V joined_pairs(V first, V second) {
+  return joined(_mm256_unpacklo_epi8(first, second), _mm256_unpackhi_epi8(first, second));
+}
+// Bits `mask` of bytes shifted down by `shift`, at bit 4.
+AS_AVX2_INLINE V fifth_bits(const uint8_t* p, int shift, char mask) {
+  const V x = _mm256_srl_epi16(load(p), _mm_cvtsi32_si128(shift));
+  return _mm256_slli_epi16(_mm256_and_si256(x, _mm256_set1_epi8(mask)), 4);
+}
+
+// Eight lanes of a row from k on, a multiple of what they hold.
+template <Packing kPacking, int kBits>
+AS_AVX2_INLINE V eight_lanes(const uint8_t* row, int64_t k) {
+  if constexpr (kPacking == Packing::rows && kBits == 4) {
+    const V x = load(row + k / 2);
+    return joined_pairs(lower(x), upper(x));
+  } else if constexpr (kPacking == Packing::rows) {
+    return load(row + k);
+  } else if constexpr (kPacking == Packing::signed_rows) {
+    return _mm256_xor_si256(load(row + k), _mm256_set1_epi8((char)0x80));
+  } else if constexpr (kPacking == Packing::swapped_rows) {
+    const V x = load(row + k / 2);
+    return joined_pairs(upper(x), lower(x));
+  } else if constexpr (kPacking == Packing::q4_0 || kPacking == Packing::q4_1) {
+    constexpr int kBytes = kPacking == Packing::q4_0 ? 18 : 20, kHead = kBytes - 16;
+    const uint8_t* block = row + k / 32 * kBytes + kHead;
+    const V x = load(block, block + kBytes);
+    return joined(lower(x), upper(x));
+  } else if constexpr (kPacking == Packing::q8_0) {
+    return _mm256_xor_si256(load(row + k / 32 * 34 + 2), _mm256_set1_epi8((char)0x80));
+  } else if constexpr (kPacking == Packing::q4_k) {
+    const V x = load(row + k / 256 * 144 + 16 + k % 256 / 2);
+    return _mm256_permute4x64_epi64(joined(lower(x), upper(x)), 0xd8);
+  } else if constexpr (kPacking == Packing::q5_k) {
+    const uint8_t* block = row + k / 256 * 176;
+    const int part = (int)(k % 256 / 32);
+    const V x = load(block + 48 + part / 2 * 32);
+    return _mm256_or_si256(part % 2 ? upper(x) : lower(x), fifth_bits(block + 16, part, 1));
+  } else {
+    const uint8_t* block = row + k / 256 * 210;
+    const int part = (int)(k % 256 / 32);
+    const V x = load(block + part / 4 * 64 + part % 2 * 32);
+    return _mm256_or_si256(part % 4 / 2 ? upper(x) : lower(x),
+                           fifth_bits(block + 128 + part / 4 * 32, part % 4 * 2, 3));
+  }
+}
+
+// Eight rows of eight words: words 0 to 3 of all rows to `first` and `stride` on, words 4 to 7 to `second`.
+AS_AVX2_INLINE void store_columns(const V (&x)[8], char* first, char* second, int64_t stride) {
+  V a[8], b[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    a[2 * i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    a[2 * i + 1] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {  // b[4 i + c]: column c, and c + 4 above, of rows 4 i to 4 i + 3
+    b[4 * i] = _mm256_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm256_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm256_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm256_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    _mm256_storeu_si256(reinterpret_cast<V*>(first + c * stride), _mm256_permute2x128_si256(b[c], b[4 + c], 0x20));
+    _mm256_storeu_si256(reinterpret_cast<V*>(second + c * stride), _mm256_permute2x128_si256(b[c], b[4 + c], 0x31));
+  }
+}
+
+// Of lanes: pieces of two vectors of each row, which are a line or half of one, for all rows of the panel.
+template <Packing kPacking, int kBits>
+AS_AVX2 int place_lanes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
+                        int lane) {
+  constexpr int kUnit = kBits == 4 ? 8 : 4, kHalf = 4 * kUnit, kPiece = 8 * kUnit;
+  const int64_t stride = (int64_t)w.panel * 4;
+  const V bias = _mm256_set1_epi8((char)w.bias);
+  const int end = w.k / kPiece * kPiece;
+  const auto place_of = [&](int k) __attribute__((always_inline)) {
+    const int g = k / w.group;
+    return w.weights(panel, g) + (k - g * w.group) / kUnit * stride + (int64_t)lane * 4;
+  };
+  for (int k0 = 0; k0 < end; k0 += 2 * kPiece) {
+    const int pieces = std::min(2, (end - k0) / kPiece);
+    char* to[4];
+    for (int i = 0; i < 2 * pieces; i++) to[i] = place_of(k0 + i * kHalf);
+    for (int r = 0; r < rows; r += 8) {
+      const uint8_t* from = stored.q + (row + r) * stored.stride;
+      for (int piece = 0; piece < pieces; piece++) {
+        V x[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+          x[i] = eight_lanes<kPacking, kBits>(from + i * stored.stride, column + k0 + piece * kPiece);
+          if constexpr (kBits == 8) x[i] = _mm256_add_epi8(x[i], bias);
+        }
+        store_columns(x, to[2 * piece] + r * 4, to[2 * piece + 1] + r * 4, stride);
+      }
+    }
+  }
+  return end;
+}
+
+// A third of transposing eight rows of bytes.
+AS_AVX2_INLINE void interleave(const __m128i (&from)[8], __m128i (&into)[8]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    into[2 * i] = _mm_unpacklo_epi8(from[i], from[i + 4]);
+    into[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + 4]);
+  }
+}
+
+// Eight rows of sixteen bytes to columns of eight bytes.
+AS_AVX2_INLINE void store_byte_columns(const __m128i (&x)[8], char* to, int64_t stride) {
+  __m128i a[8], b[8];
+  interleave(x, a), interleave(a, b), interleave(b, a);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * i * stride), a[i]);
+    _mm_storeh_pd(reinterpret_cast<double*>(to + (2 * i + 1) * stride), _mm_castsi128_pd(a[i]));
+  }
+}
+
+// Of codes of floats, as bytes of one or two: sixteen of each row at a time.
+template <int kBits>
+AS_AVX2 int place_bytes(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel,
+                        int lane, int64_t& bad) {
+  constexpr int kUnit = kBits == 4 ? 2 : 1, kPiece = 16 * kUnit;
+  const int end = w.k / kPiece * kPiece;
+  const __m128i low = _mm_set1_epi8(15), magnitude = _mm_set1_epi8(0x7f);
+  const bool swapped = stored.packing == Packing::swapped_rows;
+  __m128i found = _mm_setzero_si128();
+  for (int k0 = 0; k0 < end; k0 += kPiece) {
+    const int g = k0 / w.group;
+    char* to = w.weights(panel, g) + (int64_t)(k0 - g * w.group) / kUnit * w.panel + lane;
+    for (int r = 0; r < rows; r += 8) {
+      const uint8_t* from = stored.q + (row + r) * stored.stride + (column + k0) / kUnit;
+      __m128i x[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) {
+        x[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stored.stride));
+        if (kBits == 8) found = _mm_or_si128(found, _mm_cmpeq_epi8(_mm_and_si128(x[i], magnitude), magnitude));
+        if (kBits == 4 && swapped)
+          x[i] = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(x[i], 4), low), _mm_slli_epi16(_mm_and_si128(x[i], low), 4));
+      }
+      store_byte_columns(x, to + r, w.panel);
+    }
+  }
+  if (_mm_movemask_epi8(found))  // hardly ever
+    for (int r = 0; r < rows; r++)
+      for (int k = 0; k < end; k++) bad += (stored.q[(row + r) * stored.stride + column + k] & 0x7f) == 0x7f;
+  return end;
+}
+
+}  // namespace
+
+namespace {
+
+// Bits of `mask` of b, and of a `shift` further up, change places.
+AS_AVX2_INLINE void exchange(V& a, V& b, int shift, int mask) {
+  const V t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(a, shift), b), _mm256_set1_epi32(mask));
+  b = _mm256_xor_si256(b, t), a = _mm256_xor_si256(a, _mm256_slli_epi32(t, shift));
+}
+
+// Four words of each of four rows to four of the words' lanes.
+AS_AVX2_INLINE void transpose_words(V r0, V r1, V r2, V r3, V (&out)[4]) {
+  const V a = _mm256_unpacklo_epi32(r0, r1), b = _mm256_unpackhi_epi32(r0, r1), c = _mm256_unpacklo_epi32(r2, r3),
+          d = _mm256_unpackhi_epi32(r2, r3);
+  out[0] = _mm256_unpacklo_epi64(a, c), out[1] = _mm256_unpackhi_epi64(a, c);
+  out[2] = _mm256_unpacklo_epi64(b, d), out[3] = _mm256_unpackhi_epi64(b, d);
+}
+
+AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* const* to, int64_t at) {
+  V x[8];  // that of k 4 + b beside that of k b: they share a byte of the lanes
+  const V some = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    const uint8_t* p = from + (i % 2 * 4 + i / 2) * stride;
+    x[i] = count == 8 ? load(p) : _mm256_maskload_epi32(reinterpret_cast<const int*>(p), some);
+    __builtin_prefetch(p + 8 * stride);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) exchange(x[i], x[i + 4], 16, 0x0000ffff);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) exchange(x[i + i / 2 * 2], x[i + i / 2 * 2 + 2], 8, 0x00ff00ff);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) exchange(x[2 * i], x[2 * i + 1], 4, 0x0f0f0f0f);
+  // x[i]: nibble i of the words, which is row kOctet[i].
+  V first[4], second[4];
+  transpose_words(x[0], x[4], x[1], x[5], first), transpose_words(x[2], x[6], x[3], x[7], second);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const V low = _mm256_permute2x128_si256(first[i], second[i], 0x20),
+            high = _mm256_permute2x128_si256(first[i], second[i], 0x31);
+    if (i < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i] + at), low);
+    if (i + 4 < count) _mm256_storeu_si256(reinterpret_cast<V*>(to[i + 4] + at), high);
+  }
+}
+
+}  // namespace
+
+void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
+                           int64_t lane_stride) {
+  for (int k = 0; k < length; k += 8, from += 8 * stride)
+    for (int o = 0; o < octets; o += 8)
+      eight_octets(from + o * 4, stride, std::min(8, octets - o), to + o, k / 8 * lane_stride);
+}
+
+int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
+                 int64_t& bad) {
+  if (rows == 0) return 0;
+  if (is_coded(w.format)) {
+    if (is_transposed(stored.packing) || is_block(stored.packing) || column % w.unit() || w.group % (16 * w.unit()))
+      return 0;
+    if (stored.bits == 8) return place_bytes<8>(w, stored, column, row, rows, panel, lane, bad);
+    return place_bytes<4>(w, stored, column, row, rows, panel, lane, bad);
+  }
+  // Values that a vector takes begin where they do in the file.
+  const int aligned = is_block(stored.packing) ? (stored.bits == 4 ? 64 : 32) : stored.bits == 4 ? 2 : 1;
+  if (!w.planes || w.group % (4 * w.unit()) || column % aligned) return 0;
+  const auto place = [&](auto packing, auto bits) {
+    return place_lanes<decltype(packing)::value, decltype(bits)::value>(w, stored, column, row, rows, panel, lane);
+  };
+  const std::integral_constant<int, 4> four;
+  const std::integral_constant<int, 8> eight;
+#define AS_CASE(name, bits) \
+  case Packing::name:       \
+    return place(std::integral_constant<Packing, Packing::name>(), bits);
+  switch (stored.packing) {
+    case Packing::rows:
+      if (stored.bits == 4) return place(std::integral_constant<Packing, Packing::rows>(), four);
+      return place(std::integral_constant<Packing, Packing::rows>(), eight);
+      AS_CASE(signed_rows, eight)
+      AS_CASE(swapped_rows, four)
+      AS_CASE(q4_0, four)
+      AS_CASE(q4_1, four)
+      AS_CASE(q8_0, eight)
+      AS_CASE(q4_k, four)
+      AS_CASE(q5_k, eight)
+      AS_CASE(q6_k, eight)
+    default:
+      return 0;
+  }
+#undef AS_CASE
+}
+
+#else
+
+int place_eights(const Packed&, const StoredRows&, int64_t, int64_t, int, int, int, int64_t&) { return 0; }
+
+void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
+                           int64_t lane_stride) {
+  for (int o = 0; o < octets; o++)
+    for (int k = 0; k < length; k += 8)
+      for (int r = 0; r < 8; r++) {
+        uint32_t lanes = 0;
+        for (int i = 0; i < 8; i++) {
+          uint32_t word;
+          std::memcpy(&word, from + (k + i) * stride + o * 4, 4);
+          lanes |= (word >> 4 * r & 15) << (i % 4 * 8 + i / 4 * 4);
+        }
+        std::memcpy(to[o] + k / 8 * lane_stride + kOctet[r] * 4, &lanes, 4);
+      }
+}
+
+#endif
+
+}  // namespace as

@@ -1,0 +1,380 @@
+"""gpt-oss against transformers: logits and greedy output on 1 to 4 ranks, the same bits in every batch, every weight
+format, MXFP4 as its checkpoints have it, serialized and reloaded; o200k_harmony's tokenizer.json."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from allspark_client.errors import AllSparkError  # noqa: E402
+from allspark_server import HuggingFaceModel  # noqa: E402
+from allspark_server.models import read_config  # noqa: E402
+from allspark_server.text import Tokenizer  # noqa: E402
+from allspark_server.weights.checkpoint import open_model  # noqa: E402
+from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
+from checkpoints import (PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
+                         reference_greedy, reference_logits)
+from driver import Driver, together  # noqa: E402
+from reference.loading import logits_after, model_runner  # noqa: E402
+from test_serialized_quantization import assert_equal, recovered  # noqa: E402
+
+BOTH = ("gpt-oss", "gpt-oss-plain")
+slow = pytest.mark.slow
+
+
+# -- against transformers ----------------------------------------------------------------------------------------------
+def cases(worlds, *default):
+    """(name, ranks): all of them, but for some slow ones."""
+    return pytest.mark.parametrize("name, world", [
+        pytest.param(name, world, marks=[] if (name, world) in default else slow) for name in BOTH for world in worlds])
+
+
+@cases((1, 3), ("gpt-oss-plain", 1))
+def test_graph_describes_the_model(name, world):
+    prompt = prompt_of(80)  # beyond the window
+    found = logits_after(model_runner(checkpoint(name), world), prompt)
+    check_logits(found, reference_logits(checkpoint(name), prompt))
+
+
+def check_prompts(directory, world, lengths, twin=None):
+    """twin: what transformers computes with, of a checkpoint that it cannot."""
+    with Driver(directory, world) as driver:
+        for length in lengths:
+            _, logits = driver.generate(prompt_of(length), 1)
+            check_logits(logits[0], expected_logits(twin or directory, length))
+
+
+@functools.cache
+def expected_logits(directory, length):
+    return reference_logits(directory, prompt_of(length))
+
+
+@cases((1, 2, 3, 4), ("gpt-oss", 2), ("gpt-oss-plain", 4))
+def test_logits(name, world):
+    check_prompts(checkpoint(name), world, (1, 33, 129))
+
+
+@slow
+@pytest.mark.parametrize("name", BOTH)
+def test_logits_of_all_lengths(name):
+    check_prompts(checkpoint(name), 1, PROMPT_LENGTHS)
+    check_prompts(checkpoint(name), 3, (300, 700))
+
+
+@slow
+@cases((1, 2, 3, 4))
+def test_greedy_output(name, world):
+    """By chunks of 48 rows and then one by one."""
+    with Driver(checkpoint(name), world) as driver:
+        prompt = prompt_of(90, seed=1)
+        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy(name))
+
+
+_greedy = {}
+
+
+def greedy(name):
+    if name not in _greedy:
+        _greedy[name] = reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
+    return _greedy[name]
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name, world, features, experts", [
+    ("gpt-oss", 2, [104, 96], [(0, 10), (0, 10)]), ("gpt-oss", 4, [200] * 4, [(0, 3), (3, 6), (6, 8), (8, 10)]),
+    ("gpt-oss-plain", 2, [37, 37], [(0, 4), (4, 7)]), ("gpt-oss-blocks", 2, [96, 64], [(0, 6), (0, 6)]),
+])  # fmt: skip
+def test_what_ranks_have(name, world, features, experts):
+    """Slices of every expert, or whole experts; the bias after down_proj counts once."""
+    graph = open_model(str(checkpoint(name))).graph
+    down = graph.weights["model.layers.0.mlp.experts.down_proj"]
+    bias = graph.weights["model.layers.0.mlp.experts.down_proj.bias"]
+    ranks = range(world)
+    assert [np.ptp(down.column_range_of(rank, world)) for rank in ranks] == features
+    assert [down.experts_of(rank, world) for rank in ranks] == experts
+    whole = experts[0] != experts[1]
+    assert [bias.is_zero_on(rank, world) for rank in ranks] == [rank > 0 and not whole for rank in ranks]
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32)]
+
+
+def check_bits(directory, **fields):
+    prompts = [prompt_of(n, seed=9) for n in (1, 3, 70, 111)]
+    fields = {"engine_max_batch": 4, **fields}
+    with Driver(directory, 1, **fields) as driver:
+        expected = [together(driver, [p], 1 << 20)[0] for p in prompts]
+        for chunk in (1 << 20, 37, 1):
+            for row, wanted in zip(together(driver, prompts, chunk), expected):
+                np.testing.assert_array_equal(row, wanted)
+    with Driver(directory, 1, **{**fields, "num_threads": 3}) as driver:
+        for row, wanted in zip(together(driver, prompts, 50), expected):
+            np.testing.assert_array_equal(row, wanted)
+
+
+@pytest.mark.parametrize("form, group", [
+    pytest.param(*each, marks=[] if each[0] in ("float32", "w8a8") else slow) for each in FORMATS])
+def test_the_same_bits_alone_and_in_a_batch(form, group):
+    check_bits(checkpoint("gpt-oss"), weight_dtype=form, weight_group_size=group)
+
+
+# -- formats and files -------------------------------------------------------------------------------------------------
+@slow
+@pytest.mark.parametrize("form, group, tolerance", [
+    ("bfloat16", 0, 0.1), ("int8", 0, 0.15), ("int4", 32, 1.2), ("w8a8", 0, 0.3), ("w4a8", 32, 1.2)])
+@pytest.mark.parametrize("name", BOTH)
+def test_weight_formats(name, form, group, tolerance):
+    """On 1 and several ranks; routers stay float32."""
+    prompt, group = prompt_of(64), group if name == "gpt-oss" else 0  # others are cut inside groups
+    expected = reference_logits(checkpoint(name), prompt)
+    for world in (1, 2 if group else 3):
+        with Driver(checkpoint(name), world, weight_dtype=form, weight_group_size=group) as driver:
+            _, logits = driver.generate(prompt, 1)
+        error = np.sqrt(np.mean((logits[0] - expected) ** 2)) / expected.std()
+        print(f"{world} ranks: error {error:.3f}")
+        assert error < tolerance
+
+
+@pytest.mark.parametrize("form, group", [
+    ("auto", 0), *(pytest.param(*each, marks=[] if each[0] == "w8a8" else slow) for each in FORMATS[2:])])
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gpt-oss-bf16", marks=slow),
+                                  pytest.param("gpt-oss-plain", marks=slow)])
+def test_serialized_and_reloaded(name, form, group, tmp_path):
+    """The same bits from a checkpoint as from its .asgraph and .asparam, on several ranks."""
+    group = 0 if name == "gpt-oss-plain" else group  # others are cut inside groups
+    options = {} if form == "auto" else {"enable_quant": True, "customized_quant_config": {
+        "weight_format": "uint4" if "4" in form else "int8", "group_size": group,
+        "compute_method": "activate_quant" if form.startswith("w") else "weight_only"}}
+    HuggingFaceModel(checkpoint(name), "m").serialize_to_path(None, tmp_path, **options)
+    prompt, fields = prompt_of(70), {"weight_dtype": form, "weight_group_size": group}
+    for world in (1, 2):
+        with Driver(checkpoint(name), world, **fields) as a, Driver(tmp_path / "m.asgraph", world) as b:
+            np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+
+
+def test_values_are_those_of_the_checkpoint():
+    """Of experts that are stored transposed and interleaved; float32 and bfloat16, one thread or two."""
+    for name in ("gpt-oss-plain", "gpt-oss-bf16"):
+        found, _ = recovered(checkpoint(name), 1)
+        stored = open_model(str(checkpoint(name))).source.source
+        tensors = {n: stored.get(n) for n in stored.names()}
+        for layer in range(2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            both, down = (np.asarray(tensors[f"{prefix}.{kind}"].data) for kind in ("gate_up_proj", "down_proj"))
+            if both.dtype == np.uint16:
+                both, down = ((x.astype(np.uint32) << 16).view(np.float32) for x in (both, down))
+            gate_up = np.concatenate([both[:, :, 0::2], both[:, :, 1::2]], 2).transpose(0, 2, 1)
+            np.testing.assert_array_equal(found[f"{prefix}.gate_proj+up_proj"], gate_up.reshape(-1, gate_up.shape[2]))
+            down = down.transpose(0, 2, 1)
+            np.testing.assert_array_equal(found[f"{prefix}.down_proj"], down.reshape(-1, down.shape[2]))
+
+
+# -- MXFP4 -------------------------------------------------------------------------------------------------------------
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def write(directory, tensors, config):
+    """tensors: (type, array) by name."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    write_safetensors(directory / "model.safetensors", [(n, kind, a.shape) for n, (kind, a) in tensors.items()], {},
+                      [[np.ascontiguousarray(a)] for _, a in tensors.values()])
+    return directory
+
+
+def mxfp4_tensors():
+    """A checkpoint's, with experts of random codes, as (type, array); and the same experts' values, float64 [experts,
+    inputs, outputs]."""
+    rng, values = np.random.default_rng(5), {}
+    source = open_model(str(checkpoint("gpt-oss-blocks"))).source.source
+    tensors = {n: ("F32", np.asarray(source.get(n).data)) for n in source.names()}
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name)[1].shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+        scales = rng.integers(122, 126, blocks.shape[:3]).astype(np.uint8)
+        scales[0, 0, 0] = 90
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = ("U8", blocks), ("U8", scales)
+        codes = np.stack([blocks & 15, blocks >> 4], 4).reshape(*blocks.shape[:3], 32)
+        each = E2M1[codes] * 2.0 ** (scales[..., None].astype(float) - 127)
+        values[name] = each.reshape(experts, outputs, inputs).transpose(0, 2, 1)
+    return tensors, values
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """A checkpoint as gpt-oss' are published (but for float32 where they have bfloat16), and its twin, recovered."""
+    root = tmp_path_factory.mktemp("mxfp4")
+    config = json.loads((checkpoint("gpt-oss-blocks") / "config.json").read_text())
+    tensors, values = mxfp4_tensors()
+    plain = {n: each for n, each in tensors.items() if not n.endswith(("_blocks", "_scales"))}
+    twin = write(root / "twin", plain | {n: ("F32", x.astype(np.float32)) for n, x in values.items()}, config)
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    return write(root / "quantized", tensors, config | {"quantization_config": quantization}), twin
+
+
+def test_mxfp4_values_are_those_of_transformers(mxfp4):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, values = mxfp4_tensors()
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    theirs = convert_moe_packed_tensors(*(torch.tensor(tensors[f"{name}_{part}"][1]) for part in ("blocks", "scales")))
+    np.testing.assert_array_equal(theirs.double().numpy(), values[name])
+    expected, _ = recovered(mxfp4[1], 1, weight_dtype="float32")
+    for world in (1, 2, 3):  # slices of features; whole experts
+        assert_equal(recovered(mxfp4[0], world)[0], expected)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=slow), 3, pytest.param(4, marks=slow)])
+def test_mxfp4_logits(mxfp4, world):
+    check_prompts(mxfp4[0], world, (1, 129), mxfp4[1])
+
+
+@slow
+def test_mxfp4_logits_of_all_lengths(mxfp4):
+    check_prompts(mxfp4[0], 1, PROMPT_LENGTHS, mxfp4[1])
+
+
+@slow
+@pytest.mark.parametrize("world", [1, 3])
+def test_mxfp4_greedy_output(mxfp4, world):
+    with Driver(mxfp4[0], world) as driver:
+        prompt = prompt_of(90, seed=1)
+        check_greedy(driver.generate(prompt, 256, chunk=48)[0], reference_greedy(mxfp4[1], prompt, 256))
+
+
+def test_mxfp4_has_the_same_bits_alone_and_in_a_batch(mxfp4):
+    check_bits(mxfp4[0])
+
+
+def test_mxfp4_serialized_and_reloaded(mxfp4, tmp_path):
+    HuggingFaceModel(mxfp4[0], "m").serialize_to_path(None, tmp_path)
+    prompt = prompt_of(70)
+    for world in (1, 2, 3):
+        with Driver(mxfp4[0], world) as a, Driver(tmp_path / "m.asgraph", world) as b:
+            np.testing.assert_array_equal(a.generate(prompt, 2)[1], b.generate(prompt, 2)[1])
+
+
+def _wrong_scale(tensors):
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][1][2, 3, 1] = 255
+
+
+def _cut_blocks(tensors):
+    name = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    tensors[name] = "U8", np.ascontiguousarray(tensors[name][1][:, :-2])
+
+
+def _no_scales(tensors):
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+
+def _three_dimensions(tensors):
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    tensors[name] = "U8", tensors[name][1].reshape(6, 96, -1)
+
+
+@pytest.mark.parametrize("change, problem", [
+    (_wrong_scale, r"down_proj_scales' .*holds scales that are NaN, of expert 2"),
+    (_cut_blocks, r"gate_up_proj_blocks' .*has shape \[6, 318, 3, 16\]: expected \[6, 320, 3, 16\]"),
+    (_no_scales, r"has no tensor 'model.layers.1.mlp.experts.down_proj_scales'"),
+    (_three_dimensions, r"down_proj_blocks' .*expected \[experts, rows, blocks, 16\]"),
+])
+def test_mxfp4_that_is_refused(mxfp4, change, problem, tmp_path):
+    tensors, _ = mxfp4_tensors()
+    change(tensors)
+    directory = write(tmp_path / "changed", tensors, json.loads((mxfp4[0] / "config.json").read_text()))
+    with pytest.raises(AllSparkError, match=problem):
+        Driver(directory)
+
+
+# -- config.json -------------------------------------------------------------------------------------------------------
+def changed(tmp_path, change):
+    values = json.loads((checkpoint("gpt-oss") / "config.json").read_text())
+    change(values)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_spellings_of_config_json(tmp_path):
+    """Of transformers 4, and of what only the class gives."""
+    def older(values):
+        rope = values.pop("rope_parameters")
+        values.update(rope_theta=rope.pop("rope_theta"), rope_scaling=rope, experts_per_token=3,
+                      initial_context_length=256)
+        del values["layer_types"], values["swiglu_alpha"]
+
+    assert read_config(changed(tmp_path, older)) == read_config(checkpoint("gpt-oss"))
+
+    def bare(values):
+        for name in ("rope_parameters", "swiglu_limit", "sliding_window", "head_dim"):
+            del values[name]
+
+    found = read_config(changed(tmp_path, bare))
+    assert found.swiglu == (1.702, 7.0) and found.windows == (128, 0, 128, 0) and found.head_dim == 64
+    rope = found.rope
+    assert (rope.type, rope.factor, rope.original_max, rope.theta, rope.truncate) == ("yarn", 32, 4096, 1.5e5, False)
+
+
+@pytest.mark.parametrize("change, problem", [
+    ({"swiglu_limit": 0}, "'swiglu_limit'.* is 0.0: it must be positive"),
+    ({"hidden_act": "gelu"}, "'hidden_act'.* is 'gelu': only 'silu' is supported"),
+    ({"layer_types": ["chunked_attention"] * 4}, "'layer_types'.*chunked_attention"),
+    ({"sliding_window": None}, "'sliding_window'.* is missing"),
+    ({"num_experts_per_tok": 11}, "'num_experts_per_tok'.* is 11: it must be positive and at most 10"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'rope_parameters.rope_type'.* is 'longrope'"),
+])  # fmt: skip
+def test_configs_that_are_refused(change, problem, tmp_path):
+    with pytest.raises(AllSparkError, match=problem):
+        read_config(changed(tmp_path, lambda values: values.update(change)))
+
+
+# -- tokenizer.json ----------------------------------------------------------------------------------------------------
+# o200k's way to cut a text into words.
+_LETTERS = (r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]{}[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]{}"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
+O200K = "|".join([_LETTERS.format("*", "+"), _LETTERS.format("+", "*"), r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+                  r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+SPECIAL = ["<|startoftext|>", "<|endoftext|>", "<|reserved_200000|>", "<|return|>", "<|constrain|>", "<|channel|>",
+           "<|start|>", "<|end|>", "<|message|>", "<|call|>"]
+
+
+def test_the_tokenizer_is_o200k_harmony_s(tmp_path):
+    """A small vocabulary in the form of the published tokenizer.json, against tiktoken."""
+    tiktoken = pytest.importorskip("tiktoken")
+    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Backend
+
+    from allspark_server.decoders import BYTE_CHARACTERS
+    from conftest import TRAINING_TEXT
+
+    texts = [*TRAINING_TEXT, "HTTPServer's camelCase, I'LL 1234567 don't\n\n  /path/to\r\n\tx = {}  \n",
+             "ひらがな 漢字 한국어 ä é"]
+    backend = Backend(models.BPE(ignore_merges=True))
+    words = pre_tokenizers.Split(Regex(O200K), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence([words, byte_level]), decoders.ByteLevel()
+    backend.train_from_iterator(texts * 3, trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    ranks = {bytes(BYTE_CHARACTERS[c] for c in token): i for token, i in backend.get_vocab().items()}
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+        "eos_token": "<|return|>", "bos_token": "<|startoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}))
+    library = tiktoken.Encoding("small", pat_str=O200K, mergeable_ranks=ranks,
+                                special_tokens={text: len(ranks) + i for i, text in enumerate(SPECIAL)})
+    tokenizer, draw = Tokenizer.from_dir(tmp_path), random.Random(3)
+    alphabet = "aB' \n\t/0,{é漢\u0301🙂\r"
+    for _ in range(300):
+        text = draw.choice(texts)[draw.randrange(30):][:60] + "".join(draw.choices(alphabet, k=draw.randrange(20)))
+        text = draw.choice(SPECIAL).join([text, draw.choice(texts)[:20]])
+        ids = library.encode(text, allowed_special="all")
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == library.decode(ids)
+    assert tokenizer.mark_id("<|call|>") == len(ranks) + 9 and tokenizer.eos_token_id == len(ranks) + 3

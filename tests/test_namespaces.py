@@ -1,0 +1,279 @@
+"""Groups over hosts that are namespaces of this machine, each with its own network, name and /dev/shm: what becomes of
+requests when hosts, ranks and agents are lost. Needs root."""
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from allspark_launch.serving import shipped_model
+
+from allspark_client import AsModelConfig, ClientEngine
+from waiting import wait_for
+
+sys.path.insert(0, str(Path(__file__).parent / "over_hosts"))
+import namespaces  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(namespaces.why_not()), reason=namespaces.why_not())]
+TOKENS = 80
+
+
+class Group:
+    """`allspark serve` on host h0 over all of them."""
+
+    def __init__(self, hosts: namespaces.Hosts, folder: Path, *words: str, models: int = 1):
+        self.folder, self.address = folder, f"unix:{folder}/s"
+        self.log = folder / "log"
+        words = [*hosts.enter("h0"), sys.executable, "-m", "allspark_launch", "serve", "--hosts", ",".join(hosts.names),
+                 "--remote-shell", namespaces.REMOTE_SHELL, "--address", self.address, "--ready-file",
+                 str(folder / "ready"), "--cpus-per-rank", "1", *words]
+        if models:
+            words += ["--model", str(shipped_model()), "--model-name", "m"]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                            start_new_session=True)
+
+    def __enter__(self):
+        try:
+            wait_for(lambda: (self.folder / "ready").exists() or self.process.poll() is not None, 120)
+            assert "addresses" in json.loads((self.folder / "ready").read_text())
+        except BaseException:
+            print(self.log.read_text(errors="replace")[-6000:])
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if sys.exc_info()[0] is not None:
+            print(self.log.read_text(errors="replace")[-12000:])
+
+
+def ask(engine, arrived=lambda: None, n: int = TOKENS) -> list:
+    """Ids and bits of probabilities. arrived(): called at each message."""
+    found = []
+    config = {"max_new_tokens": n, "early_stopping": False, "seed": 3, "temperature": 1.3, "logprobs": True,
+              "top_logprobs": 2}
+    _, handle, queue = engine.start_request("m", {"input_ids": list(range(20, 60))}, config)
+    for elements in queue:
+        for token, probabilities in zip(elements.ids_from_generate, elements.log_probs_list):
+            found.append((token, probabilities))
+        arrived()
+    engine.release_request("m", handle)
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a group of so many ranks on one host says."""
+    known = {}
+
+    def get(ranks: int) -> list:
+        if ranks not in known:
+            from allspark_launch.serving import background_group
+            words = ["--ranks", str(ranks), "--cpus-per-rank", "1", "--model-name", "m", "--model",
+                     str(shipped_model())]
+            with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:
+                known[ranks] = ask(engine)
+        return known[ranks]
+
+    return get
+
+
+def ranks_on(hosts: namespaces.Hosts, name: str) -> list[int]:
+    found = []
+    for pid in hosts.processes(name):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[1:3] == [b"-m", b"allspark_server"]:
+                found.append(pid)
+    return found
+
+
+def agents_on(hosts: namespaces.Hosts, name: str) -> list[int]:
+    return [pid for pid in hosts.processes(name)
+            if b"allspark_launch.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_hosts_give_the_bits_of_one(count, tmp_path, undisturbed):
+    with namespaces.hosts(count, tmp_path) as hosts:
+        with Group(hosts, tmp_path, "--ranks", "4") as group, ClientEngine(group.address) as engine:
+            assert engine.get_rank_nums() == 4
+            assert [len(ranks_on(hosts, name)) for name in hosts.names] == [4 // count] * count
+            assert ask(engine) == undisturbed(4)
+            time.sleep(1)
+            pids = [pid for name in hosts.names for pid in ranks_on(hosts, name)]
+            before = cpu_seconds(pids)
+            time.sleep(5)
+            assert (cpu_seconds(pids) - before) / 5 / len(pids) < 0.02      # they sleep
+        wait_for(lambda: not any(agents_on(hosts, name) for name in hosts.names))
+        assert not any(ranks_on(hosts, name) for name in hosts.names)
+        left = [file for name in hosts.names for file in hosts.run(name, "ls", "/dev/shm").split()]
+        assert not [file for file in left if not file.startswith("allspark-memory-")]       # what users share
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    def of(pid: int) -> int:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return sum(map(of, pids)) / os.sysconf("SC_CLK_TCK")
+
+
+def cut(hosts):
+    hosts.link("h1", "down")
+
+
+def kill_rank(hosts):
+    os.kill(ranks_on(hosts, "h1")[0], signal.SIGKILL)
+
+
+def freeze_rank(hosts):
+    os.kill(ranks_on(hosts, "h1")[0], signal.SIGSTOP)
+
+
+def kill_agent(hosts):
+    os.kill(agents_on(hosts, "h1")[0], signal.SIGKILL)
+
+
+def freeze_agent(hosts):
+    os.kill(agents_on(hosts, "h1")[0], signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("happens,noticed", [(cut, 5.0), (kill_rank, 1.0), (freeze_rank, 5.0), (kill_agent, 1.0),
+                                             (freeze_agent, 5.0)], ids=lambda x: getattr(x, "__name__", ""))
+def test_a_loss_changes_no_byte(happens, noticed, tmp_path, undisturbed, capsys):
+    """Mid-request; the request goes on in under 15 s, elsewhere if need be."""
+    wanted = undisturbed(2)
+    with namespaces.hosts(2, tmp_path) as hosts:
+        with Group(hosts, tmp_path, "--ranks", "2") as group, ClientEngine(group.address) as engine:
+            seen = SimpleNamespace(messages=0, at=0.0, gap=0.0)
+
+            def arrived():
+                now = time.monotonic()
+                seen.messages += 1
+                if seen.at:
+                    seen.gap = max(seen.gap, now - seen.at)
+                if seen.messages == 20:
+                    happens(hosts)
+                    seen.at = time.monotonic()
+
+            before = ranks_on(hosts, "h1")
+            known = {}
+
+            def watch():        # when the supervisor says so
+                while "noticed" not in known and not known.get("over"):
+                    if "the group is ended" in group.log.read_text(errors="replace"):
+                        known["noticed"] = time.monotonic()
+                    time.sleep(0.02)
+
+            thread = threading.Thread(target=watch)
+            thread.start()
+            try:
+                assert ask(engine, arrived) == wanted
+                while "noticed" not in known and time.monotonic() < seen.at + noticed:
+                    assert ask(engine, arrived) == wanted       # all else still works
+            finally:
+                known["over"] = True
+                thread.join()
+            lost = known["noticed"] - seen.at
+            with capsys.disabled():
+                print(f"\n{happens.__name__}: noticed after {lost:.2f} s, next token after {seen.gap:.2f} s")
+            assert lost < noticed and seen.gap < 15
+            if happens is cut:          # who was cut off has ended by itself
+                assert not set(before) & set(ranks_on(hosts, "h1")) and not agents_on(hosts, "h1")
+                hosts.link("h1", "up")
+                assert ask(engine) == wanted
+
+
+def test_a_missing_host_is_told(tmp_path):
+    with namespaces.hosts(2, tmp_path) as hosts:
+        hosts.link("h1", "down")
+        with pytest.raises(FileNotFoundError), Group(hosts, tmp_path):
+            pass
+        assert "the agent on h1 does not start" in (tmp_path / "log").read_text()
+
+
+def test_another_checkpoint_is_told(tmp_path):
+    """One host has an edited copy at the same path."""
+    copy = tmp_path / "model"
+    shutil.copytree(shipped_model(), copy)
+    other = tmp_path / "other.json"
+    other.write_text((copy / "config.json").read_text() + "\n")
+    with namespaces.hosts(2, tmp_path) as hosts:
+        hosts.run("h1", "mount", "--bind", str(other), str(copy / "config.json"))
+        # Its agents are started by a shell that was in that namespace before.
+        with Group(hosts, tmp_path, "--model-root", str(tmp_path), models=0) as group:
+            with ClientEngine(group.address) as engine, pytest.raises(Exception) as error:
+                engine.install_model(AsModelConfig(model_name="m", model_path=str(copy)))
+                engine.start_model("m")
+            assert f"{copy / 'config.json'} on host h1 is another than on host h0" in str(error.value)
+
+
+SLURM = """
+ClusterName=test
+SlurmctldHost=h0
+AuthType=auth/none
+CredType=cred/none
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+NodeName=h[0-1] CPUs=1
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch"))), reason="Slurm is not installed")
+def test_slurm(tmp_path, undisturbed):
+    """A job of a real slurmctld and two slurmds, as launch/examples/group.sbatch has it."""
+    wanted = undisturbed(2)
+    (tmp_path / "state").mkdir()
+    file = tmp_path / "slurm.conf"
+    file.write_text(SLURM.format(folder=tmp_path))
+    script = tmp_path / "job"
+    script.write_text(f"""#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --exclusive --no-kill --signal=B:TERM@20 --output={tmp_path}/log
+exec {sys.executable} -m allspark_launch serve --hosts auto --address unix:{tmp_path}/s --ready-file {tmp_path}/ready \\
+    --model {shipped_model()} --model-name m --cpus-per-rank 1
+""")
+    with namespaces.hosts(2, tmp_path) as hosts:
+        slurm = ["env", f"SLURM_CONF={file}"]
+        for name, words in (("h0", ["slurmctld", "-D"]), ("h0", ["slurmd", "-D", "-N", "h0"]),
+                            ("h1", ["slurmd", "-D", "-N", "h1"])):
+            # The hosts' end is theirs.
+            subprocess.Popen([*hosts.enter(name), *slurm, *words], stdin=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(lambda: hosts.run("h0", *slurm, "sinfo", "--noheader", "--format=%D %t") == "2 idle\n", 60)
+            job = hosts.run("h0", *slurm, "sbatch", "--parsable", str(script)).strip()
+            wait_for((tmp_path / "ready").exists, 60)
+            with ClientEngine(f"unix:{tmp_path}/s") as engine:
+                assert [len(ranks_on(hosts, name)) for name in hosts.names] == [1, 1]
+                assert ask(engine) == wanted
+            hosts.run("h0", *slurm, "scancel", "--batch", "--signal=TERM", job)
+            wait_for(lambda: not any(ranks_on(hosts, name) + agents_on(hosts, name) for name in hosts.names))
+        except BaseException:
+            for log in sorted(tmp_path.glob("*log")):
+                print(log, log.read_text(errors="replace")[-5000:], sep="\n")
+            raise
