@@ -84,8 +84,8 @@ class Adapters:
         found = self.find(spec.config.lora_name)
         if spec.adapter and spec.adapter != found.digest:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND,
-                                f"lora_name={spec.config.lora_name!r}: model {self._model!r} has another adapter of this "
-                                "name than the one that the request was begun with", retryable=True)
+                                f"lora_name={spec.config.lora_name!r}: model {self._model!r} has another adapter of "
+                                "this name than the one that the request was begun with", retryable=True)
         spec.adapter = found.digest
         return found
 
@@ -93,8 +93,8 @@ class Adapters:
         """The index of an adapter that is about to be loaded. AllSparkError if it cannot be."""
         if name in self._loaded:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_ALREADY_LOADED,
-                                f"model {self._model!r} has an adapter named {name!r}; unload it first, or load this one "
-                                "as NAME=PATH")
+                                f"model {self._model!r} has an adapter named {name!r}; unload it first, or load this "
+                                "one as NAME=PATH")
         if len(self._loaded) >= self._most:
             raise AllSparkError(AsStatus.ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR,
                                 f"model {self._model!r} has {len(self._loaded)} adapters: lora_max_num is {self._most}")

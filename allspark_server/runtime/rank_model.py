@@ -33,8 +33,8 @@ class RankModel:
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
                  whole_histories: bool = False, adapters: bool = False):
-        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache keeps
-        what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or not
+        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
+        keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or not
         divided among `world` ranks."""
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
@@ -142,8 +142,8 @@ class RankModel:
             bad = native.set(number, pair.a.data[:, begin:end], pair.a.dtype,
                              rows[0] if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
             if bad:
-                logger.warning("the adapter in %s holds %d values that are NaN or infinite for %s; outputs with it will "
-                               "be wrong", adapter.directory, bad, target.module)
+                logger.warning("the adapter in %s holds %d values that are NaN or infinite for %s; outputs with it "
+                               "will be wrong", adapter.directory, bad, target.module)
 
     # -- warnings --------------------------------------------------------------------------------------------------
     def _warn_about_length(self) -> None:

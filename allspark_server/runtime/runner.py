@@ -186,8 +186,8 @@ class ModelRunner:
             reservation.release()
             raise
         self._adapter_memory[index] = reservation
-        logger.info("rank %d of %d loaded %s of the adapter in %s in %.2f s", self.rank, self.world, mib(size), directory,
-                    time.perf_counter() - began)
+        logger.info("rank %d of %d loaded %s of the adapter in %s in %.2f s", self.rank, self.world, mib(size),
+                    directory, time.perf_counter() - began)
         return adapter.digest
 
     def unload_adapter(self, index: int) -> None:

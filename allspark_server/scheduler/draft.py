@@ -74,7 +74,8 @@ class Draft:
         if chunks:
             sequences, spans = sequences + [sequence for sequence, *_ in chunks], [list(each) for each in spans]
             for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, sequence.adapter, 0, 0, *map(len, new_spans))
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, sequence.adapter, 0, 0,
+                                     *map(len, new_spans))
                 for each, new in zip(spans, new_spans):
                     each += new
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)

@@ -16,8 +16,8 @@ class SlotTable:
     the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
     drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
     maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under
-    masks. `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows may
-    move by. `careful` (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
+    masks. `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows
+    may move by. `careful` (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
     """
