@@ -16,13 +16,13 @@ from . import convert
 from .affinity import PrefixMemory, beginnings
 from ._proto import allspark_pb2 as pb
 from .config import AsModelConfig, check_available
-from .connection import Member, Request, Session, Unavailable
+from .connection import Member, Request, Session, Unavailable, has_adapter, unless
 from .connection_options import environment_token, server_addresses, tls_config
 from .engine import AbstractEngine, check_config, check_handle
 from .errors import AllSparkError, AsStatus, closed_engine, forked_engine, illegal_handle, unknown_model
 from .local_group import SelfStartedGroup
 from .queue import ResultQueue
-from .request import RequestSpec
+from .request import RequestSpec, absolute_lora
 from .tokens import as_token_ids
 from .types import (AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, MemberState, ModelInfo, ModelState,
                     TlsConfig)
@@ -111,6 +111,7 @@ class ClientEngine(AbstractEngine):
         config = copy.copy(check_config(config))
         for name in ("model_path", "weights_path", "draft_model"):
             setattr(config, name, _path(getattr(config, name)))
+        config.lora_names = [absolute_lora(lora) for lora in config.lora_names]
         request = pb.InstallModelRequest(config=convert.model_config_to_pb(config))
         again = pb.InstallModelRequest(config=request.config, retried=True)
         return self._everywhere("InstallModel", request, lambda member: member.call("InstallModel", again, pb.Done))
@@ -124,16 +125,8 @@ class ClientEngine(AbstractEngine):
 
     def release_model(self, model_name: str) -> AsStatus:
         request = pb.ModelRequest(model=_name(model_name))
-
-        def again(member: Member) -> None:
-            try:
-                member.call("ReleaseModel", request, pb.Done)
-            except AllSparkError as error:
-                if error.status is not AsStatus.ALLSPARK_PARAM_ERROR:   # unknown: the call before released it
-                    raise
-
         with self._interrupting(model_name):
-            self._everywhere("ReleaseModel", request, again)
+            self._everywhere("ReleaseModel", request, unless(AsStatus.ALLSPARK_PARAM_ERROR, "ReleaseModel", request))
         with self._lock:
             self._requests = {h: r for h, r in self._requests.items() if r.spec.model != model_name}
         return _SUCCESS
@@ -315,13 +308,19 @@ class ClientEngine(AbstractEngine):
     def get_version_full(self) -> str:
         return self._call("GetServerInfo", pb.ServerInfoRequest(), pb.ServerInfo).version
 
-    # --- what is not built yet (the server says so) --------------------------------------------------------------
+    # --- adapters ------------------------------------------------------------------------------------------------
 
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        return self._everywhere("LoadLora", pb.LoraRequest(model=_name(model_name), lora=lora_name))
+        """On a pool: on every member. A path that exists here is sent absolute."""
+        request = pb.LoraRequest(model=_name(model_name), lora=absolute_lora(lora_name))
+        return self._everywhere("LoadLora", request,
+                                unless(AsStatus.ALLSPARK_LORA_ALREADY_LOADED, "LoadLora", request))
 
     def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        return self._everywhere("UnloadLora", pb.LoraRequest(model=_name(model_name), lora=lora_name))
+        request = pb.LoraRequest(model=_name(model_name), lora=absolute_lora(lora_name))
+        return self._everywhere("UnloadLora", request, unless(AsStatus.ALLSPARK_LORA_NOT_FOUND, "UnloadLora", request))
+
+    # --- what is not built yet (the server says so) --------------------------------------------------------------
 
     def unload_device_mem(self, model_name: str) -> AsStatus:
         return self._everywhere("UnloadDeviceMem", pb.ModelRequest(model=_name(model_name)))
@@ -452,7 +451,7 @@ class ClientEngine(AbstractEngine):
             load = max(live, state.load) if state is not None else live
             work = member.sent_work + (state.work if state is not None else 0)
             load += (work - (saved if member.address == familiar else 0)) / _TOKENS_PER_REQUEST
-            takes = state is not None and state.running and not member.draining
+            takes = state is not None and state.running and not member.draining and has_adapter(state, spec)
             ranked.append((0 if takes else 1, load, order, member))
         return [entry[3] for entry in sorted(ranked, key=lambda entry: entry[:3])]
 
@@ -525,13 +524,9 @@ class ClientEngine(AbstractEngine):
                     continue
                 suited = []
                 for request in requests:
-                    model = models.get(request.spec.model)
-                    if model is None or not model.running:
-                        why = f"model {request.spec.model!r} does not run on {member.address}"
-                    elif model.fingerprint != request.fingerprint:
-                        why = f"{member.address} would not continue it identically (its fingerprint differs)"
-                        different[request] += 1
-                    else:
+                    obstacle, lasting = request.obstacle(models.get(request.spec.model), member.address)
+                    why, different[request] = obstacle or why, different[request] + lasting
+                    if not obstacle:
                         suited.append(request)
                 settled = self._hand_over(suited, session)
                 requests = [request for request in requests if request not in settled]

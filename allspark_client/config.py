@@ -73,8 +73,10 @@ class AsModelConfig(Checked):
     swap_threshold: int = int_field(-1, -1, INT64_MAX)
     #: write .asgraph as text
     text_graph: bool = bool_field(False)
+    #: of LoRA adapters; and how many may be loaded at once
     lora_max_rank: int = int_field(64, 1, 65536)
     lora_max_num: int = int_field(5, 0, 65536)
+    #: adapters that are loaded with the model, as load_lora takes them
     lora_names: list[str] = custom_field(_strings, factory=list)
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: of quantized weights. 0: per output channel; otherwise length of the groups along K
@@ -457,8 +459,6 @@ _ONLY = {
     "eviction_strategy": (AsEvictionStrategy.MaxLength, "the request that came last gives way, by priority"),
     "scheduling_strategy": (AsSchedulingStrategy.ContextPriority, "running requests and prompts share every step"),
     "swap_threshold": (-1, "what is swapped to host_cache_memory is decided by what it costs"),
-    "lora_max_rank": (64, "there is no LoRA"),
-    "lora_max_num": (5, "there is no LoRA"),
 }
 
 
@@ -467,15 +467,11 @@ def check_available(config: AsModelConfig | GenerateConfig) -> None:
     if isinstance(config, AsModelConfig):
         if config.on_gpus and len(config.device_ids) > 1:
             raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
-        if config.lora_names:
-            raise not_available("lora_names (LoRA)")
         for name, (only, why) in _ONLY.items():
             value = getattr(config, name)
             if value != only:
                 given, allowed = (getattr(v, "name", v) for v in (value, only))
                 raise not_available(f"{name}={given} (allowed: {allowed}; {why})")
     else:
-        if config.lora_name:
-            raise not_available(f"lora_name={config.lora_name!r} (LoRA)")
         if config.mm_info is not None:
             raise not_available("mm_info (multi-modal input)")

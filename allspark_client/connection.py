@@ -17,7 +17,7 @@ from ._proto import allspark_pb2 as pb
 from .connection_options import check_address
 from .errors import AllSparkError, AsStatus, Draining
 from .queue import ResultQueue
-from .request import RequestSpec
+from .request import RequestSpec, adapter_name
 from .types import GenerateRequestStatus, MemberState, ModelState, TlsConfig
 from .version import __version__
 from .waiting import Event, waking_together
@@ -64,6 +64,11 @@ class Unavailable(Exception):
         super().__init__(f"the server at {address} cannot be reached: {details}")
 
 
+def has_adapter(model: ModelState, spec: RequestSpec) -> bool:
+    """Whether the adapter that a request names is loaded there, or it names none."""
+    return not spec.config.lora_name or adapter_name(spec.config.lora_name) in model.adapters
+
+
 @dataclass(eq=False)
 class Request:
     """A request on the client's side. Its queue outlives sessions: after a resumption it is fed by another one."""
@@ -94,6 +99,19 @@ class Request:
     def generated(self) -> int:
         """Tokens so far, of all samples."""
         return sum(map(len, self.received))
+
+    def obstacle(self, model: ModelState | None, address: str) -> tuple[str, bool]:
+        """Why a member that has this model would not give the continuation to the bit, or ""; whether it never will."""
+        if model is None or not model.running:
+            return f"model {self.spec.model!r} does not run on {address}", False
+        differs = f"{address} would not continue it identically (its {{}} differs)"
+        if model.fingerprint != self.fingerprint:
+            return differs.format("fingerprint"), True
+        if not has_adapter(model, self.spec):
+            return f"{address} has not loaded lora_name={self.spec.config.lora_name!r}", False
+        if self.spec.adapter and model.adapters[adapter_name(self.spec.config.lora_name)] != self.spec.adapter:
+            return differs.format("adapter of that name"), False
+        return "", False
 
     def note_loss(self) -> str:
         """Its server was lost. Returns why it is not handed on any more, or "". A request that ends its servers must
@@ -285,7 +303,7 @@ class Session:
             else:
                 request.queue.set_status(status)
         if outcome == "started":
-            request.fingerprint = event.started.fingerprint
+            request.fingerprint, request.spec.adapter = event.started.fingerprint, event.started.adapter
             request.queue.opened = request.queue.opened or event.started.opened
             if event.started.prompt_ids:
                 request.spec.set_prompt(list(event.started.prompt_ids))
@@ -422,6 +440,18 @@ class Member:
         if session is not None:
             session.close()
         self._channel.close()
+
+
+def unless(done: AsStatus, method: str, request: Any) -> Callable[[Member], None]:
+    """A call once more, as its answer was lost: to be refused with `done` means that it was obeyed."""
+    def again(member: Member) -> None:
+        try:
+            member.call(method, request, pb.Done)
+        except AllSparkError as error:
+            if error.status is not done:
+                raise
+
+    return again
 
 
 def _drain(outbox: "queue.SimpleQueue[pb.SessionRequest | None]") -> Iterator[pb.SessionRequest]:

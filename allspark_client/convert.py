@@ -145,7 +145,7 @@ def model_config_from_pb(message: pb.ModelConfig) -> AsModelConfig:
 def request_to_pb(spec: RequestSpec) -> pb.GenerateRequest:
     message = pb.GenerateRequest(model=spec.model, config=generate_config_to_pb(spec.config), generated=spec.generated,
                                  want_text=spec.want_text, tenant=spec.tenant, resumed=spec.resumed,
-                                 deaths=spec.deaths, trace=spec.trace,
+                                 deaths=spec.deaths, adapter=spec.adapter, trace=spec.trace,
                                  samples=[pb.TokenIds(ids=ids) for ids in spec.samples])
     if spec.input_ids is not None:
         message.input_ids.ids.extend(spec.input_ids)
@@ -192,7 +192,7 @@ def request_from_pb(message: pb.GenerateRequest) -> RequestSpec:
     spec = RequestSpec(model=message.model, config=generate_config_from_pb(message.config),
                        generated=list(message.generated), want_text=message.want_text, tenant=message.tenant,
                        samples=[list(sample.ids) for sample in message.samples], resumed=message.resumed,
-                       deaths=message.deaths, trace="")
+                       deaths=message.deaths, adapter=message.adapter, trace="")
     spec.check_tenant()
     spec.trust_trace(message.trace)
     kind = message.WhichOneof("prompt")
@@ -295,9 +295,9 @@ def model_info_from_pb(message: pb.ModelInfo) -> ModelInfo:
 
 
 def models_to_pb(models: Iterable[ModelState]) -> list[pb.ModelState]:
-    return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work)
-            for m in models]
+    return [pb.ModelState(name=m.name, running=m.running, fingerprint=m.fingerprint, load=m.load, work=m.work,
+                          adapters=m.adapters) for m in models]
 
 
 def models_from_pb(messages: Iterable[pb.ModelState]) -> list[ModelState]:
-    return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work) for m in messages]
+    return [ModelState(m.name, m.running, m.fingerprint, m.load, m.work, dict(m.adapters)) for m in messages]

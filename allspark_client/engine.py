@@ -192,15 +192,25 @@ class AbstractEngine(ABC):
     def get_version_full(self) -> str:
         """Version of the engine that computes."""
 
-    # --- what is not built yet -----------------------------------------------------------------------------------
+    # --- adapters ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        """Load a LoRA adapter. Not available yet."""
+        """Load a LoRA adapter, a directory as PEFT writes it, while the model serves; requests then name it as their
+        lora_name. lora_name: a directory beside the checkpoint's files; or a path of the server's host, whose last part
+        becomes the adapter's name; or NAME=PATH.
+
+        Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND, ALLSPARK_LORA_ALREADY_LOADED,
+        ALLSPARK_LORA_NUM_EXCEED_LIMIT_ERROR (lora_max_num), ALLSPARK_LORA_RANK_EXCEED_LIMIT_ERROR (lora_max_rank), and
+        ALLSPARK_PARAM_ERROR for one that this model cannot have, naming why.
+        """
 
     @abstractmethod
     def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        """Unload a LoRA adapter. Not available yet."""
+        """Free an adapter. Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND; ALLSPARK_LORA_IN_USE while requests have
+        it."""
+
+    # --- what is not built yet -----------------------------------------------------------------------------------
 
     @abstractmethod
     def unload_device_mem(self, model_name: str) -> AsStatus:

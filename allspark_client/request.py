@@ -1,6 +1,7 @@
 """What a request is, on its way from an API call to the scheduler."""
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,27 @@ def current_trace() -> str:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier.get("traceparent", "")
+
+
+def adapter_name(lora: str) -> str:
+    """The name of a LoRA adapter that is given as NAME, PATH (then its last part is the name) or NAME=PATH."""
+    name, given, _ = lora.partition("=")
+    return name if given and "/" not in name else os.path.basename(lora.rstrip("/"))
+
+
+def adapter_path(lora: str) -> str:
+    """Where an adapter is that is so given: a path, or the name itself."""
+    name, given, path = lora.partition("=")
+    return path if given and "/" not in name else lora
+
+
+def absolute_lora(lora: str) -> str:
+    """The same, its path absolute if there is an adapter here: servers have another working directory."""
+    if not isinstance(lora, str):
+        raise TypeError(f"lora_name must be a str, not {type(lora).__name__}")
+    path = adapter_path(lora)
+    here = os.path.isfile(os.path.join(path, "adapter_config.json"))
+    return f"{adapter_name(lora)}={os.path.abspath(path)}" if here else lora
 
 
 @dataclass
@@ -47,6 +69,8 @@ class RequestSpec:
     resumed: bool = False
     #: servers that were lost while they ran it, without a token since it began there: it may be what ends them
     deaths: int = 0
+    #: digest of the LoRA adapter that config.lora_name was, where it was taken; rank 0 says it
+    adapter: str = ""
     #: what the chat's template has begun of the answer, such as "<think>\n"; rank 0 says it with the prompt's ids
     opened: str = ""
     #: a traceparent: the span below which this request's are

@@ -277,6 +277,8 @@ class ModelState:
     fingerprint: str      #: equal only where the same request gives the same bytes
     load: int = 0         #: waiting and running requests
     work: int = 0         #: tokens of prompts that these still have to have computed, about
+    #: digests of the LoRA adapters that are loaded, by their names; where one is equal, so are the adapters
+    adapters: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass

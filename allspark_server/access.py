@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import TlsConfig
 
+from .adapters import adapter_directory, check_lora
+
 if TYPE_CHECKING:
     from allspark_client.config import AsModelConfig
+
+    from .served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -309,6 +313,21 @@ class ModelRoots:
         """Raises AllSparkError (denied) unless all paths of a model may be opened."""
         for name, path in _paths(config):
             self.check(name, path)
+        for lora in config.lora_names:
+            self.check_adapter(lora, config)
+
+    def check_load(self, models: Iterable[ServedModel], name: str, lora: str) -> None:
+        """Raises AllSparkError (denied) unless an adapter may be loaded for the model of that name, if there is one."""
+        for model in models:
+            if model.name == name:
+                self.check_adapter(lora, model.config)
+
+    def check_adapter(self, lora: str, config: AsModelConfig) -> None:
+        """Raises AllSparkError (denied) unless an adapter's directory may be opened: those below a model's that the
+        operator named may."""
+        directory, model = adapter_directory(config, check_lora(lora)), os.path.realpath(config.model_path)
+        if model not in self._named or not _inside(os.path.realpath(directory), model):
+            self.check("lora_name", directory)
 
     def check(self, name: str, path: str) -> None:
         """Raises AllSparkError (denied) unless `path`, given by a client as `name`, may be opened."""

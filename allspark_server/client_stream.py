@@ -181,6 +181,7 @@ class ClientStream:
             started = pb.Started(fingerprint=self._engine.fingerprint(spec.model))
             as_ids = spec.input_ids is not None
             handle = self._submit(request_id, spec)
+            started.adapter = spec.adapter
             if not as_ids:      # they are in the spec now
                 started.prompt_ids.extend(spec.input_ids)
                 started.opened = spec.opened

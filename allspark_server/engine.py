@@ -32,9 +32,11 @@ from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 from allspark_client.version import __version__
 
+from .adapters import AdapterLoader, check_lora
 from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
+from .polling import poll
 from .prepare import Obstacle, prepare, size_before
 from .request import Request
 from .runtime.group import Group, LocalGroup
@@ -47,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 _SUCCESS = AsStatus.ALLSPARK_SUCCESS
 BETWEEN_SLICES = 0.03  # seconds for steps to run between slices of measuring (runtime/profile.py)
-FIRST_POLL, LONGEST_POLL = 0.001, 0.05  # seconds between two looks at how a load stands
 MAX_ENDED = 1 << 16  # ended requests that nobody has released; beyond it handles of the oldest are forgotten
 ALIVE_SECONDS = 1.0  # between two looks of a waiting caller at whether the engine's thread still lives
 
@@ -73,6 +74,7 @@ class Engine(AbstractEngine):
         self._forget_at = MAX_ENDED
         self._output = OutputStage(self._cancel_undeliverable, self._finish_stopped)
         self._pipeline = Pipeline(self._group)
+        self._adapters = AdapterLoader(self._call, self._settled, self._check_there)
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
         self._closed = False
@@ -103,10 +105,10 @@ class Engine(AbstractEngine):
             self._save()
         else:  # its cache cannot be trusted any more: load it again
             # It stays in the file should that fail.
-            self._unrestored[model_name] = state_entry(model.config, True, model_name in self._configured)
+            self._unrestored[model_name] = state_entry(model, True, self._configured)
             self._call(lambda: self._remove_model(model_name))
             self._output.flush()
-            self._install(model.config, start=True)
+            self._install(model.config, True, [adapter.given for adapter in model.adapters])
         return _SUCCESS
 
     def stop_model(self, model_name: str) -> AsStatus:
@@ -136,12 +138,8 @@ class Engine(AbstractEngine):
             found[""] = self._failure
         return found
 
-    def restore(
-        self,
-        configured: Collection[AsModelConfig] = (),
-        again: bool = False,
-        check: Callable[[AsModelConfig], None] = lambda config: None,
-    ) -> list[str]:
+    def restore(self, configured: Collection[AsModelConfig] = (), again: bool = False,
+                check: Callable[[AsModelConfig], None] = lambda config: None) -> list[str]:
         """Installs and starts the models of the configuration, and those that clients had installed, which
         `state_file` records.
 
@@ -162,7 +160,7 @@ class Engine(AbstractEngine):
                 if name not in self._configured:
                     check(config)
                 logger.info("loading %s", name)
-                self._install(config, bool(entry.get("started")))
+                self._install(config, bool(entry.get("started")), entry.get("adapters"))
             except (AllSparkError, ValueError, TypeError) as error:
                 if name in self._configured and not again:
                     raise of_configuration(name, error) from error
@@ -179,10 +177,11 @@ class Engine(AbstractEngine):
         model = self._model(spec.model)
         model.check_running()
         spec.check_tenant()
+        adapter = model.adapters.of_request(spec)
         queue, samples, size = model.queue, spec.config.n, size_before(spec)
         queue.reserve(spec.tenant, samples, size)  # before the work of reading the prompt
         try:
-            prepared = prepare(spec, model.info, model.tokenizer, model.keys, model.guide)
+            prepared = prepare(spec, model.info, model.tokenizer, model.keys, model.guide, adapter)
             prepared.obstacle = obstacle
             queue.resize(spec.tenant, size, prepared.size)
             size = prepared.size
@@ -301,13 +300,22 @@ class Engine(AbstractEngine):
     def get_version_full(self) -> str:
         return __version__
 
-    # --- what is not built yet ---
+    # --- adapters ---
 
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        raise not_available("LoRA")
+        return self._change_adapters(model_name, lora_name, self._adapters.load)
 
     def unload_lora(self, model_name: str, lora_name: str) -> AsStatus:
-        raise not_available("LoRA")
+        return self._change_adapters(model_name, lora_name, self._adapters.unload)
+
+    def _change_adapters(self, name: str, lora: str, change: Callable[[ServedModel, str], None]) -> AsStatus:
+        model = self._model(name)
+        with self._installing:
+            change(model, check_lora(lora))
+        self._save()
+        return _SUCCESS
+
+    # --- what is not built yet ---
 
     def unload_device_mem(self, model_name: str) -> AsStatus:
         raise not_available("unload_device_mem")
@@ -411,19 +419,18 @@ class Engine(AbstractEngine):
                 raise closed_engine()
         return future.result()
 
-    def _install(self, config: AsModelConfig, start: bool = False) -> None:
-        """Loads a model while the others' steps go on."""
+    def _install(self, config: AsModelConfig, start: bool = False, adapters: Optional[list[str]] = None) -> None:
+        """Loads a model while the others' steps go on. adapters: that are loaded with it; None: as its config says."""
         name = config.model_name
         with self._installing:
             self._call(lambda: self._start_load(config))
             try:
-                pause = FIRST_POLL
-                while (info := self._call(lambda: self._poll_load(config))) is None:
-                    time.sleep(pause)
-                    pause = min(2 * pause, LONGEST_POLL)
+                info = poll(lambda: self._call(lambda: self._poll_load(config)))
                 masks = self._call(lambda: self._group.masks(name))
                 model = ServedModel.open(config, info, self._output, self._group.held_spans(), masks,
                                          self._post_quietly)
+                for lora in config.lora_names if adapters is None else adapters:
+                    self._adapters.load(model, check_lora(lora))
                 model.running = start
                 self._call(lambda: self._publish(config, model))
             except BaseException:
@@ -437,8 +444,7 @@ class Engine(AbstractEngine):
     def _save(self) -> None:
         """Records the installed models."""
         self._state_file.write(lambda: [
-            *(state_entry(model.config, model.running, model.name in self._configured)
-              for model in list(self._models.values())),
+            *(state_entry(model, model.running, self._configured) for model in list(self._models.values())),
             *self._unrestored.values(),
         ])
 
@@ -530,31 +536,27 @@ class Engine(AbstractEngine):
     def _start_load(self, config: AsModelConfig) -> None:
         name = config.model_name
         if name in self._models:
-            raise AllSparkError(
-                AsStatus.ALLSPARK_PARAM_ERROR, f"a model named {name!r} is installed already; release it first"
-            )
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"a model named {name!r} is installed already; release it first")
         if config.device_ids not in ([0], list(range(self._group.size))):  # [0] is what nobody chose
-            logger.warning(
-                "compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
-                config.compute_unit,
-                name,
-                self._group.size,
-            )
+            logger.warning("compute_unit=%r of model %r: the group's %d rank(s) decide where it runs, not these ids",
+                           config.compute_unit, name, self._group.size)
         self._settled().start_load(config)
         self._loading = config
 
     def _poll_load(self, config: AsModelConfig) -> Optional[ModelInfo]:
-        self._check_loading(config)
+        self._check_there(config)
         return self._settled().poll_load()
 
-    def _check_loading(self, config: AsModelConfig) -> None:
-        if self._loading is not config:
-            raise AllSparkError(
-                AsStatus.ALLSPARK_RUNTIME_ERROR, f"model {config.model_name!r} was released while it was loaded"
-            )
+    def _check_there(self, config: AsModelConfig) -> None:
+        """Raises AllSparkError unless the model of this very config is being loaded, or is installed."""
+        model = self._models.get(config.model_name)
+        if self._loading is not config and (model is None or model.config is not config):
+            raise AllSparkError(AsStatus.ALLSPARK_RUNTIME_ERROR,
+                                f"model {config.model_name!r} was released while it was loaded")
 
     def _publish(self, config: AsModelConfig, model: ServedModel) -> None:
-        self._check_loading(config)
+        self._check_there(config)
         self._loading = None
         self._models[model.name] = model
         self._output.inline = self._group.depth == 1

@@ -16,13 +16,14 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import ModelInfo
 
-from .cache import SpanGroups, SpanKeys
+from .adapters import Adapter
+from .cache import SpanGroups, SpanKeys, scope
 from .chat import formats
 from .chat import prompt as chats
 from .guided import Guidance, Guide, Matcher, MatcherError
 from .queue_limits import SEQUENCE_BYTES
 from .runtime.plan import Flag, SamplingParams
-from .scheduler import TOKEN_BYTES, Probe, Sequence, StopRules
+from .scheduler import NO_ADAPTER, TOKEN_BYTES, Probe, Sequence, StopRules
 from .stop_strings import OutputText, StopStrings
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class PreparedRequest:
 
     name: str = ""  # the client's for it, for logs
     model: str = ""
+    adapter: Optional[Adapter] = None
     trace: str = ""  # the traceparent that it came with
 
     @property
@@ -86,11 +88,11 @@ def size_before(spec: RequestSpec) -> int:
 
 def prepare(
     spec: RequestSpec, info: ModelInfo, tokenizer: Optional[Tokenizer], keys: Optional[SpanKeys] = None,
-    guide: Optional[Guide] = None,
+    guide: Optional[Guide] = None, adapter: Optional[Adapter] = None,
 ) -> PreparedRequest:
     """Does all the work on a request that needs no engine's thread, and checks all that can be checked before it is
     queued. A prompt of text or of a chat is replaced by its ids in `spec`. `keys`: if there is a prefix cache; `guide`: if
-    output can be guided.
+    output can be guided; `adapter`: that its config names.
 
     Raises ValueError or TypeError for a bad argument, AllSparkError for one that is refused.
     """
@@ -139,7 +141,8 @@ def prepare(
     )
     texts = _output_texts(spec, tokenizer, () if chat_format is None else chat_format.markers)
     # What is computed alone shares nothing with others.
-    salt = config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}"
+    salt = scope(config.cache_salt if not spec.deaths else f"{config.cache_salt} alone {os.urandom(8).hex()}",
+                 adapter.digest if adapter is not None else "")
     root, common = b"", []
     if keys is not None:
         root = keys.root(salt, len(prompt))
@@ -160,6 +163,7 @@ def prepare(
                 stop=stop,
                 priority=config.priority,
                 salt=salt,
+                adapter=adapter.index if adapter is not None else NO_ADAPTER,
                 probe=None if sequences else probe,  # one sample is enough
                 draws=config.pooling is None,
                 guidance=matchers and Guidance(matchers[index], len(prompt) + len(generated)),
@@ -174,7 +178,7 @@ def prepare(
     deadline = time.monotonic() + timeout if timeout else math.inf
     return PreparedRequest(sequences, top_logprobs, texts, config.prompt_logprobs or 0, config.pooling, deadline,
                            deaths=spec.deaths, name=config.user_request_id or config.uuid or "", model=spec.model,
-                           trace=spec.trace)
+                           adapter=adapter, trace=spec.trace)
 
 
 def _probe(config: GenerateConfig, prompt: list[int], generated: list[int], info: ModelInfo) -> Optional[Probe]:

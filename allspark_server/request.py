@@ -83,6 +83,7 @@ class Request:
         self.sink: Optional[Sink] = sink
         self.sequences: list[Sequence] = prepared.sequences
         self.obstacle: Optional[Obstacle] = prepared.obstacle
+        self.adapter = prepared.adapter
         self.deaths = prepared.deaths  # of servers: computed alone until its first tokens, for it may be what ends them
         for index, (sequence, text) in enumerate(zip(prepared.sequences, prepared.texts)):
             sequence.owner = Sample(self, index, prepared.top_logprobs, text)

@@ -13,6 +13,7 @@ from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 
+from .adapters import Adapter, Adapters
 from .cache import HostTier, PrefixCache, SpanKeys, SpanPool
 from .chat import chat_format, chat_format_of
 from .fingerprint import fingerprint
@@ -79,6 +80,7 @@ class ServedModel:
         )
         self.scheduler = IsolatingScheduler(limits, pool, prefix)
         self.queue = QueueLimits(info.name, self.scheduler, config.max_queue, config.max_queue_memory)
+        self.adapters = Adapters(info.name, config.lora_max_num)
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._suspects = Suspects()
 
@@ -119,7 +121,7 @@ class ServedModel:
         """What a client needs to choose among the members of a pool."""
         load = self.scheduler.waiting + self.scheduler.running + self.queue.incoming
         return ModelState(self.name, self.running and self.failure is None, self.fingerprint, load,
-                          self.scheduler.pending_tokens)
+                          self.scheduler.pending_tokens, {a.name: a.digest for a in self.adapters})
 
     def stat(self) -> AsEngineStat:
         """Load and counters. Read without a lock: values may be a step apart."""
@@ -188,6 +190,10 @@ class ServedModel:
         if not self.running or self.failure is not None:
             self.end(request, GenerateRequestStatus.GenerateInterrupted)
             return
+        if request.adapter is not None and request.adapter not in self.adapters:  # unloaded since it was prepared
+            error = AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND, f"adapter {request.adapter.name!r} was unloaded")
+            self.end(request, GenerateRequestStatus.InternalError, error)
+            return
         self.live.add(request)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.handle, request))
@@ -206,6 +212,16 @@ class ServedModel:
                     sequence.blocked_on = "a step of its own"
                     self._suspects.add(sequence)
                 self.scheduler.add(sequence)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Requests cannot have it from now on. AllSparkError while some have it."""
+        if adapter not in self.adapters:
+            raise AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND, f"adapter {adapter.name!r} was unloaded")
+        users = sum(request.adapter is adapter for request in self.live)
+        if users:
+            raise AllSparkError(AsStatus.ALLSPARK_LORA_IN_USE,
+                                f"adapter {adapter.name!r} of model {self.name!r} is in use by {users} requests")
+        self.adapters.remove(adapter)
 
     def unblock(self, request: Request) -> None:
         """What the request waited for is there, or is known to fail: then so does the request."""

@@ -6,19 +6,24 @@ import json
 import logging
 import os
 import threading
-from typing import Any, Callable, Collection, Optional
+from typing import TYPE_CHECKING, Any, Callable, Collection, Optional
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 
 from .weights.files import MAX_STATE_BYTES, parse_json, read_file
 
+if TYPE_CHECKING:
+    from .served_model import ServedModel
+
 logger = logging.getLogger(__name__)
 
 
-def state_entry(config: AsModelConfig, started: bool, configured: bool) -> dict[str, Any]:
-    """A model in the file. `configured`: the configuration brought it, not a client."""
-    return {"config": config.to_dict(), "started": started, "configured": configured}
+def state_entry(model: ServedModel, started: bool, configured: Collection[str]) -> dict[str, Any]:
+    """A model in the file, with what adapters it has. `configured`: names that the configuration brought, not a
+    client."""
+    return {"config": model.config.to_dict(), "started": started, "configured": model.name in configured,
+            "adapters": [adapter.given for adapter in model.adapters]}
 
 
 def of_configuration(name: str, error: Exception) -> Exception:
@@ -52,7 +57,7 @@ class StateFile:
         recorded = self.read()
         if again and recorded is not None:
             return recorded
-        entries = {c.model_name: state_entry(c, True, True) for c in configured}
+        entries = {c.model_name: {"config": c.to_dict(), "started": True, "configured": True} for c in configured}
         if len(entries) < len(configured):
             raise ValueError(f"two models of the configuration have one name: {[c.model_name for c in configured]}")
         return entries | {name: entry for name, entry in (recorded or {}).items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import threading
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Callable, Optional
 import numpy as np
 
 from allspark_client.config import AsModelConfig
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import ModelInfo
 from allspark_server.runtime.plan import COPIES, DRAW, Flag, SamplingParams, StepPlan, WorkItem
 from allspark_server.runtime.profile import Ceilings, OpProfile, Profile, summarize
@@ -278,6 +280,17 @@ class FakeGroup:
     def unload(self, name: str) -> None:
         self._drain()
         self.executors.pop(name, None)
+
+    def start_load_adapter(self, name: str, index: int, directory: str) -> None:
+        self.adapter = directory
+
+    def poll_load_adapter(self) -> str:
+        if not os.path.isdir(self.adapter):
+            raise AllSparkError(AsStatus.ALLSPARK_LORA_NOT_FOUND, f"{self.adapter} holds no adapter")
+        return hashlib.blake2b(self.adapter.encode(), digest_size=16).hexdigest()
+
+    def unload_adapter(self, name: str, index: int) -> None:
+        self._drain()
 
     def fail(self, message: str) -> None:
         self.failures.append(message)

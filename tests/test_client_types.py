@@ -308,8 +308,6 @@ INERT = (
     {"eviction_strategy": a.AsEvictionStrategy.Random},
     {"scheduling_strategy": a.AsSchedulingStrategy.Balance},
     {"swap_threshold": 0},
-    {"lora_max_rank": 8},
-    {"lora_max_num": 1},
 )
 
 
@@ -320,14 +318,12 @@ INERT = (
             a.AsModelConfig("m", "p", **v)
             for v in (
                 {"compute_unit": "CUDA:0,1"},
-                {"lora_names": ["x"]},
                 *INERT,
             )
         ],
         *[
             a.GenerateConfig(**v)
             for v in (
-                {"lora_name": "x"},
                 {"mm_info": object()},
             )
         ],

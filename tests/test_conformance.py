@@ -515,16 +515,17 @@ def test_operator_times(engine):
 
 
 def test_not_available_yet(engine, tiny_model):
-    for call in (engine.load_lora, engine.unload_lora):
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, "lora", match="not available yet")
     for call in (engine.unload_device_mem, engine.load_device_mem):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="not available yet")
+    config = AsModelConfig(model_name="later", model_path=str(tiny_model), compute_unit="CUDA:0,1")
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config, match="not available yet")
+
+
+def test_no_such_adapter(engine, tiny_model):
+    for call in (engine.load_lora, engine.unload_lora):
+        refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, call, NAME, "lora", match="adapter")
     args = (NAME, {"input_ids": [1]}, {"lora_name": "x"})
-    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_request, *args, match="not available yet")
-    later = {
-        "compute_unit": "CUDA:0,1",
-        "lora_names": ["x"],
-    }
-    for field, value in later.items():
-        config = AsModelConfig(model_name="later", model_path=str(tiny_model), **{field: value})
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config, match="not available yet")
+    refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.start_request, *args, match="loaded: none")
+    config = AsModelConfig(model_name="later", model_path=str(tiny_model), lora_names=["x"])
+    refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, engine.install_model, config, match="holds no adapter")
+    assert [model.name for model in engine.list_models()] == [NAME]

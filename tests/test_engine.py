@@ -230,7 +230,7 @@ def test_queue_limit(make_engine):
     (10, {"max_length": 65}, AsStatus.ALLSPARK_EXCEED_LIMIT_ERROR, "max_length=65 exceeds engine_max_length=64"),
     (50, {}, AsStatus.ALLSPARK_CACHE_MEMORY_OUT, "2 spans of 16"),
     (1, {"response_format": {"type": "json_object"}}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "cannot be guided"),
-    (1, {"lora_name": "x"}, AsStatus.ALLSPARK_INVALID_CALL_ERROR, "not available yet"),
+    (1, {"lora_name": "x"}, AsStatus.ALLSPARK_LORA_NOT_FOUND, "has no such adapter; loaded: none"),
 ])  # fmt: skip
 def test_refused_requests(make_engine, length, generate, status, match):
     engine = make_engine(config(engine_max_length=64, cache_span_size=16), num_spans=2)
@@ -284,12 +284,8 @@ def test_resumption_emits_only_what_is_new(make_engine):
 
 def test_not_available_yet(make_engine):
     engine = make_engine()
-    for call in (engine.load_lora, engine.unload_lora):
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, "m", "x", match="LoRA is not available yet")
-    later = {"compute_unit": "CUDA:0,1", "lora_names": ["x"]}
-    for name, value in later.items():
-        wanted = config("x", **{name: value})
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
+    wanted = config("x", compute_unit="CUDA:0,1")
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
 
 
 def test_state_file_restores_models(make_engine, tmp_path):
@@ -310,7 +306,7 @@ def test_state_file_restores_models(make_engine, tmp_path):
     second.close()
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
-    entries[0]["config"]["lora_names"] = ["x"]  # recorded by a newer version, say
+    entries[0]["config"]["compute_unit"] = "CUDA:0,1"  # recorded by a newer version, say
     with open(path, "w", encoding="utf-8") as file:
         json.dump(entries, file)
     third = make_engine(None, state_file=path)

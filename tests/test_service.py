@@ -289,11 +289,11 @@ def test_a_request_that_fails_later(client):
         (
             lambda e: e.install_model(AsModelConfig("i", "/x", lora_names=["l"])),
             AllSparkError,
-            "ALLSPARK_INVALID_CALL_ERROR: lora_names .* is not available yet",
+            "ALLSPARK_LORA_NOT_FOUND: .* holds no adapter",
         ),
         (lambda e: e.start_request("m", {"input_ids": [1]}, {"mm_info": 1}), AllSparkError, "is not available yet"),
-        (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "is not available yet"),
-        (lambda e: e.load_lora("m", "l"), AllSparkError, "ALLSPARK_INVALID_CALL_ERROR: LoRA is not available yet"),
+        (lambda e: e.start_request("m", {"input_ids": [1]}, {"lora_name": "l"}), AllSparkError, "LORA_NOT_FOUND"),
+        (lambda e: e.load_lora("m", "l"), AllSparkError, "ALLSPARK_LORA_NOT_FOUND: .* holds no adapter"),
         (lambda e: e.unload_device_mem("m"), AllSparkError, "is not available yet"),
     ],
 )

@@ -7,7 +7,8 @@ The memory behind it belongs to the native executor. No tensors and no requests 
 from .host_tier import Copies, HostTier
 from .prefix_cache import PrefixCache
 from .span_groups import NO_SPAN, SpanGroups
-from .span_keys import SpanKeys, in_group
+from .span_keys import SpanKeys, in_group, scope
 from .span_pool import SpanPool
 
-__all__ = ["NO_SPAN", "Copies", "HostTier", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool", "in_group"]
+__all__ = ["NO_SPAN", "Copies", "HostTier", "PrefixCache", "SpanGroups", "SpanKeys", "SpanPool", "in_group",
+           "scope"]

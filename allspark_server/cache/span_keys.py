@@ -9,6 +9,14 @@ from typing import Sequence
 _DIGEST_SIZE = 16
 
 
+def scope(salt: str, adapter: str = "") -> str:
+    """The salt of what requests with a cache_salt share; of those with an adapter, its digest: what it computes is its
+    own. No salt of a client's is taken for another's with an adapter."""
+    if adapter:
+        return f"\0adapter {adapter} {salt}"
+    return f"\0{salt}" if salt.startswith("\0") else salt
+
+
 def in_group(key: bytes, group: int) -> bytes:
     """Names the same positions in another cache group."""
     return bytes((key[0] ^ group,)) + key[1:] if group else key

@@ -14,19 +14,28 @@ def _card(model: ModelState, created: int) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": created, "owned_by": "allspark"}
 
 
+def _cards(model: ModelState, created: int) -> list[dict[str, Any]]:
+    """Of a model and, as vLLM has it, of each of its adapters, which are asked for like models."""
+    card = _card(model, created)
+    return [card, *({**card, "id": name, "parent": model.name} for name in sorted(model.adapters))]
+
+
 async def list_models(call: Call, _: None) -> None:
     """The models that take requests."""
     running = [model for model in await call.pool.models() if model.running]
-    await call.reply({"object": "list", "data": [_card(model, call.door.started) for model in running]})
+    cards = [card for model in running for card in _cards(model, call.door.started)]
+    await call.reply({"object": "list", "data": cards})
 
 
 async def one_model(call: Call, _: None) -> None:
-    """A model, and how long prompt and output together may be."""
+    """A model or an adapter, and how long prompt and output together may be."""
     name = call.path_rest
+    base, _ = await call.pool.resolve(name)
     for model in await call.pool.models():
-        if model.name == name and model.running:
-            info = await call.model(name)
-            await call.reply({**_card(model, call.door.started), "max_model_len": info.max_length})
+        if model.name == base and model.running:
+            info = await call.model(base)
+            card = next(card for card in _cards(model, call.door.started) if card["id"] == name)
+            await call.reply({**card, "max_model_len": info.max_length})
             return
     raise ApiError(404, f"The model '{name}' does not exist", "model", "model_not_found")
 

@@ -84,11 +84,29 @@ class Pool:
             for model in await self._ask(self._engine.list_models):
                 known = found.setdefault(model.name, ModelState(model.name, False, model.fingerprint))
                 known.running, known.load = known.running or model.running, known.load + model.load
+                if model.running:
+                    known.adapters |= model.adapters
             self._models = time.monotonic(), list(found.values())
         return self._models[1]
 
+    async def resolve(self, name: str) -> tuple[str, str]:
+        """The model that a client's `model` means, and the adapter: its own name, or that of an adapter of it, which
+        more than one model may not have."""
+        if name in self._infos:
+            return name, ""
+        models = await self.models()
+        bases = [model.name for model in models if name in model.adapters and model.running]
+        if not bases or any(model.name == name for model in models):
+            return name, ""
+        if len(bases) > 1:
+            raise ApiError(400, f"The adapter '{name}' is loaded for more than one model: {', '.join(bases)}", "model",
+                           "invalid_value")
+        return bases[0], name
+
     async def info(self, name: str) -> ModelInfo:
-        """Of a model. What is known is given at once, and asked for again in the background."""
+        """Of a model, or the one that an adapter is for. What is known is given at once, and asked for again in the
+        background."""
+        name, _ = await self.resolve(name)
         at, info = self._infos.get(name, (0.0, None))
         if info is None:
             return await self._refresh(name)
@@ -127,11 +145,12 @@ class Pool:
 
     async def tokenize(self, spec: RequestSpec, bare: bool = False) -> list[int]:
         """The ids of a request's prompt. `bare`: text without what the tokenizer puts around it."""
+        spec.model, _ = await self.resolve(spec.model)
         return await self._ask(self._engine._tokenize, spec, bare)
 
     async def detokenize(self, name: str, ids: list[int]) -> Detokenized:
         """Their text, and the bytes of each."""
-        return await self._ask(self._engine.detokenize, name, ids)
+        return await self._ask(self._engine.detokenize, (await self.resolve(name))[0], ids)
 
     async def token_bytes(self, info: ModelInfo, ids: set[int]) -> dict[int, bytes]:
         """The bytes of tokens, at least of these; asked for once in a model's life."""
@@ -173,6 +192,7 @@ class Answer:
         self._taken = 0     # tokens
 
     async def __aenter__(self) -> "Answer":
+        self.spec.model, self.spec.config.lora_name = await self._pool.resolve(self.spec.model)
         try:
             await self._pool._ask(self._generation.__aenter__)
         except ApiError as error:

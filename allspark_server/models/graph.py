@@ -367,9 +367,9 @@ class Graph:
         added = self.weight(Weight(name, (Part(name, hidden),), first_rank_only=True)) if bias else None
         return self.linear(x, weight, added, out)
 
-    def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0) -> Tensor:
-        """y += B A x of each row's adapter in one block of y, in place; it follows the linear layer that made y."""
-        self._op("lora", (y, x), (y,), target=target, block=block)
+    def lora(self, y: Tensor, x: Tensor, target: int, block: int = 0, blocks: int = 1) -> Tensor:
+        """y += B A x of each row's adapter in some blocks of y, in place; it follows the linear layer that made y."""
+        self._op("lora", (y, x), (y,), target=target, block=block, blocks=blocks)
         return y
 
     def head_norm(self, qkv: Tensor, block: int, name: str, **more: Attribute) -> Tensor:

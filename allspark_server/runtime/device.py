@@ -23,13 +23,15 @@ class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. windows: whether caches can do without what windows have left behind."""
+    ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
+    behind."""
 
     isa: str
     step_tokens: int
     cache_share: float
     largest_cache_share: float
     profiled: bool
+    adapts: bool
     windows: bool
 
     def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
@@ -45,8 +47,9 @@ class Device(Protocol):
         """A native executor of a model. window: the ranks' shared memory, or None."""
 
     def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
-                 masks: int) -> None:
-        """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans."""
+                 masks: int, adapters: dict) -> None:
+        """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans. adapters:
+        how many rows may have, as the native library names it; {} where `adapts` is False."""
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """Of so many matrices with so many rows of these columns."""
@@ -65,7 +68,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = windows = True
+    profiled = adapts = windows = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -84,8 +87,8 @@ class Cpus:
     def executor(self, rank, world, window):
         return self._native.Executor(rank, world, window, self._cpus, self._threads)
 
-    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks)
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
     def matrix_bytes(self, rows, part, experts):
         return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
@@ -107,8 +110,10 @@ class Cpus:
             gathered = 4 * part.inputs if row_set in graph.row_sets else 0  # rows of experts, as floats
             size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
             prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
+        forms = 2 if model.targets else 1  # of the program: with adapters, and without
         # A product's own rows, and attention's.
-        return tensor_bytes(model, rows, outputs) + len(windows) * attention + 2 * prepared
+        return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
+                + model.adapter_scratch_bytes(native, rows))
 
 
 class Gpu:
@@ -116,7 +121,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = windows = False
+    profiled = adapts = windows = False
 
     def __init__(self, index: int, threads: int):
         """threads: that draw tokens on the host. AllSparkError that says what to do where there is no such GPU."""
@@ -152,7 +157,7 @@ class Gpu:
     def _executor(self):
         return self._library.Executor(self._index, native_library().HostSampler(self._threads))
 
-    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks):
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
 
     def matrix_bytes(self, rows, part, experts):

@@ -18,6 +18,7 @@ from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, SPAN = 96, 3, 1, 40, 160, 1100, 32
 EXPERTS, TOP = 7, 3
+RANK = 21
 LONG = 1190  # tokens: more than a run of attention's blocks
 WEIGHTS = (("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("w8a8", 0), ("w4a8", 32))
 # Formats of checkpoints that others have quantized: type, group, layout of scales.
@@ -49,9 +50,10 @@ def _on_cpu():
     return native_library().Executor(num_threads=1)
 
 
-def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu):
+def _executor(weights: str, group: int, cache: str, experts: bool = False, empty: Callable = _on_cpu,
+              adapted: bool = False):
     """A model of one layer. experts: with some, a quarter of the size each, in place of its MLP. empty: makes an
-    executor of a device."""
+    executor of a device. adapted: with an adapter, of the type of the weights."""
     native, e = native_library(), empty()
     seeds = iter(range(1, 100))
 
@@ -75,6 +77,8 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
     e.add_op("embedding", [], [x], [embedding], {"vocab_begin": 0})
     e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
     e.add_op("linear", [y], [qkv], [matrix(qkv_width, HIDDEN), vector(qkv_width)], {})
+    if adapted:
+        e.add_op("lora", [qkv, y], [], [], {"target": 0, "offset": 0, "columns": qkv_width})
     e.add_op("head_norm", [qkv], [], [vector(HEAD_DIM, 1)],
              {"offset": 0, "heads": HEADS, "head_dim": HEAD_DIM, "eps": 1e-6})
     e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": HEADS + KV_HEADS, "head_dim": HEAD_DIM})
@@ -98,16 +102,25 @@ def _executor(weights: str, group: int, cache: str, experts: bool = False, empty
         e.add_op("linear", [y], [both], [matrix(2 * INNER, HIDDEN)], {})
         e.add_op("silu_mul", [both], [hidden], [], {})
         e.add_op("linear", [hidden], [y], [matrix(HIDDEN, INNER)], {})
+        if adapted:
+            e.add_op("lora", [y, hidden], [], [], {"target": 1, "offset": 0, "columns": HIDDEN})
     e.add_op("add", [x, y], [x], [], {})
     e.add_op("rms_norm", [x], [y], [vector(HIDDEN, 1)], {"eps": 1e-6})
     e.add_op("select_rows", [y], [last], [], {})
     e.add_op("linear", [last], [logits], [embedding], {})
     e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": VOCAB})
-    e.allocate(LONG + 16, len(DRAWS), LONG + 16, SPAN, LONG // SPAN + 16, cache)
+    room = {"adapters": 1, "adapter_rank": RANK, "adapter_dtype": weights} if adapted else {}
+    e.allocate(LONG + 16, len(DRAWS), LONG + 16, SPAN, LONG // SPAN + 16, cache, **room)
+    if adapted:
+        adapter = e.new_adapter()
+        for target, (columns, rows) in enumerate(((HIDDEN, qkv_width), (INNER, HIDDEN))):
+            adapter.set(target, fixed_values((RANK, columns), next(seeds)), "F32",
+                        fixed_values((rows, RANK), next(seeds)), "F32", 0.0625)
+        e.set_adapter(0, adapter)
     return e
 
 
-def _run(executor, lengths: tuple[int, ...]) -> str:
+def _run(executor, lengths: tuple[int, ...], adapter: int = -1) -> str:
     """Prompts of these lengths in one step, then a step of single tokens: a digest of logits and draws."""
     digest = hashlib.sha256()
     spans, new, work = 0, [], []
@@ -115,14 +128,14 @@ def _run(executor, lengths: tuple[int, ...]) -> str:
         needed = length // SPAN + 1
         prompt = [(7 * i + 13 * slot + 3) % VOCAB for i in range(length)]
         new.append(NewSlot(slot, prompt, DRAWS[slot].encode()))
-        work.append(WorkItem(slot, length, DRAW, spans=list(range(spans, spans + needed))))
+        work.append(WorkItem(slot, length, DRAW, spans=list(range(spans, spans + needed)), adapter=adapter))
         spans += needed
     plan = StepPlan(new=new, work=work)
     for _ in range(2):
         result = executor.step(plan.encode(), True)
         for array in (result.logits, result.tokens, result.logprobs, result.top_ids, result.top_logprobs):
             digest.update(np.ascontiguousarray(array).tobytes())
-        plan = StepPlan(work=[WorkItem(slot, 1, DRAW) for slot in range(len(lengths))])
+        plan = StepPlan(work=[WorkItem(slot, 1, DRAW, adapter=adapter) for slot in range(len(lengths))])
     return digest.hexdigest()[:16]
 
 
@@ -179,6 +192,13 @@ def expert_digests() -> dict[str, str]:
             for weights, group in WEIGHTS}
 
 
+@functools.lru_cache(maxsize=1)
+def adapter_digests() -> dict[str, str]:
+    """The same of rows with an adapter, by its type."""
+    return {f"adapters {dtype}": _run(_executor(dtype, 0, "float32", adapted=True), (3, 37, 1), adapter=0)
+            for dtype in ("float32", "bfloat16")}
+
+
 @functools.lru_cache(maxsize=8)
 def gpu_digests(index: int) -> dict[str, str]:
     """The same of a GPU, by format of weights and type of cache."""
@@ -196,7 +216,7 @@ def results_digest(gpu: int | None = None) -> str:
     """One digest of all: of the CPU, or of a GPU."""
     if gpu is None:
         foreign = {f"foreign {i}": _foreign(*form) for i, form in enumerate(FOREIGN)}
-        found = {**result_digests(), **expert_digests(), **foreign}
+        found = {**result_digests(), **expert_digests(), **adapter_digests(), **foreign}
     else:
         found = gpu_digests(gpu)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:32]

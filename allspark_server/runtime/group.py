@@ -68,6 +68,17 @@ class Group(Protocol):
     def unload(self, name: str) -> None:
         """Begin to free a model on every rank; its load, if that is under way, is given up."""
 
+    def start_load_adapter(self, name: str, index: int, directory: str) -> None:
+        """Begin to load a LoRA adapter of a model on every rank, beside steps; one load at a time, of whatever. No step
+        may name the index before it is loaded."""
+
+    def poll_load_adapter(self) -> str | None:
+        """How that stands: None while it is under way, then its digest. Raises what a rank raised; the caller then
+        unloads it."""
+
+    def unload_adapter(self, name: str, index: int) -> None:
+        """Free an adapter on every rank, after the steps that were submitted; nothing happens where there is none."""
+
     def measure_ceilings(self, name: str) -> bool:
         """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
 
@@ -89,6 +100,8 @@ class Command(IntEnum):
     STEP = 4        # uint16 length of the name, name, plan
     UNLOAD = 5      # name
     CLOSE = 6
+    LOAD_ADAPTER = 7    # JSON {"name", "index", "directory"}; POLL tells how it stands
+    UNLOAD_ADAPTER = 8  # JSON {"name", "index"}
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
@@ -103,8 +116,8 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights, (of
-    an allocation) what its second tier holds, that it is under way, or the error that prevented it."""
+    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights, or
+    of an adapter, (of an allocation) what its second tier holds, that it is under way, or the error that prevented it."""
     value: int = 0
     host_spans: int = 0
     held: str = ""
@@ -192,6 +205,15 @@ class RankModels:
         weights."""
         cancelled = self._cancelled
         self._phase = self._in_background(lambda: self._allocate(name, num_spans, host_spans, digests, cancelled))
+
+    def start_load_adapter(self, name: str, index: int, directory: str) -> None:
+        """A load of an adapter, in one phase. It results in the adapter's digest."""
+        self._phase = self._in_background(lambda: self._load_adapter(name, index, directory))
+
+    def unload_adapter(self, name: str, index: int) -> None:
+        """Free an adapter; nothing happens if this rank does not hold it."""
+        if (runner := self.runners.get(name)) is not None:
+            runner.unload_adapter(index)
 
     def answer(self) -> Answer:
         """How the phase that was begun last stands."""
@@ -297,6 +319,12 @@ class RankModels:
         self.placement = runner.placement
         return Answer(value=num_spans, held=pack_held(runner.held))
 
+    def _load_adapter(self, name: str, index: int, directory: str) -> Answer:
+        os.sched_setaffinity(0, self._affinity)
+        if (runner := self.runners.get(name)) is None:
+            raise LoadCancelled(f"model {name!r} was released")
+        return Answer(digest=runner.load_adapter(index, directory))
+
     def _unload(self, name: str) -> None:
         runner = self.runners.pop(name, None)
         if runner is not None:
@@ -393,6 +421,26 @@ class LocalGroup:
     def unload(self, name: str) -> None:
         self._tell(Command.UNLOAD, name.encode())
         self.models.unload(name)
+
+    def start_load_adapter(self, name: str, index: int, directory: str) -> None:
+        request = {"name": name, "index": index, "directory": directory}
+        self._tell(Command.LOAD_ADAPTER, json.dumps(request).encode())
+        self.models.start_load_adapter(**request)
+
+    def poll_load_adapter(self) -> str | None:
+        own = self.models.answer()
+        answers = [own] if own.pending else self._ask(own)
+        if any(answer.pending for answer in answers):
+            return None
+        raise_failures(answers)
+        if len({answer.digest for answer in answers}) > 1:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "the ranks have read different adapters: the directory "
+                                                               "must hold the same files on every host")
+        return answers[0].digest
+
+    def unload_adapter(self, name: str, index: int) -> None:
+        self._tell(Command.UNLOAD_ADAPTER, json.dumps({"name": name, "index": index}).encode())
+        self.models.unload_adapter(name, index)
 
     def measure_ceilings(self, name: str) -> bool:
         self._steps.drain()

@@ -46,8 +46,8 @@ def local_attrs(graph: Graph, op: Op, rank: int, world: int) -> dict[str, Attrib
         attrs["q_head_begin"] = blocks[0].range_of(rank, world)[0] // head_dim
         attrs["kv_begin"] = blocks[1].range_of(rank, world)[0] // head_dim
     elif op.type == "lora":
-        block = int(attrs.pop("block", 0))
-        attrs["offset"], attrs["columns"] = sum(widths[:block]), widths[block]
+        block, blocks = int(attrs.pop("block", 0)), int(attrs.pop("blocks", 1))
+        attrs["offset"], attrs["columns"] = sum(widths[:block]), sum(widths[block:block + blocks])
     elif op.type == "expert_linear":
         begin, end = graph.weights[op.weights[0]].experts_of(rank, world)
         attrs["experts"], attrs["expert_begin"] = end - begin, begin

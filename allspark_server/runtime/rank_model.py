@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.types import AsCacheMode
+from allspark_server.models.adapters import Target, with_adapters
 from allspark_server.models.graph import Weight
 from allspark_server.runtime.device import Device
 from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.formats import WeightFormat, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
+from allspark_server.weights.lora import LoraAdapter
 from allspark_server.weights.quantized import ColumnSlice
 
 logger = logging.getLogger(__name__)
@@ -28,14 +32,19 @@ class RankModel:
     """
 
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
-                 whole_histories: bool = False):
-        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache keeps
-        what windows have left behind. AllSparkError if it cannot be opened, or not divided among `world` ranks."""
+                 whole_histories: bool = False, adapters: bool = False):
+        """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
+        keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or not
+        divided among `world` ranks."""
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source
         if whole_histories:
             self.graph = self.graph.with_whole_histories()
+        #: what adapters may be for, by the numbers in the graph's ops
+        self.targets: list[Target] = []
+        if adapters:
+            self.graph, self.targets = with_adapters(self.graph)
         self._slices: dict[str, ColumnSlice] = {}
         check_ranks(self.graph, world)
         self._choose_types(unquantized_type(self.graph, self.source))
@@ -75,6 +84,18 @@ class RankModel:
         layers = {op.attrs["layer"] for op in self.graph.ops if op.type == "span_attention"}
         return head * (end - begin) * len(layers)
 
+    @property
+    def adapter_dtype(self) -> str:
+        """Adapters are computed as the model is."""
+        return "bfloat16" if self.weight_dtype == "bfloat16" else "float32"
+
+    def adapter_scratch_bytes(self, native, rows: int) -> int:
+        """What products with adapters take in steps of so many rows."""
+        if not self.targets:
+            return 0
+        together = max(len(target.weight.parts) for target in self.targets)
+        return native.lora_bytes(rows, together, self.config.lora_max_rank)
+
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""
         found = self._slices.get(weight.name)
@@ -91,6 +112,38 @@ class RankModel:
         weights = loader.load()
         self.digest = loader.digest()
         add_ops(self.graph, executor, weights, self.rank, self.world)
+
+    def open_adapter(self, directory: str) -> LoraAdapter:
+        """An adapter for this model. AllSparkError if it is none."""
+        head = next(op.weights[0] for op in self.graph.ops if "logits" in op.outputs)
+        return LoraAdapter(directory, self.targets, head.removesuffix(".weight"), self.config.lora_max_rank)
+
+    def adapter_bytes(self, native, adapter: LoraAdapter) -> int:
+        """What this rank's part of it takes."""
+        total = 0
+        for number, pair in adapter.pairs.items():
+            target = self.targets[number]
+            begin, end = target.weight.column_range_of(self.rank, self.world)
+            rows = sum(last - first for first, last in (p.range_of(self.rank, self.world) for p in target.parts))
+            total += native.adapter_bytes(pair.a.shape[0], end - begin, rows, self.adapter_dtype) if rows else 0
+        return total
+
+    def fill_adapter(self, adapter: LoraAdapter, native) -> None:
+        """Fills a native Adapter. A layer whose rows are divided needs all of A and its rows of B; one whose columns
+        are divided its columns of A, and all of B: what ranks add up then has their parts of B A x."""
+        for number, pair in adapter.pairs.items():
+            target = self.targets[number]
+            begin, end = target.weight.column_range_of(self.rank, self.world)
+            ranges = [part.range_of(self.rank, self.world) for part in target.parts]
+            rows = [pair.b.data[part.first + first:part.first + last]
+                    for part, (first, last) in zip(target.parts, ranges) if first < last]
+            if not rows:
+                continue
+            bad = native.set(number, pair.a.data[:, begin:end], pair.a.dtype,
+                             rows[0] if len(rows) == 1 else np.concatenate(rows), pair.b.dtype, pair.scale)
+            if bad:
+                logger.warning("the adapter in %s holds %d values that are NaN or infinite for %s; outputs with it "
+                               "will be wrong", adapter.directory, bad, target.module)
 
     # -- warnings --------------------------------------------------------------------------------------------------
     def _warn_about_length(self) -> None:

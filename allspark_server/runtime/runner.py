@@ -18,6 +18,7 @@ from allspark_server.runtime.device import Device, device_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
+from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
@@ -70,6 +71,7 @@ class ModelRunner:
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
         self._host_file: HostCacheFile | None = None
+        self._adapter_memory: dict[int, Reservation] = {}  # by their index
         #: of the bytes that load has read on this rank
         self.digest = ""
         #: where this process's memory is: see RankModels.numbers
@@ -87,7 +89,8 @@ class ModelRunner:
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads)
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft" or not device.windows
-        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole)
+        model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
+                                        adapters=device.adapts and config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
@@ -129,8 +132,10 @@ class ModelRunner:
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
+            adapters = {"adapters": config.lora_max_num, "adapter_rank": config.lora_max_rank,
+                        "adapter_dtype": model.adapter_dtype} if model.targets else {}
             self._device.allocate(self._executor, rows, sizes, model.cache_dtype, outputs, self._draft_executor,
-                                  DEPTH * outputs)
+                                  DEPTH * outputs, adapters)
         hash_of_model = model_hash(model.opened, model.formats, digests or [self.digest])
         if host_spans:
             with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
@@ -155,11 +160,41 @@ class ModelRunner:
             embeddings=any(op.type == "hidden_states" for op in model.graph.ops),
             sampling_defaults=sampling_defaults(model.opened.tokenizer_dir))
 
-    @property
-    def masks(self):
-        """The native Masks that draws may name, as many for a step as it has outputs at most, for each of the steps
-        that may be under way; None on other ranks than 0."""
-        return self._executor.masks
+    def load_adapter(self, index: int, directory: str) -> str:
+        """Loads a LoRA adapter while steps run, none of which names this index; returns its digest, which is equal on
+        every rank that has read the same. AllSparkError if it cannot."""
+        config, model, native = self.config, self._loaded(), native_library()
+        if not model.targets:
+            why = "on CUDA" if config.on_gpus else "with lora_max_num=0"
+            raise not_available(f"load_lora of model {config.model_name!r} {why}")
+        began = time.perf_counter()
+        adapter = model.open_adapter(directory)
+        size = model.adapter_bytes(native, adapter)
+        with planning():
+            available = self._device.available(self.world)
+            if size > available:
+                raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
+                                    f"the adapter in {directory} does not fit: rank {self.rank} of {self.world} needs "
+                                    f"{mib(size)} for it, {mib(available)} are available")
+            reservation = self._device.reserve(f"{config.model_name} adapter {index}", size)
+        try:
+            with memory_errors(f"loading the adapter in {directory}"):
+                filled = self._executor.new_adapter()
+                model.fill_adapter(adapter, filled)
+                self._executor.set_adapter(index, filled)
+        except BaseException:
+            reservation.release()
+            raise
+        self._adapter_memory[index] = reservation
+        logger.info("rank %d of %d loaded %s of the adapter in %s in %.2f s", self.rank, self.world, mib(size),
+                    directory, time.perf_counter() - began)
+        return adapter.digest
+
+    def unload_adapter(self, index: int) -> None:
+        """Frees an adapter between steps; nothing happens if there is none of this index."""
+        if (reservation := self._adapter_memory.pop(index, None)) is not None:
+            self._executor.set_adapter(index, None)
+            reservation.release()
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
         """The second tier: memory, or a file, of which all is checked that it holds from before."""
@@ -222,6 +257,8 @@ class ModelRunner:
         """Frees weights and cache; nothing else may be called afterwards."""
         self._device = self._executor = self._draft_executor = None
         self._model = self._draft = self._profiler = self._meter = None
+        for reservation in self._adapter_memory.values():
+            reservation.release()
         if self._host_file is not None:
             self._host_file.close()
         if self._reservation is not None:

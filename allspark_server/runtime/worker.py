@@ -51,6 +51,10 @@ def serve(models: RankModels) -> None:
             window.gather(models.answer().encode())
         elif kind == Command.UNLOAD:
             models.unload(payload.decode())
+        elif kind == Command.LOAD_ADAPTER:
+            models.start_load_adapter(**json.loads(payload))
+        elif kind == Command.UNLOAD_ADAPTER:
+            models.unload_adapter(**json.loads(payload))
         elif kind == Command.CLOSE:
             models.close()
             return

@@ -7,10 +7,10 @@ oldest one has drawn.
 from .isolation import IsolatingScheduler
 from .probe import Probe, Probed
 from .scheduler import Scheduler
-from .sequence import TOKEN_BYTES, FinishReason, Sequence, State, StopRules
+from .sequence import NO_ADAPTER, TOKEN_BYTES, FinishReason, Sequence, State, StopRules
 from .step import Counters, Limits, Masked, Outcome, Step
 
 __all__ = [
-    "TOKEN_BYTES", "Counters", "FinishReason", "IsolatingScheduler", "Limits", "Masked", "Outcome", "Probe", "Probed",
-    "Scheduler", "Sequence", "State", "Step", "StopRules",
+    "NO_ADAPTER", "TOKEN_BYTES", "Counters", "FinishReason", "IsolatingScheduler", "Limits", "Masked", "Outcome",
+    "Probe", "Probed", "Scheduler", "Sequence", "State", "Step", "StopRules",
 ]

@@ -9,6 +9,7 @@ import numpy as np
 from ..cache import Copies
 from ..runtime.plan import DRAW, MAX_STEP_PROBES, Flag, NewSlot, WorkTable
 from .sequence import Sequence
+from .slots import SlotTable
 from .step import Masked, Step
 
 NOBODY = np.zeros(0, np.int64)
@@ -54,7 +55,7 @@ class Draft:
         return count, flags
 
     def step(
-        self, free: list[int], epoch: np.ndarray, draft_kind: int, copies: Optional[Copies], masks: int
+        self, free: list[int], slots: SlotTable, draft_kind: int, copies: Optional[Copies], masks: int
     ) -> Step:
         """What was planned. masks: the first row of masks that it may have."""
         n, chunks = len(self.slots), self.chunks
@@ -62,7 +63,7 @@ class Draft:
         columns[WorkTable.SLOT, :n] = self.slots
         columns[WorkTable.ROWS, :n] = columns[WorkTable.OUTPUTS, :n] = 1
         columns[WorkTable.FLAGS, :n] = DRAW
-        columns[WorkTable.ADAPTER] = -1
+        columns[WorkTable.ADAPTER, :n] = slots.adapter[self.slots]
         if draft_kind or self.forced:
             columns[WorkTable.DRAFTS, :n] = self.drafts
             columns[WorkTable.FLAGS, :n] |= np.where(self.drafts > 0, draft_kind, 0)
@@ -73,13 +74,14 @@ class Draft:
         if chunks:
             sequences, spans = sequences + [sequence for sequence, *_ in chunks], [list(each) for each in spans]
             for index, (sequence, rows, flags, outputs, new_spans) in enumerate(chunks, n):
-                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, -1, 0, 0, *map(len, new_spans))
+                columns[:, index] = (sequence.slot, rows, outputs, 0, flags, sequence.adapter, 0, 0,
+                                     *map(len, new_spans))
                 for each, new in zip(spans, new_spans):
                     each += new
             drawing = np.flatnonzero(columns[WorkTable.FLAGS] & DRAW)
         known, masked = self._mask(columns, sequences, drawing, masks) if self.guided else ([], [])
         table = WorkTable(columns, np.array(known, np.int32), [np.array(each, np.int32) for each in spans])
-        return Step(free, self.new, table, sequences, epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
+        return Step(free, self.new, table, sequences, slots.epoch[columns[WorkTable.SLOT]], n, drawing, self.admitted,
                     self.rows, self.context, copies, masked)
 
     def _mask(

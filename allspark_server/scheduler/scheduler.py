@@ -182,7 +182,7 @@ class Scheduler:
     def _step(self, draft: Draft, copies) -> Step:
         free, self._slots_to_free = self._slots_to_free, []
         self._mask_rows = self.limits.masks - self._mask_rows  # those of the last step may still be in use
-        return draft.step(free, self._slots.epoch, self.limits.draft_kind, copies, self._mask_rows)
+        return draft.step(free, self._slots, self.limits.draft_kind, copies, self._mask_rows)
 
     def complete(self, step: Step, result) -> Outcome:
         """Takes the StepResult of the oldest step that was planned and not completed."""

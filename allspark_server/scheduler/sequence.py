@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..guided.masks import Guidance
     from .tenants import Account
 
+NO_ADAPTER = -1
 # What a token of a history takes in this process, its part of a key included: it is an object of its own.
 TOKEN_BYTES = 40
 
@@ -90,6 +91,7 @@ class Sequence:
     stop: StopRules
     priority: int = 0  # higher goes first, for a while
     salt: str = ""
+    adapter: int = NO_ADAPTER  # that its rows have
     probe: Optional[Probe] = None  # what is wanted of the prompt's rows
     draws: bool = True  # False: it is complete when its prompt is computed
     tenant: str = ""  # whose shares and limits count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .sequence import Sequence
+from .sequence import NO_ADAPTER, Sequence
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -15,10 +15,9 @@ class SlotTable:
     `epoch` counts the sequences that left the slot, so that results of one that left can be told. `length`: tokens of
     the history that are known here; `longest`: those that the ranks may have when all planned steps are done, were all
     drafts accepted. `pending`: results that are to come. `capacity`: positions in the sequence's spans. `limit`: its
-    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under masks. 
-    `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows may move
-    by. `careful`
-    (bool): whether its tokens must be looked at one by one.
+    maximum length, or that at which it leaves to be computed anew. `guided` (bool): whether its tokens are drawn under
+    masks. `span_end`: the length at which the next span is full, which may enter the prefix cache, and which windows
+    may move by. `careful` (bool): whether its tokens must be looked at one by one. `adapter`: that its rows have.
 
     The last tokens of a sequence stay in `tail` [slots, TAIL], `tail_length` of them, until somebody needs them.
     """
@@ -33,6 +32,7 @@ class SlotTable:
         self.capacity, self.limit, self.span_end, self.tail_length = (np.zeros(slots, np.int64) for _ in range(4))
         self.any_guided = False  # whether any sequence ever was
         self.careful, self.guided = np.zeros(slots, bool), np.zeros(slots, bool)
+        self.adapter = np.full(slots, NO_ADAPTER, np.int64)
         self.eos = np.full((slots, self.EOS), -1, np.int32)
         self.tail = np.zeros((slots, self.TAIL), np.int32)
 
@@ -44,6 +44,7 @@ class SlotTable:
         anew = self._anew_beyond + 1 if len(sequence.tokens) <= self._anew_beyond else stop.max_length
         self.limit[slot] = min(anew, stop.max_length)
         self.careful[slot] = bool(stop.stop_words) or len(stop.eos) > self.EOS
+        self.adapter[slot] = sequence.adapter
         self.guided[slot] = sequence.guidance is not None
         self.any_guided = self.any_guided or bool(self.guided[slot])
         self.eos[slot] = -1

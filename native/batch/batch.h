@@ -43,6 +43,7 @@ struct Item {
   int slot, row, start, count, drafts;
   int output, outputs;  // adjacent, too: of the last rows that are no drafts, and of each draft
   int32_t flags;        // WorkFlags
+  int adapter = -1;     // of its rows; -1: none
 
   bool draws() const { return flags & kDraw; }
   // The first output after which a token is drawn: that of the last row that is no draft.

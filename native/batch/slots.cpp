@@ -82,7 +82,9 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
     if ((w.flags & kHidden) && !limits_.hidden_states) refuse("this program does not hand out hidden states");
     if ((w.flags & kDraftModel) && !has_draft_model) refuse("there is no draft model");
-    if (w.adapter != -1) refuse("adapters are not available in this backend");
+    if (w.adapter != -1 && !limits_.adapters) refuse("adapters are not available in this backend");
+    if (w.adapter < -1 || w.adapter >= limits_.adapters)
+      refuse(name + " has adapter " + std::to_string(w.adapter) + " of " + std::to_string(limits_.adapters));
     if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)
@@ -139,7 +141,7 @@ void Slots::begin(const Plan& plan) {
       if (w.flags & kGiven) slot.history.resize(slot.history.size() - (w.drafts - most));
       if (w.flags & kLookup) slot.lookup.draft(slot.history, most);
     }
-    pending_.push_back({w.slot, w.rows, end, w.outputs, most, w.mask, w.flags});
+    pending_.push_back({w.slot, w.rows, end, w.outputs, most, w.mask, w.flags, w.adapter});
   }
 }
 
@@ -148,9 +150,15 @@ const Batch& Slots::batch() {
   for (const Pending& p : pending_) {
     Slot& slot = slots_[p.slot];
     const int drafts = p.draws() ? (int)slot.history.size() - p.end : 0, start = slot.cached;
-    const Item item{
-        p.slot, (int)batch_.rows.size(), start, p.rows + drafts, drafts, (int)batch_.outputs.size(), p.outputs + drafts,
-        p.flags};
+    const Item item{p.slot,
+                    (int)batch_.rows.size(),
+                    start,
+                    p.rows + drafts,
+                    drafts,
+                    (int)batch_.outputs.size(),
+                    p.outputs + drafts,
+                    p.flags,
+                    p.adapter};
     for (int i = start; i < start + item.count; i++) batch_.rows.push_back({p.slot, i, slot.history[i]});
     const int inside = p.outputs - p.draws();  // outputs after which nothing is drawn
     for (int i = 0; i < item.outputs; i++) {

@@ -15,6 +15,7 @@ struct SlotLimits {
   int masks = 0;
   bool hidden_states = false;  // whether the program hands them out
   int host_spans = 0;          // of the second tier
+  int adapters = 0;            // that rows may name
 };
 
 class Slots {
@@ -34,6 +35,7 @@ class Slots {
   struct Pending {
     int slot, rows, end, outputs, drafts, mask;
     int32_t flags;
+    int adapter;
 
     bool draws() const { return flags & kDraw; }
     bool by_model() const { return flags & kDraftModel; }

@@ -93,6 +93,40 @@ std::vector<int64_t> fill(Executor& e, int id, const std::vector<py::array>& arr
   return e.weights().fill_matrix(id, sources, counts);
 }
 
+Format float_format_of(const std::string& dtype) {
+  const Format format = format_of(dtype);
+  if (is_quantized(format)) throw std::invalid_argument("adapters are float32 or bfloat16, not " + dtype);
+  return format;
+}
+
+void bind_adapters(py::module_& m) {
+  m.def(
+      "lora_bytes",
+      [](int rows, int targets, int max_rank) { return lora_bytes({1, max_rank, Format::f32}, rows, targets); },
+      py::arg("rows"), py::arg("targets"), py::arg("max_rank"),
+      "Scratch memory of adapters' products with so many rows, of so many targets of one linear.");
+  m.def(
+      "adapter_bytes",
+      [](int rank, int inputs, int columns, const std::string& dtype) {
+        return adapter_bytes(rank, inputs, columns, float_format_of(dtype));
+      },
+      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
+  py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
+      .def(
+          "set",
+          [](Adapter& adapter, int target, const py::array& a, const std::string& a_source, const py::array& b,
+             const std::string& b_source, float scale) {
+            const SourceRows first = source_rows(a, a_source), second = source_rows(b, b_source);
+            const int rank = (int)a.shape(0), columns = (int)b.shape(0);
+            py::gil_scoped_release release;
+            return adapter.set(target, first, rank, second, columns, scale);
+          },
+          py::arg("target"), py::arg("a"), py::arg("a_source"), py::arg("b"), py::arg("b_source"), py::arg("scale"),
+          "The target's columns get scale * b (a x) added: a [rank, in features], b [columns, rank], copied. Returns "
+          "how "
+          "many of their values are NaN or infinite.");
+}
+
 // Gives back a model's memory, which takes seconds when it is large, while other threads run Python.
 struct WithoutGil {
   void operator()(Executor* executor) const {
@@ -266,6 +300,7 @@ void bind_unpacking(py::module_& m) {
 
 void bind_executor(py::module_& m) {
   bind_unpacking(m);
+  bind_adapters(m);
   py::class_<StepResult>(
       m, "StepResult", "What a step gave, over the tokens drawn: those of an item that draws after those of the last.")
       .def_readonly("counts", &StepResult::counts, "int32 [items that draw]: tokens of each, in the order of the work")
@@ -345,18 +380,26 @@ void bind_executor(py::module_& m) {
       .def(
           "allocate",
           [](Executor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft, int masks) {
+             const std::string& dtype, int max_outputs, bool fused, std::shared_ptr<Executor> draft, int masks,
+             int adapters, int adapter_rank, const std::string& adapter_dtype) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length},
-                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(draft), masks);
+                       {span_size, num_spans, cache_dtype_of(dtype)}, fused, std::move(draft), masks,
+                       {adapters, adapter_rank, float_format_of(adapter_dtype)});
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("fused") = true, py::arg("draft") = nullptr,
-          py::arg("masks") = 0,
+          py::arg("masks") = 0, py::arg("adapters") = 0, py::arg("adapter_rank") = 0,
+          py::arg("adapter_dtype") = "float32",
           "Compiles what was added; steps can follow. max_outputs: rows of a step that draw, 0 for max_slots. fused: "
           "compute ops together "
           "that can be; the bits are the same. draft: an executor beside this one, allocated with the same spans, that "
-          "makes drafts. masks: how many there are for plans to name.")
+          "makes drafts. masks: how many there are for plans to name. adapters, adapter_rank, adapter_dtype: of those "
+          "that plans may name.")
+      .def("new_adapter", &Executor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
+      .def("set_adapter", &Executor::set_adapter, py::arg("index"), py::arg("adapter"),
+           "Between steps, or while none names this index: plans may name the adapter by it from now on. None: no "
+           "longer.")
       .def("allocate_host_cache", &Executor::allocate_host_cache, py::arg("spans"), py::arg("file") = -1,
            py::arg("offset") = 0, py::call_guard<py::gil_scoped_release>(),
            "A second tier of the cache, and of the draft model's, after allocate() and before any step. file: a "

@@ -42,6 +42,7 @@ struct Scratch {
   Buffer gated;     // gate and up of few rows; of experts, of each thread
   Buffer rows;      // floats: one row of each thread
   Buffer prepared;  // prepared rows of a product's input, or one of each thread
+  Buffer lora;      // of adapters, A x (ops/lora.h)
   size_t row_bytes = 0;
 
   float* row(int thread) const { return reinterpret_cast<float*>(rows.as() + thread * row_bytes); }

@@ -36,17 +36,44 @@ int Executor::add_vector(std::vector<float> values) {
 }
 
 void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused,
-                        std::shared_ptr<Executor> draft, int masks) {
+                        std::shared_ptr<Executor> draft, int masks, const AdapterLimits& adapters) {
   if (draft && !draft->runner_) throw std::invalid_argument("allocate() of the draft model comes first");
   draft_ = std::move(draft);
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
   if (rank_ == 0 && masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
-  runner_ = std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get());
-  slot_limits_ = {limits.max_rows,         limits.max_outputs, limits.max_slots,   limits.max_length,
-                  cache.span_size,         cache.num_spans,    program_.windows(), masks,
-                  runner_->hidden_states()};
+  if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
+    throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
+                                std::to_string(adapters.max_rank));
+  adapters_ = adapters.count ? std::make_unique<Adapters>(adapters) : nullptr;
+  runner_ =
+      std::make_unique<CpuRunner>(core(), program_, weights_, limits, cache, fused, masks_.get(), adapters_.get());
+  slot_limits_ = {limits.max_rows,
+                  limits.max_outputs,
+                  limits.max_slots,
+                  limits.max_length,
+                  cache.span_size,
+                  cache.num_spans,
+                  program_.windows(),
+                  masks,
+                  runner_->hidden_states(),
+                  0,
+                  adapters.count};
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
+}
+
+std::shared_ptr<Adapter> Executor::new_adapter() const {
+  int targets = 0;
+  for (const OpNode& op : program_.ops())
+    if (op.is("lora")) targets = std::max(targets, op.integer("target") + 1);
+  if (!adapters_) throw std::invalid_argument("there is no room for adapters");
+  return std::make_shared<Adapter>(adapters_->limits, targets);
+}
+
+void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
+  if (!adapters_ || index < 0 || index >= adapters_->limits.count)
+    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  adapters_->set(index, std::move(adapter));
 }
 
 std::vector<const SpanCache*> Executor::caches() const {

@@ -34,9 +34,13 @@ class Executor : public StepModel {
 
   // Compiles the program. Neither program nor weights may change from then on. draft: a model beside this one, which
   // was allocated with the same spans.
-  // masks: how many there are for plans to name.
+  // masks: how many there are for plans to name. adapters: as many as plans may name, if the program has ops for them.
   void allocate(const RunnerLimits& limits, const CacheLimits& cache, bool fused = true,
-                std::shared_ptr<Executor> draft = nullptr, int masks = 0);
+                std::shared_ptr<Executor> draft = nullptr, int masks = 0, const AdapterLimits& adapters = {});
+  // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.
+  std::shared_ptr<Adapter> new_adapter() const;
+  // Between steps: plans may name it by this index from now on; null: no longer.
+  void set_adapter(int index, std::shared_ptr<const Adapter> adapter);
   // After allocate(), before any step: a second tier of so many spans for the cache, and for a draft model's. file,
   // offset: see HostCache.
   void allocate_host_cache(int spans, int file, size_t offset);
@@ -68,6 +72,7 @@ class Executor : public StepModel {
   Program program_;
   std::shared_ptr<Executor> draft_;
   std::shared_ptr<Masks> masks_;
+  std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CpuRunner> runner_;
   std::unique_ptr<HostCache> host_cache_;
   SlotLimits slot_limits_;

@@ -14,14 +14,16 @@
 #include <sys/prctl.h>
 #endif
 
+#include "cpu/kernels/low_rank.h"
 #include "sampling/sampler.h"
 
 namespace as {
 
 // setup.py's list of the instruction sets that kernels are compiled for, best first: AS_FOR_EACH_ISA(X) is X(name) ...
-#define AS_DECLARE(name)    \
-  namespace name {          \
-  const Kernels& kernels(); \
+#define AS_DECLARE(name)                    \
+  namespace name {                          \
+  const Kernels& kernels();                 \
+  const LowRankKernels& low_rank_kernels(); \
   }
 AS_FOR_EACH_ISA(AS_DECLARE)
 
@@ -91,12 +93,13 @@ struct Isa {
   const char* name;
   bool (*supported)();
   const Kernels& (*kernels)();
+  const LowRankKernels& (*low_rank)();
 };
 
-#define AS_ENTRY(name) {#name, has_##name, name::kernels},
+#define AS_ENTRY(name) {#name, has_##name, name::kernels, name::low_rank_kernels},
 const Isa kIsas[] = {AS_FOR_EACH_ISA(AS_ENTRY)};
 
-const Kernels& choose() {
+const Isa& choose() {
   std::string known;
   for (const Isa& isa : kIsas) known += (known.empty() ? "" : ", ") + std::string(isa.name);
   const char* wanted = std::getenv("ALLSPARK_ISA");
@@ -104,7 +107,7 @@ const Kernels& choose() {
     if (wanted && *wanted && wanted != std::string(isa.name)) continue;
     if (isa.supported()) {
       use_logit_kernels(isa.kernels().logits());
-      return isa.kernels();
+      return isa;
     }
     if (wanted && *wanted)
       throw std::runtime_error("ALLSPARK_ISA=" + std::string(wanted) + ": this CPU does not have it");
@@ -113,11 +116,21 @@ const Kernels& choose() {
   throw std::runtime_error("this CPU has none of the instruction sets that kernels are built for: " + known);
 }
 
+const Isa& chosen() {
+  static const Isa& isa = choose();
+  return isa;
+}
+
 }  // namespace
 
 const Kernels& kernels() {
-  static const Kernels& chosen = choose();
-  return chosen;
+  static const Kernels& table = chosen().kernels();
+  return table;
+}
+
+const LowRankKernels& low_rank_kernels() {
+  static const LowRankKernels& table = chosen().low_rank();
+  return table;
 }
 
 std::vector<std::string> supported_isas() {

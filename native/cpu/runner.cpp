@@ -20,6 +20,8 @@ void check_attributes(const OpNode& op) {
                   "the CPU backend");
 }
 
+constexpr size_t kNowhere = SIZE_MAX;  // a tensor without memory
+
 // The first op that a tensor is seen by, and the last.
 struct Life {
   int first = -1, last = -1;
@@ -42,7 +44,7 @@ std::vector<Life> lives_of(const Program& program, const std::vector<FusedOp>& o
 }  // namespace
 
 CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-                     const CacheLimits& cache, bool fused, Masks* masks)
+                     const CacheLimits& cache, bool fused, Masks* masks, Adapters* adapters)
     : core_(core), program_(program), weights_(weights), limits_(limits) {
   if (limits.max_rows < 1 || limits.max_outputs < 1 || limits.max_slots < 1 || limits.max_length < 1)
     throw std::invalid_argument("allocate: sizes must be positive");
@@ -59,26 +61,48 @@ CpuRunner::CpuRunner(const Core& core, const Program& program, const Weights& we
     const RowSet& set = program.row_sets()[s];
     routings_.push_back(s <= kOutputRows ? nullptr : std::make_shared<Routing>(max_rows_of(set.of), set.times));
   }
-  const std::vector<FusedOp> ops = fused ? fuse(program, core.world == 1, gates) : one_by_one(program);
-  allocate_tensors(ops);
-  for (size_t i = 0; i < ops.size(); i++) {
-    const Bind bind = cpu_op(ops[i].name);
-    if (!bind) throw std::invalid_argument("the CPU backend has no op " + ops[i].name);
-    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, drawn_, masks};
-    for (size_t p = 0; p < ops[i].parts.size(); p++) {
-      const OpNode& op = program.ops()[ops[i].parts[p]];
-      Part part{op, weights, {}, {}};
-      for (int t : op.inputs) part.inputs.push_back(bound(ops, i, p, t, false));
-      for (int t : op.outputs) part.outputs.push_back(bound(ops, i, p, t, true));
+  const bool adapt = adapters && std::any_of(program.ops().begin(), program.ops().end(),
+                                             [](const OpNode& op) { return op.is("lora"); });
+  if (adapt) adapters_ = adapters;
+  Needs needs;
+  std::vector<std::pair<Form*, std::vector<size_t>>> forms;
+  for (Form* form : {&plain_, &adapted_}) {
+    const bool with = form == &adapted_;
+    if (with && !adapt) continue;
+    form->ops = fused ? fuse(program, core.world == 1, with, gates) : one_by_one(program, with);
+    forms.emplace_back(form, lay_out(*form, needs));
+  }
+  allocate(needs);
+  for (auto& [form, offsets] : forms) {
+    for (size_t t = 0; t < offsets.size(); t++)
+      if (offsets[t] != kNowhere) form->tensors[t].data = reinterpret_cast<float*>(activations_.as() + offsets[t]);
+    bind(*form, masks, adapters_);
+  }
+}
+
+void CpuRunner::bind(Form& form, Masks* masks, const Adapters* adapters) {
+  rotary_.clear(), attention_.clear();  // each form's ops have their own
+  form.begin = steps_.size();
+  for (size_t i = 0; i < form.ops.size(); i++) {
+    const FusedOp& fused = form.ops[i];
+    const Bind bind = cpu_op(fused.name);
+    if (!bind) throw std::invalid_argument("the CPU backend has no op " + fused.name);
+    Binding binding{core_, {}, limits_, cache_, scratch_, rotary_, attention_, routings_, drawn_, masks, adapters};
+    for (size_t p = 0; p < fused.parts.size(); p++) {
+      const OpNode& op = program_.ops()[fused.parts[p]];
+      Part part{op, weights_, {}, {}};
+      for (int t : op.inputs) part.inputs.push_back(bound(form, i, p, t, false));
+      for (int t : op.outputs) part.outputs.push_back(bound(form, i, p, t, true));
       binding.parts.push_back(std::move(part));
     }
-    if (const Part* add = binding.part("add")) binding.feeds_sum = feeds_sum(program, ops, i, add->op.inputs[0]);
-    Step step{ops[i], bind(binding), {}};
+    if (const Part* add = binding.part("add")) binding.feeds_sum = feeds_sum(program_, form.ops, i, add->op.inputs[0]);
+    Step step{fused, bind(binding), {}};
     const OpNode& last = binding.parts.back().op;
     if (last.is("span_attention")) step.layout = &cache_.layer(last.integer("layer")).layout;
     steps_.push_back(std::move(step));
-    if (last.is("hidden_states")) heads_from_ = steps_.size();
+    if (last.is("hidden_states")) form.heads = steps_.size();
   }
+  form.end = steps_.size();
 }
 
 void CpuRunner::allocate_cache(const CacheLimits& limits) {
@@ -121,8 +145,9 @@ const Packed* CpuRunner::prepared_for(const std::vector<FusedOp>& ops, size_t op
 }
 
 // A tensor as a part of ops[op] has it: as the op leaves it, or as one before left it.
-Tensor CpuRunner::bound(const std::vector<FusedOp>& ops, size_t op, size_t part, int tensor, bool output) const {
-  Tensor t = tensors_[tensor];
+Tensor CpuRunner::bound(const Form& form, size_t op, size_t part, int tensor, bool output) const {
+  const std::vector<FusedOp>& ops = form.ops;
+  Tensor t = form.tensors[tensor];
   const auto writes = [&](size_t i, size_t parts) {
     for (size_t p = 0; p < parts; p++)
       if (has(program_.ops()[ops[i].parts[p]].outputs, tensor)) return true;
@@ -165,12 +190,14 @@ void CpuRunner::check_experts() const {
   }
 }
 
-// Gives every tensor memory; tensors whose lives do not overlap share it.
-void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
+// Gives every tensor a place in the activations' memory, and returns these; tensors whose lives do not overlap share
+// it.
+std::vector<size_t> CpuRunner::lay_out(Form& form, Needs& all) const {
+  const std::vector<FusedOp>& ops = form.ops;
   const auto& specs = program_.tensors();
   const std::vector<Life> lives = lives_of(program_, ops);
   std::vector<size_t> needs(specs.size());
-  size_t prepared = 0, attended = 0, gated = 0, widest = 0;
+  size_t &prepared = all.prepared, &attended = all.attended, &gated = all.gated, &widest = all.widest;
   for (size_t t = 0; t < specs.size(); t++) {
     if (specs[t].type != TensorType::float32)
       throw std::invalid_argument(std::string("the CPU backend has no tensors of ") + name_of(specs[t].type));
@@ -196,12 +223,9 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
         prepared = std::max(prepared, entries * (row ? row : m.inputs * sizeof(float)));
         gated = std::max(gated, core_.pool.size() * (kManyRows - 1) * 2 * kGatedPanels * m.panel * sizeof(float));
       }
+      if (op.is("lora"))
+        all.lora = std::max(all.lora, lora_bytes(adapters_->limits, max_rows(op.inputs[1]), (int)ops[i].parts.size()));
     }
-  attended_ = Buffer(attended, "prepared activations");
-  scratch_.gated = Buffer(gated, "gate and up");
-  scratch_.prepared = Buffer(prepared, "prepared activations");
-  scratch_.row_bytes = (widest * sizeof(float) + 63) / 64 * 64;
-  scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
 
   struct Region {
     size_t bytes, offset;
@@ -228,29 +252,42 @@ void CpuRunner::allocate_tensors(const std::vector<FusedOp>& ops) {
   }
   size_t total = 0;
   for (Region& r : regions) r.offset = total, total += (r.bytes + 4095) / 4096 * 4096;
-  activations_ = Buffer(total, "activations");
-  tensors_.resize(specs.size());
+  all.activations = std::max(all.activations, total);
+  std::vector<size_t> offsets(specs.size(), kNowhere);
+  form.tensors.resize(specs.size());
   for (size_t t = 0; t < specs.size(); t++) {
-    tensors_[t].width = specs[t].width, tensors_[t].row_set = specs[t].rows;
+    Tensor& tensor = form.tensors[t];
+    tensor.width = specs[t].width, tensor.row_set = specs[t].rows;
     int set = specs[t].rows;
-    for (; set > kOutputRows; set = program_.row_sets()[set].of) tensors_[t].times *= program_.row_sets()[set].times;
-    tensors_[t].of_outputs = set == kOutputRows;
-    if (region_of[t] >= 0)
-      tensors_[t].data = reinterpret_cast<float*>(activations_.as() + regions[region_of[t]].offset);
+    for (; set > kOutputRows; set = program_.row_sets()[set].of) tensor.times *= program_.row_sets()[set].times;
+    tensor.of_outputs = set == kOutputRows;
+    if (region_of[t] >= 0) offsets[t] = regions[region_of[t]].offset;
   }
+  return offsets;
+}
+
+void CpuRunner::allocate(const Needs& needs) {
+  activations_ = Buffer(needs.activations, "activations");
+  attended_ = Buffer(needs.attended, "prepared activations");
+  scratch_.gated = Buffer(needs.gated, "gate and up");
+  scratch_.prepared = Buffer(needs.prepared, "prepared activations");
+  scratch_.row_bytes = (needs.widest * sizeof(float) + 63) / 64 * 64;
+  scratch_.rows = Buffer(core_.pool.size() * scratch_.row_bytes, "norms");
+  scratch_.lora = Buffer(needs.lora, "adapters' products");
 }
 
 Drawn CpuRunner::run(const Batch& batch, bool want_logits) {
   drawn_ = {};
   drawn_.samples.resize(batch.outputs.size());
-  const bool heads = !heads_from_ || want_logits ||
+  const Form& form = adapters_ && adapters_->begin(batch) ? adapted_ : plain_;
+  const bool heads = !form.heads || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   needed_.clear();
-  for (size_t i = 0; i < (heads ? steps_.size() : heads_from_); i++)
+  for (size_t i = form.begin; i < (heads ? form.end : form.heads); i++)
     if (steps_[i].op && steps_[i].op->needed(batch)) needed_.push_back(&steps_[i]);
   for (Step* step : needed_) step->op->begin(batch);
-  const Tensor logits = want_logits ? tensors_[program_.ops().back().inputs[0]] : Tensor{};
+  const Tensor logits = want_logits ? form.tensors[program_.ops().back().inputs[0]] : Tensor{};
   using Clock = std::chrono::steady_clock;
   const std::function<void(int)> task = [&](int thread) {
     auto last = Clock::now();

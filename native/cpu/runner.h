@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/ops/lora.h"
 #include "cpu/ops/ops.h"
 #include "program/fusion.h"
 
@@ -33,24 +34,40 @@ class CpuRunner : public Runner {
 
   // Throws std::invalid_argument naming what this backend does not have. Program and weights must outlive the runner.
   // fused: whether ops are computed together that can be (the bits are the same). masks: of rank 0's draws, if there
-  // are any; they must outlive the runner.
+  // are any; adapters: that rows may have, if the program has ops for them. Both must outlive the runner.
+  //
+  // A program with ops for adapters is compiled twice: steps in which no row has one run without these ops, and with
+  // what is fused across them.
   CpuRunner(const Core& core, const Program& program, const Weights& weights, const RunnerLimits& limits,
-            const CacheLimits& cache, bool fused, Masks* masks = nullptr);
+            const CacheLimits& cache, bool fused, Masks* masks = nullptr, Adapters* adapters = nullptr);
 
   Drawn run(const Batch& batch, bool want_logits) override;
   void set_profiling(bool on);  // on: counts anew; off: what was counted stays
   const std::vector<Step>& steps() const { return steps_; }
   const SpanCache& cache() const { return cache_; }
   // Whether the program hands out hidden states.
-  bool hidden_states() const { return heads_from_ > 0; }
+  bool hidden_states() const { return plain_.heads > 0; }
 
  private:
+  // One of the two forms of the program: steps [begin, end), of which those before `heads` make no logits, and draw
+  // nothing; heads = 0: unknown.
+  struct Form {
+    std::vector<FusedOp> ops;
+    std::vector<Tensor> tensors;
+    size_t begin = 0, end = 0, heads = 0;
+  };
+  // What forms need of the memory that they share.
+  struct Needs {
+    size_t activations = 0, attended = 0, gated = 0, prepared = 0, widest = 0, lora = 0;
+  };
   void allocate_cache(const CacheLimits& limits);
-  void allocate_tensors(const std::vector<FusedOp>& ops);
+  void allocate(const Needs& needs);
+  std::vector<size_t> lay_out(Form& form, Needs& needs) const;
+  void bind(Form& form, Masks* masks, const Adapters* adapters);
   int max_rows(int tensor) const { return max_rows_of(program_.tensors()[tensor].rows); }
   int max_rows_of(int row_set) const;
   void check_experts() const;
-  Tensor bound(const std::vector<FusedOp>& ops, size_t op, size_t part, int tensor, bool output) const;
+  Tensor bound(const Form& form, size_t op, size_t part, int tensor, bool output) const;
   const Packed* prepared_for(const std::vector<FusedOp>& ops, size_t op, int tensor) const;
   void record(Step& step, const Batch& batch, double seconds) const;
 
@@ -65,10 +82,10 @@ class CpuRunner : public Runner {
   std::vector<std::shared_ptr<RotaryTable>> rotary_;
   std::vector<std::shared_ptr<AttentionWork>> attention_;
   std::vector<std::shared_ptr<Routing>> routings_;
-  std::vector<Tensor> tensors_;
+  Adapters* adapters_ = nullptr;
+  Form plain_, adapted_;
   std::vector<Step> steps_;
   std::vector<Step*> needed_;  // of the step that runs
-  size_t heads_from_ = 0;      // the steps from here on make logits, and draw; 0: unknown
   Drawn drawn_;
   bool profiling_ = false;
 };

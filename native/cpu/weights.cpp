@@ -49,6 +49,18 @@ Packed packed_of(const Rules& rules, int out_features, int in_features, const st
   return packed;
 }
 
+int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) {
+  const auto pack = [&](auto tag) {
+    using S = decltype(tag);
+    auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
+    if (m.format == Format::f32)
+      return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (float*)m.data);
+    return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
+  };
+  if (source.type == SourceType::f32) return pack(F32{});
+  return source.type == SourceType::f16 ? pack(F16{}) : pack(BF16{});
+}
+
 namespace {
 
 // Rows [r0, r1) of a source whose rows' values are apart, side by side in `room`: of a transposed matrix, say.
@@ -217,16 +229,7 @@ std::vector<int64_t> Weights::fill_matrix(int id, const std::vector<SourceRows>&
 
 // Rows [r0, r1) of a matrix, of one panel.
 int64_t Weights::fill_rows(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1) const {
-  if (is_quantized(m.format)) return k_.quantize(m, source, r0, r1);
-  const auto pack = [&](auto tag) {
-    using S = decltype(tag);
-    auto* s = static_cast<const typename S::Storage*>(source.data) + source.column;
-    if (m.format == Format::f32)
-      return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (float*)m.data);
-    return pack_rows<S>(s, source.stride, m.k, source.row_offset, r0, r1, m.panel, (uint16_t*)m.data, m.pairs);
-  };
-  if (source.type == SourceType::f32) return pack(F32{});
-  return source.type == SourceType::f16 ? pack(F16{}) : pack(BF16{});
+  return is_quantized(m.format) ? k_.quantize(m, source, r0, r1) : pack_floats(m, source, r0, r1);
 }
 
 int Weights::add_vector(std::vector<float> values) {

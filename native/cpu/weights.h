@@ -25,6 +25,10 @@ Format format_of(const std::string& name);
 Packed packed_of(const Rules& rules, int out_features, int in_features, const std::string& dtype, int group_size,
                  const ScaleLayout& scaling = {}, int gathered = 0);
 
+// Copies rows [r0, r1) of a source into a matrix of floats; threads must not share a panel. Returns how many values are
+// NaN or infinite.
+int64_t pack_floats(const Packed& m, const SourceRows& source, int64_t r0, int64_t r1);
+
 class Weights {
  public:
   // Threads of `pool` share out the rows: so pages lie where they are read.

@@ -8,10 +8,10 @@ namespace {
 
 class Fusion {
  public:
-  Fusion(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates)
+  Fusion(const Program& program, bool alone, bool adapters, const std::function<bool(const OpNode&)>& gates)
       : ops_(program.ops()), gates_(gates) {
     for (int i = 0; i < (int)ops_.size(); i++)
-      if (!alone || !ops_[i].is("all_reduce")) order_.push_back(i);
+      if (!(alone && ops_[i].is("all_reduce")) && !(!adapters && ops_[i].is("lora"))) order_.push_back(i);
   }
 
   std::vector<FusedOp> run() {
@@ -21,6 +21,7 @@ class Fusion {
       if (!count) count = linear(i);
       if (!count) count = experts(i);
       if (!count) count = sum(i);
+      if (!count) count = loras(i);
       FusedOp op;
       for (size_t end = i + std::max<size_t>(count, 1); i < end; i++) {
         op.parts.push_back(order_[i]);
@@ -83,6 +84,13 @@ class Fusion {
     return end + 1 - i;
   }
 
+  // Of one linear's columns.
+  size_t loras(size_t i) const {
+    size_t end = i;
+    while (is_at(end, "lora") && at(end).inputs == at(i).inputs) end++;
+    return end - i;
+  }
+
   const std::vector<OpNode>& ops_;
   const std::function<bool(const OpNode&)>& gates_;
   std::vector<int> order_;
@@ -90,13 +98,15 @@ class Fusion {
 
 }  // namespace
 
-std::vector<FusedOp> fuse(const Program& program, bool alone, const std::function<bool(const OpNode&)>& gates) {
-  return Fusion(program, alone, gates).run();
+std::vector<FusedOp> fuse(const Program& program, bool alone, bool adapters,
+                          const std::function<bool(const OpNode&)>& gates) {
+  return Fusion(program, alone, adapters, gates).run();
 }
 
-std::vector<FusedOp> one_by_one(const Program& program) {
+std::vector<FusedOp> one_by_one(const Program& program, bool adapters) {
   std::vector<FusedOp> ops;
-  for (int i = 0; i < (int)program.ops().size(); i++) ops.push_back({{i}, program.ops()[i].spec->name});
+  for (int i = 0; i < (int)program.ops().size(); i++)
+    if (adapters || !program.ops()[i].is("lora")) ops.push_back({{i}, program.ops()[i].spec->name});
   return ops;
 }
 

@@ -377,11 +377,13 @@ std::vector<OpSpec> table() {
       {"combine_experts", kTwo, kOne, kNone, false, RowRule::combined, {}, check_combine_experts, each_value<2>},
       // y * sigmoid(the row's gate)
       {"sigmoid_mul", kTwo, kOne, kNone, true, RowRule::as_input, {}, check_sigmoid_mul, each_value<1>},
-      // y + B A x of the row's adapter, in columns [offset, offset + columns) of y; target: which of the adapter's
-      // pairs of matrices. It comes before whatever the linear that made y is fused with.
+      // y + B A x of the row's adapter, in columns [offset, offset + columns) of y, which are those of `blocks` blocks;
+      // target: which of the adapter's pairs of matrices. It follows the linear that made y, and rows without an
+      // adapter are as if it were not there.
       {"lora", kTwo, kOne, kNone, true, RowRule::as_input,
        {at_least_0(whole("target")), within(whole_or("block", 0, Scope::graph), 0, 255),
-        at_least_0(of_rank("offset")), at_least_0(of_rank("columns"))},
+        within(whole_or("blocks", 1, Scope::graph), 1, 255), at_least_0(of_rank("offset")),
+        at_least_0(of_rank("columns"))},
        check_lora, each_value<1>},
       {"select_rows", kOne, kOne, kNone, false, RowRule::selected, {}, check_select_rows, cost_select_rows},
       // Hands rows out, of items that want them.

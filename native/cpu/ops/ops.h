@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "batch/masks.h"
+#include "cpu/adapters.h"
 #include "cpu/cache.h"
 #include "cpu/core.h"
 #include "cpu/weights.h"
@@ -58,6 +59,7 @@ struct Binding {
   const std::vector<std::shared_ptr<Routing>>& routings;   // by row set, null where none is formed
   Drawn& drawn;                                            // the step's
   Masks* masks;                                            // null: there are none
+  const Adapters* adapters = nullptr;                      // null: rows have none
   bool feeds_sum = false;  // of an add: its sum is next read by a sum over ranks that adds to it
 
   Routing& routing(int row_set) const { return *routings[row_set]; }

@@ -13,6 +13,7 @@ std::unique_ptr<BoundOp> bind_gated_mul(const Binding&);
 std::unique_ptr<BoundOp> bind_head_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_hidden_states(const Binding&);
 std::unique_ptr<BoundOp> bind_linear(const Binding&);
+std::unique_ptr<BoundOp> bind_lora(const Binding&);
 std::unique_ptr<BoundOp> bind_qk_norm(const Binding&);
 std::unique_ptr<BoundOp> bind_qk_square_sums(const Binding&);
 std::unique_ptr<BoundOp> bind_rope(const Binding&);
@@ -42,6 +43,9 @@ Bind cpu_op(const std::string& name) {
       {"linear", bind_linear},
       {"linear+add", bind_linear},
       {"linear+silu_mul", bind_linear},
+      {"lora", bind_lora},
+      {"lora+lora", bind_lora},
+      {"lora+lora+lora", bind_lora},
       {"qk_norm", bind_qk_norm},
       {"qk_square_sums", bind_qk_square_sums},
       {"rms_norm", bind_sum},

@@ -1,0 +1,74 @@
+"""LoRA adapters of random values as PEFT writes them, and what the network with them computes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from allspark_server.models.adapters import with_adapters
+from allspark_server.weights.checkpoint import open_model
+from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
+
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def modules_of(checkpoint: Path) -> dict[str, tuple[int, int]]:
+    """(out features, in features) of the linear layers that adapters may be for."""
+    _, targets = with_adapters(open_model(str(checkpoint), "").graph)
+    return {target.module: (target.rows, target.weight.columns) for target in targets}
+
+
+def write_adapter(directory: Path, checkpoint: Path, targets: Any = ALL, rank: int = 8, dtype: str = "F32",
+                  ranks: dict[str, int] | None = None, strength: float = 0.5, **config: Any) -> Path:
+    """An adapter for the modules of these names; ranks: of single ones, by the ends of their names. Its values depend
+    on the directory's name. config: further fields of adapter_config.json."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(zlib.crc32(directory.name.encode()))
+    tensors = {}
+    for module, (rows, columns) in modules_of(checkpoint).items():
+        if module.rsplit(".", 1)[-1] not in (targets if isinstance(targets, list) else ALL):
+            continue
+        own = next((r for end, r in (ranks or {}).items() if module.endswith(end)), rank)
+        a = rng.normal(size=(own, columns)) * columns ** -0.5
+        b = rng.normal(size=(rows, own)) * strength
+        tensors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    encoded = {name: torch.tensor(values).to(_TYPES[dtype]).contiguous() for name, values in tensors.items()}
+    write_safetensors(directory / "adapter_model.safetensors",
+                      [(name, dtype, tuple(t.shape)) for name, t in encoded.items()], {"format": "pt"},
+                      [[t.view(torch.int32 if dtype == "F32" else torch.int16).numpy()] for t in encoded.values()])
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": targets, "bias": "none",
+              "lora_dropout": 0.05, "base_model_name_or_path": str(checkpoint), "task_type": "CAUSAL_LM", **config}
+    if ranks:
+        values["rank_pattern"] = ranks
+    (directory / "adapter_config.json").write_text(json.dumps(values))
+    return directory
+
+
+def change_config(directory: Path, **config: Any) -> None:
+    """Overwrites fields of adapter_config.json."""
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def merged(model: torch.nn.Module, directory: Path, scale) -> torch.nn.Module:
+    """The model with the adapter's products added to its weights; scale(module): of each."""
+    file = SafetensorsFile(directory / "adapter_model.safetensors")
+
+    def values(name: str) -> torch.Tensor:
+        found = file.get(name)
+        return torch.frombuffer(bytearray(file.raw(name)), dtype=_TYPES[found.dtype]).reshape(found.shape).double()
+
+    with torch.no_grad():
+        for name in file.names():
+            if name.endswith(".lora_A.weight"):
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                weight = model.get_submodule(module).weight
+                delta = scale(module) * values(name.replace("lora_A", "lora_B")) @ values(name)
+                weight.copy_(weight.double() + delta)
+    return model
