@@ -100,7 +100,7 @@ def kernel_of(machine: Topology, root: str = "/") -> list[Finding]:
     governors = {cpu: read(f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_governor") for cpu in machine.allowed_cpus}
     slow = [cpu for cpu, governor in governors.items() if governor not in ("", "performance")]
     if slow:
-        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they take a while to reach full speed"
+        text = f"the governor of CPUs {format_list(slow)} is {governors[slow[0]]!r}: they are slow to reach full speed"
         found.append(Finding("note", "clock", text, "as root: cpupower frequency-set -g performance"))
     huge = "sys/kernel/mm/transparent_hugepage/"
     pages, defrag = (re.search(r"\[([\w+]+)\]", read(huge + name)) for name in ("enabled", "defrag"))
@@ -165,8 +165,8 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
     found = []
     if not n.cpus and n.has_memory:
         size = f"{n.memory_total / 2**30:.0f} GiB"
-        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, say): only groups that name it in "
-                                           "memory_nodes use it"))
+        found.append(Finding("ok", "NUMA", f"node {n.id} has {size} and no CPUs (CXL, say): only groups that name it "
+                                           "in memory_nodes use it"))
     elif not n.cores:
         found.append(Finding("note", "NUMA", f"node {n.id} has no CPU that this process may use",
                              "widen the container's cpuset (docker run --cpuset-cpus), or bring its CPUs online"))
@@ -174,8 +174,8 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
         text = f"of node {n.id}, this process may use CPUs {format_list(n.usable_cpus)} of {format_list(n.cpus)}"
         found.append(Finding("note", "NUMA", text, "cpuset of the container, or taskset"))
     if n.cores and not n.has_memory:
-        text = (f"node {n.id} has no memory that this process may use: it gets no rank unless numa_nodes names it, which "
-                f"then uses that of node {machine.memory_node(n).id}")
+        text = (f"node {n.id} has no memory that this process may use: it gets no rank unless numa_nodes names it, "
+                f"which then uses that of node {machine.memory_node(n).id}")
         found.append(Finding("note", "NUMA", text, "memory modules on that socket" if not n.memory_total else
                              "widen the container's cpuset (docker run --cpuset-mems)"))
     return found

@@ -156,7 +156,8 @@ the requests of the member have ended, as long as that takes: none is ended by i
 layout = "auto" in the file (or --layout auto) measures each member without numa_nodes, with its model, as one wide
 group and as a group on each NUMA node (NAME-NODE, ports counted up), for optimize = "latency" (one client) or
 "throughput" (as many as are computed at once), before the pool starts. What was decided is kept in the configuration
-directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or machine.
+directory and holds until --measure, or until a pool that does not run is applied with another model, purpose or
+machine.
 
 A commented example of pool.toml: """ + str(TEMPLATES / "pool.toml"))
     actions = p.add_subparsers(dest="action", required=True, metavar="ACTION")

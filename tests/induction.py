@@ -1,10 +1,11 @@
 """A model made by hand that finds things: after a token it says what followed that token before, however long ago.
 
-An induction head (Olsson et al., 2022). Tokens are codes: rows of a Hadamard matrix, so that two of them have nothing in
-common. The first layer attends to the position before its own, by position alone: its query is the key that all positions
-have, turned one step further. It writes that token's code beside each position's own. The second layer looks the own code
-up among the codes of those before, and says what stood there. Positions are told apart by the pairs of features that turn
-fast; codes are looked up by those that hardly turn over the whole context, which only scaling makes so few enough.
+An induction head (Olsson et al., 2022). Tokens are codes: rows of a Hadamard matrix, so that two of them have nothing
+in common. The first layer attends to the position before its own, by position alone: its query is the key that all
+positions have, turned one step further. It writes that token's code beside each position's own. The second layer looks
+the own code up among the codes of those before, and says what stood there. Positions are told apart by the pairs of
+features that turn fast; codes are looked up by those that hardly turn over the whole context, which only scaling makes
+so few enough.
 """
 
 from __future__ import annotations

@@ -287,7 +287,8 @@ def test_ssh(tmp_path, undisturbed):
         subprocess.run(["ssh-keygen", "-q", "-N", "", "-t", "ed25519", "-f", str(tmp_path / name)], check=True)
     daemon = ["/usr/sbin/sshd", "-D", "-e", "-h", str(tmp_path / "host"), "-o", f"PidFile={tmp_path}/pid", "-o",
               f"AuthorizedKeysFile={tmp_path}/user.pub", "-o", "StrictModes=no", "-o", "UsePAM=no"]
-    shell = f"ssh -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile={tmp_path}/known"
+    shell = f"ssh -i {tmp_path}/user -o BatchMode=yes -o StrictHostKeyChecking=no "\
+            f"-o UserKnownHostsFile={tmp_path}/known"
     with namespaces.hosts(2, tmp_path) as hosts:
         Path("/run/sshd").mkdir(exist_ok=True)      # sshd wants it
         subprocess.Popen([*hosts.enter("h1"), *daemon], stdin=subprocess.DEVNULL, start_new_session=True)

@@ -40,7 +40,8 @@ class Rig:
         self.prefix = PrefixCache(self.pool, keys, clock=self.clock, tier=self.tier, **cache) if prefix else None
         limits = Limits(max_batch, max_step_tokens, max_chunk, span_size, draft_kind, windows=windows)
         self.scheduler = Scheduler(limits, self.pool, self.prefix, clock=self.clock)
-        self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows, **(executor or {}))
+        self.executor = FakeExecutor(num_spans, span_size, max_batch, max_step_tokens, windows=windows,
+                                     **(executor or {}))
         self.depth, self.running = depth, deque()
         self.finished: dict[Sequence, FinishReason] = {}
         self.output: dict[Sequence, list[int]] = {}

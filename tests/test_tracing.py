@@ -91,7 +91,8 @@ def test_a_request_is_a_span_with_its_parts(collector, tmp_path):
 
 
 def test_the_span_of_who_asks_is_the_parent_through_the_http_door(collector, tmp_path):
-    with serving(f"unix:{tmp_path}/s") as (_, address), door_before(address, insecure=True) as door, httpx.Client() as client:
+    with (serving(f"unix:{tmp_path}/s") as (_, address), door_before(address, insecure=True) as door,
+          httpx.Client() as client):
         for header in (f"00-{TRACE}-{SPAN}-01", "of no form"):
             answer = client.post(f"http://{door}/v1/completions", headers={"traceparent": header},
                                  json={"model": "m", "prompt": [1, 2, 3], "max_tokens": 2})

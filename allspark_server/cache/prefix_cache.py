@@ -56,7 +56,8 @@ class PrefixCache:
         begin = length
         while windowed and length > 0:
             seen = min(groups.behind(window, length * groups.size) for _, window in windowed)
-            while begin > seen and all(self._known(in_group(keys[begin - 1], group), restored) for group, _ in windowed):
+            while begin > seen and all(self._known(in_group(keys[begin - 1], group), restored)
+                                       for group, _ in windowed):
                 begin -= 1
             if begin <= seen:
                 break

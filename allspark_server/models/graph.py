@@ -403,8 +403,8 @@ class Graph:
 
     def span_attention(self, qkv: Tensor, layer: int, *, sinks: Weight | None = None, slopes: Weight | None = None,
                        window: int = 0, out: str = "attended", **more: Attribute) -> Tensor:
-        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a value of each query head. window: the last positions that are seen, 0 for
-        all."""
+        """Stores keys and values in the span cache and attends causally over the sequence's spans. sinks, slopes: a value
+        of each query head. window: the last positions that are seen, 0 for all."""
         queries, keys = qkv.blocks[:2]
         head_dim = more.get("head_dim", self.config.head_dim)
         y = self.tensor(out, (queries,))
@@ -417,7 +417,8 @@ class Graph:
             more["sinks"] = 1
         if slopes is not None:
             more["alibi"] = 1
-        chosen = {"layer": number, "head_dim": head_dim, "group": queries.width // keys.width, "scale": head_dim ** -0.5}
+        chosen = {"layer": number, "head_dim": head_dim, "group": queries.width // keys.width,
+                  "scale": head_dim ** -0.5}
         self._op("span_attention", (qkv,), (y,), (sinks, slopes), **{**chosen, **more})
         return y
 

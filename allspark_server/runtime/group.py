@@ -116,8 +116,8 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 
 @dataclass
 class Answer:
-    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights, or
-    of an adapter, (of an allocation) what its second tier holds, that it is under way, or the error that prevented it."""
+    """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights or
+    of an adapter, (of an allocation) what its second tier holds, that it is under way, or what error prevented it."""
     value: int = 0
     host_spans: int = 0
     held: str = ""

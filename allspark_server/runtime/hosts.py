@@ -145,7 +145,7 @@ def _join(addresses: list[str], port: int, token: bytes, host: int) -> int:
         peer.close()
         failed.append(f"{address}: something else answers there")
     raise HostsError(f"host {socket.gethostname()} cannot reach rank 0 at port {port} "
-                     f"({'; '.join(failed) or 'it has no address'}): hosts of a group must reach each other at any port")
+                     f"({'; '.join(failed) or 'it has no address'}): hosts of a group must reach each other's ports")
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

@@ -34,8 +34,8 @@ class RankModel:
     def __init__(self, config: AsModelConfig, path: str, weights_path: str, rank: int, world: int,
                  whole_histories: bool = False, adapters: bool = False):
         """path: of a checkpoint or an .asgraph file, whose weights are in weights_path. whole_histories: the cache
-        keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or not
-        divided among `world` ranks."""
+        keeps what windows have left behind. adapters: its rows may have some. AllSparkError if it cannot be opened, or
+        not divided among `world` ranks."""
         self.config, self.rank, self.world = config, rank, world
         self.opened = open_model(path, weights_path)
         self.graph, self.source = self.opened.graph, self.opened.source

@@ -18,8 +18,8 @@ class Limits:
     """What one step may hold. `max_chunk`: rows of one prompt in one step. `draft_kind`: the plan's flag of the way in
     which drafts are made, 0 for no speculation; `max_drafts`: of one sequence in one step. `masks`: of one step; there
     must be twice as many, as the next step takes others. `anew_beyond`: a history that grows beyond this length is
-    computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is. `windows`: of each cache group, see
-    SpanGroups."""
+    computed anew, as all of it then is with other frequencies (LongRoPE); 0: none is. `windows`: of each cache group,
+    see SpanGroups."""
 
     max_batch: int
     max_step_tokens: int

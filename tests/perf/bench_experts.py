@@ -4,8 +4,8 @@
 
 Two layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
 are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench
-on a GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction sets,
-$ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds'
+on a GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction
+sets, $ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds'
 own.
 """
 

@@ -5,8 +5,8 @@
 
 PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
 
-Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more beside other
-work: everything is emulated.
+Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more beside
+other work: everything is emulated.
 """
 
 from __future__ import annotations
