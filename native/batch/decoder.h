@@ -38,6 +38,8 @@ class Decoder {
   Decoder(Runner& runner, Runner* draft, SpanStore* store, SlotLimits limits);
   // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
   StepOutput step(const std::string& plan, bool want_logits);
+  // An adapter is loaded, or no longer: rows may name it from now on, or not.
+  void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:
   Runner& runner_;

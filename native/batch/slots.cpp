@@ -82,9 +82,11 @@ void Slots::check(const Plan& plan, bool has_draft_model) {
     if (w.flags & ~kAllFlags || drafting & (drafting - 1)) refuse(name + " has flags " + std::to_string(w.flags));
     if ((w.flags & kHidden) && !limits_.hidden_states) refuse("this program does not hand out hidden states");
     if ((w.flags & kDraftModel) && !has_draft_model) refuse("there is no draft model");
-    if (w.adapter != -1 && !limits_.adapters) refuse("adapters are not available in this backend");
-    if (w.adapter < -1 || w.adapter >= limits_.adapters)
-      refuse(name + " has adapter " + std::to_string(w.adapter) + " of " + std::to_string(limits_.adapters));
+    if (w.adapter != -1 && limits_.adapters.empty()) refuse("adapters are not available in this backend");
+    if (w.adapter < -1 || w.adapter >= (long)limits_.adapters.size())
+      refuse(name + " has adapter " + std::to_string(w.adapter) + " of " + std::to_string(limits_.adapters.size()));
+    if (w.adapter >= 0 && !limits_.adapters[w.adapter])
+      refuse(name + " has adapter " + std::to_string(w.adapter) + ", which is not loaded");
     if (w.drafts < 0 || w.drafts > limits_.max_rows || (w.drafts && !(drafting && w.draws())))
       refuse(name + " has " + std::to_string(w.drafts) + " drafts but nothing to make them, or to draw after them");
     if ((w.flags & kGiven) && (long)w.known.size() < w.drafts)

@@ -15,7 +15,7 @@ struct SlotLimits {
   int masks = 0;
   bool hidden_states = false;  // whether the program hands them out
   int host_spans = 0;          // of the second tier
-  int adapters = 0;            // that rows may name
+  std::vector<char> adapters;  // whether each that rows may name is loaded
 };
 
 class Slots {
@@ -24,6 +24,8 @@ class Slots {
   explicit Slots(SlotLimits limits);
 
   int groups() const { return (int)limits_.windows.size(); }
+  // An adapter is loaded, or no longer.
+  void set_adapter(int index, bool loaded) { limits_.adapters.at(index) = loaded; }
   // Throws std::invalid_argument, and changes nothing, if the plan does not follow what the slots have.
   void check(const Plan& plan, bool has_draft_model);
   // Brings the slots up to date with a plan that was checked, and looks up drafts. Those of a draft model are still to

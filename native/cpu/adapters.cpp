@@ -54,8 +54,7 @@ bool Adapters::begin(const Batch& batch) {
   std::vector<char> seen(loaded_.size());
   for (const Item& first : batch.items) {
     if (first.adapter < 0 || seen.at(first.adapter)++) continue;
-    const Adapter* adapter = loaded_[first.adapter].get();
-    if (!adapter) throw std::invalid_argument("adapter " + std::to_string(first.adapter) + " is not loaded");
+    const Adapter* adapter = loaded_[first.adapter].get();  // there is one: the plan was checked
     const auto collect = [&](AdaptedRows& set, int Item::* begin, int Item::* count) {
       AdaptedRows::Group group{adapter, (int)set.rows.size(), 0};
       for (const Item& item : batch.items)

@@ -58,7 +58,7 @@ void Executor::allocate(const RunnerLimits& limits, const CacheLimits& cache, bo
                   masks,
                   runner_->hidden_states(),
                   0,
-                  adapters.count};
+                  std::vector<char>(adapters.count)};
   decoder_.emplace(*runner_, draft_ ? draft_->runner_.get() : nullptr, nullptr, slot_limits_);
 }
 
@@ -73,6 +73,8 @@ std::shared_ptr<Adapter> Executor::new_adapter() const {
 void Executor::set_adapter(int index, std::shared_ptr<const Adapter> adapter) {
   if (!adapters_ || index < 0 || index >= adapters_->limits.count)
     throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  slot_limits_.adapters[index] = adapter != nullptr;
+  decoder_->set_adapter(index, adapter != nullptr);
   adapters_->set(index, std::move(adapter));
 }
 
