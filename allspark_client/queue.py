@@ -11,7 +11,7 @@ from typing import AsyncIterator, Iterator
 from .errors import AllSparkError
 from .types import GeneratedElements, GenerateRequestStatus
 from .types import RequestStatInfo as StatInfo
-from .waiting import LoopWaiters
+from .waiting import LoopWaiters, resolved
 
 _REASONS = {
     GenerateRequestStatus.GenerateFinished: "stop",
@@ -126,15 +126,16 @@ class ResultQueue:
         try:
             if deadline is None:
                 await news
-            else:
-                await asyncio.wait_for(news, max(0.0, deadline - time.monotonic()))
-        except BaseException as error:
+                return True
+            if await resolved(news, max(0.0, deadline - time.monotonic())):
+                return True
+        except BaseException:
             with self._lock:
                 self._tasks.discard(news)
-            if not isinstance(error, asyncio.TimeoutError):
-                raise
-            return False
-        return True
+            raise
+        with self._lock:
+            self._tasks.discard(news)
+        return False
 
     def _take(self) -> GeneratedElements | None:
         if self._elements:

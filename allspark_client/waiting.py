@@ -70,13 +70,17 @@ class Event(threading.Event):
                 return True
             future = self._waiters.add()
         try:
-            await asyncio.wait_for(future, timeout)
-        except asyncio.TimeoutError:
-            return self.is_set()
+            await resolved(future, timeout)
         finally:
             with self._guard:
                 self._waiters.discard(future)
-        return True
+        return self.is_set()
+
+
+async def resolved(future: asyncio.Future, timeout: float) -> bool:
+    """Whether a future gets its result in time. `asyncio.wait_for` would do, but before Python 3.12 it takes no notice
+    of a cancellation that comes together with the result: then a request whose client has gone would run on."""
+    return bool((await asyncio.wait((future,), timeout=timeout))[0])
 
 
 def _resolve_in_loops(futures: list[asyncio.Future]) -> None:

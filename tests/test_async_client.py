@@ -11,6 +11,8 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, AsyncClientEngine
 from allspark_client import GenerateRequestStatus as Status
 from allspark_client import client as client_module
+from allspark_client.queue import ResultQueue
+from allspark_client.waiting import Event
 from fake_engine import FakeEngine, expected
 from fake_service import server_process, serving, wait_until
 
@@ -106,6 +108,22 @@ def test_cancelled_tasks_leave_nothing(served):
             with pytest.raises(asyncio.CancelledError):
                 await task
             await asyncio.to_thread(wait_until, lambda: len(core.submitted) == 2 and not core.handles, 5)
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_that_comes_with_what_was_waited_for_is_one():
+    async def main() -> None:
+        event, queue = Event(), ResultQueue()
+        for wait, come in ((event.wait_async(10), event.set),
+                           (queue.wait_final_async(10), lambda: queue.finish(Status.GenerateFinished))):
+            task = asyncio.ensure_future(wait)
+            await asyncio.sleep(0.05)
+            come()
+            await asyncio.sleep(0)          # the future is resolved; the task has not run since
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     asyncio.run(main())
 
