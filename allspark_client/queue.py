@@ -123,19 +123,18 @@ class ResultQueue:
 
     async def _awaited(self, news: asyncio.Future, deadline: float | None) -> bool:
         """Waits for a future of the queue's; whether it was resolved in time."""
+        came = False
         try:
             if deadline is None:
                 await news
-                return True
-            if await resolved(news, max(0.0, deadline - time.monotonic())):
-                return True
-        except BaseException:
-            with self._lock:
-                self._tasks.discard(news)
-            raise
-        with self._lock:
-            self._tasks.discard(news)
-        return False
+                came = True
+            else:
+                came = await resolved(news, max(0.0, deadline - time.monotonic()))
+        finally:
+            if not came:
+                with self._lock:
+                    self._tasks.discard(news)
+        return came
 
     def _take(self) -> GeneratedElements | None:
         if self._elements:

@@ -3,6 +3,7 @@ batch, on ranks that divide experts' features or whole experts, in every weight 
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -51,13 +52,9 @@ def test_greedy_output(name, world):
         check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy(name))
 
 
-_greedy = {}
-
-
+@functools.cache
 def greedy(name):
-    if name not in _greedy:
-        _greedy[name] = reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
-    return _greedy[name]
+    return reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

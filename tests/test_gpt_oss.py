@@ -77,13 +77,9 @@ def test_greedy_output(name, world):
         check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy(name))
 
 
-_greedy = {}
-
-
+@functools.cache
 def greedy(name):
-    if name not in _greedy:
-        _greedy[name] = reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
-    return _greedy[name]
+    return reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -363,11 +363,9 @@ class LocalGroup:
         self.models.start_load(config)
 
     def poll_load(self) -> ModelInfo | None:
-        own = self.models.answer()
-        answers = [own] if own.pending else self._ask(own)
-        if any(answer.pending for answer in answers):
+        answers = self._poll_answers()
+        if answers is None:
             return None
-        raise_failures(answers)
         if self._allocating:
             self._held = held_by_all(answer.held for answer in answers)
             return self._with_results(self.models.info)
@@ -379,6 +377,15 @@ class LocalGroup:
         self.models.start_allocate(name, spans, host_spans, digests)
         self._allocating = True
         return None
+
+    def _poll_answers(self) -> list[Answer] | None:
+        """Every rank's, once all are done; None: not yet. Raises what failed."""
+        own = self.models.answer()
+        answers = [own] if own.pending else self._ask(own)
+        if any(answer.pending for answer in answers):
+            return None
+        raise_failures(answers)
+        return answers
 
     def _compare_hosts(self, answers: list[Answer]) -> None:
         """Raises AllSparkError if they have loaded different checkpoints."""
@@ -428,11 +435,9 @@ class LocalGroup:
         self.models.start_load_adapter(**request)
 
     def poll_load_adapter(self) -> str | None:
-        own = self.models.answer()
-        answers = [own] if own.pending else self._ask(own)
-        if any(answer.pending for answer in answers):
+        answers = self._poll_answers()
+        if answers is None:
             return None
-        raise_failures(answers)
         if len({answer.digest for answer in answers}) > 1:
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "the ranks have read different adapters: the directory "
                                                                "must hold the same files on every host")
