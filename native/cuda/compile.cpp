@@ -290,7 +290,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
-  constexpr int kTilesAProcessor = 8;  // of warps that attend at once
+  constexpr int kTilesAProcessor = 3;  // that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;

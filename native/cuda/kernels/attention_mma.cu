@@ -219,6 +219,7 @@ bool has_attend_mma(const Attention& a) {
 }
 
 void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+  if (few) return attend_few_mma(a, tiles, count, splits, queue);
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
   else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
   else start_dim<128>(a, tiles, count, few, splits, queue);
