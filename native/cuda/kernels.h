@@ -153,6 +153,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 // tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one of few are shared: 1 if
 // no tile has several.
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
+// Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
+bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+                      const Queue& queue);
 
 // ---- sampling
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
