@@ -517,7 +517,7 @@ def test_operator_times(engine):
 def test_not_available_yet(engine, tiny_model):
     for call in (engine.unload_device_mem, engine.load_device_mem):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="not available yet")
-    config = AsModelConfig(model_name="later", model_path=str(tiny_model), compute_unit="CUDA:0,1")
+    config = AsModelConfig(model_name="later", model_path=str(tiny_model), swap_threshold=0)
     refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config, match="not available yet")
 
 

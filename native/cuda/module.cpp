@@ -152,6 +152,24 @@ PYBIND11_MODULE(_cuda, m) {
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
   m.attr("RUN_TOKENS") = kRunTokens;
   m.attr("MOST_RANKS") = kMostRanks;
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
+  m.def(
+      "driver_version",
+      [] {
+        int version = 0;
+        cudaDriverGetVersion(&version);
+        return version;
+      },
+      "The CUDA version that the driver is for, as 13020 for 13.2; 0: there is no driver.");
+  m.def(
+      "memory_info",
+      [](int device) {
+        size_t free = 0, total = 0;
+        check(cudaSetDevice(device), "choosing the GPU");
+        check(cudaMemGetInfo(&free, &total), "asking for free memory");
+        return std::make_pair(free, total);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(), "Bytes of a GPU's memory: free ones, and all.");
   m.def("check_peer", check_peer, py::arg("device"), py::arg("other"),
         "ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
   m.def(
