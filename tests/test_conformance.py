@@ -27,7 +27,8 @@ from allspark_client import (
     RequestStatInfo,
     TargetDevice,
 )
-from checkpoints import UNIT, VOCAB, check_greedy, prompt_of, reference_greedy
+from checkpoints import VOCAB, check_greedy, prompt_of, reference_greedy
+from units import UNIT
 
 Status = GenerateRequestStatus
 SUCCESS = AsStatus.ALLSPARK_SUCCESS
