@@ -132,7 +132,8 @@ struct AttentionTile {
 
 struct Attention {
   LayerCache cache;
-  int group = 1;  // query heads of a KV head
+  int group = 1;               // query heads of a KV head
+  int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
   const float* qkv = nullptr;  // [rows, width]: queries, keys, values
@@ -162,6 +163,31 @@ void attend(const Attention& a, const AttentionTile* tiles, int count, bool few,
 // Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Ahead& ahead, const Queue& queue);
+
+// ---- ranks of several GPUs
+constexpr int kMostRanks = 8;
+// What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
+struct Peers {
+  int rank = 0, world = 1;
+  size_t half = 0;                   // bytes: of either buffer of partial sums
+  const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
+  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to
+  const int* step = nullptr;         // how many steps came before; the same on all ranks
+  int* failed = nullptr;             // of the host: 0, or 1 + the rank that has not come within the limit
+  uint64_t limit = 0;                // ns
+};
+// y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
+// has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
+// ranks in the same order, an even number. bf16: partial sums are in tiles, else float32 rows.
+struct RankSum {
+  Peers peers;
+  int call = 0, calls = 0;
+  bool bf16 = false, adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 
 // ---- sampling
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:

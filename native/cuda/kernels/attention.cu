@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
   const int* table = a.tables + rows.tile.table;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
+    if (!rows.has(pair, kv_head)) continue;
     const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
     float query[kFeatures];
 #pragma unroll
@@ -142,7 +143,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
   if (rows.first_run == rows.last_run) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
-  if (pair >= rows.count) return;
+  if (pair >= rows.count || !rows.has(pair, kv_head)) return;
   float most = -INFINITY, sum = 0, value = 0;
   constexpr int kAtOnce = 8;
   for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
