@@ -605,15 +605,18 @@ __device__ int draw_token(Shared& s, const DrawTask& task, const RowDraw& draw, 
   }
 }
 
-// The best that the mask allows; without one, the first end-of-sequence id, or the best.
-__device__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+__device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
   Key best = ~0ull;
   for (int id = threadIdx.x; id < task.width; id += kThreads)
     if (const float value = x(id); value > -INFINITY) best = min(best, key_of(value, id));
-  best = block_min(s.masses, best);
-  if (best != ~0ull) return id_of(best);
-  if (draw.end >= 0) return draw.end;
-  return fallback(s, task, draw, {x.values, nullptr});
+  return block_min(s.masses, best);
+}
+
+// The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
+__device__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+  const Key allowed = best_key(s, task, x);
+  if (allowed != ~0ull) return id_of(allowed);
+  return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
 }
 
 __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
