@@ -89,6 +89,8 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
       [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
         if (size.outputs) best_tokens(logits, width, size.outputs, best, queue);
       });
+  if (width == sample.integer("vocab_size"))
+    draws_.emplace(device_, in(sample).values(), best_.as<Best>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 

@@ -9,6 +9,7 @@
 #include "batch/logit_sampler.h"
 #include "comm/communicator.h"
 #include "cuda/exchange.h"
+#include "cuda/draws.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -89,8 +90,8 @@ class CudaRunner : public Runner {
   void launch(const Size& size, bool heads);
   void replay(const Size& size);
   bool decodes(const Batch& batch) const;
-  std::vector<bool> drawn_by_device(const Batch& batch) const;
-  void copy_logits(const Batch& batch, const std::vector<bool>& by_device, bool all);
+  void share_draws(const Batch& batch);
+  void copy_logits(const Batch& batch, bool all);
   void agree(std::vector<Best>& best) const;
 
   const Device& device_;
@@ -107,6 +108,8 @@ class CudaRunner : public Runner {
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
+  std::optional<Draws> draws_;     // none: of a part of the vocabulary
+  std::vector<DrawnBy> drawn_by_;  // of each output of the step
   std::vector<Launch> launches_;
   size_t heads_from_ = 0;  // launches from here on make logits; 0: unknown
   int hidden_ = -1;        // the tensor of hidden states
