@@ -11,11 +11,13 @@ from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.reservations import Reservation
+from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
-GPU_FORMATS = ("float32", "bfloat16")
+#: of matrices, and of caches
+GPU_FORMATS, GPU_CACHES = ("float32", "bfloat16", "int8", "int4"), ("float32", "bfloat16")
 MOST_SAMPLING_THREADS = 16
 
 
@@ -34,8 +36,8 @@ class Device(Protocol):
     adapts: bool
     windows: bool
 
-    def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
-        """AllSparkError for what is not built yet. dtypes: of matrices."""
+    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
+        """AllSparkError for what is not built yet. forms: of matrices."""
 
     def available(self, world: int) -> int:
         """Bytes that this rank may use, now."""
@@ -75,7 +77,7 @@ class Cpus:
         self._cpus, self._threads, self._native = cpus, threads, native_library()
         self.isa = self._native.isa()
 
-    def check(self, config, dtypes, cache_dtype):
+    def check(self, config, forms, cache_dtype):
         pass
 
     def available(self, world):
@@ -133,9 +135,9 @@ class Gpu:
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
-    def check(self, config, dtypes, cache_dtype):
-        missing = [f"a matrix of type {dtype}" for dtype in sorted(dtypes - set(GPU_FORMATS))]
-        if cache_dtype not in GPU_FORMATS:
+    def check(self, config, forms, cache_dtype):
+        missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+        if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_memory:
             missing.append("host_cache_memory")
@@ -161,7 +163,7 @@ class Gpu:
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
 
     def matrix_bytes(self, rows, part, experts):
-        return self._library.matrix_bytes(rows, part.inputs, part.form.dtype)
+        return self._library.matrix_bytes(rows, part.inputs, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)
@@ -172,7 +174,26 @@ class Gpu:
         partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
-        return tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary
+        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary
+                + self._widened_bytes(model, rows, outputs))
+
+    def _widened_bytes(self, model, rows: int, outputs: int) -> int:
+        """What products of quantized matrices with many rows work in."""
+        graph, widened = model.graph, 0
+        for op, after in zip(graph.ops, graph.ops[1:]):
+            if op.type == "linear" and model.formats[op.weights[0]].quantized:
+                weight = graph.weights[op.weights[0]]
+                most = rows_of(graph, graph.tensors[op.outputs[0]].rows, rows, outputs)
+                widened = max(widened, self._library.widened_bytes(
+                    weight.rows_of(model.rank, model.world), model.slice_of(weight).inputs, after.type == "silu_mul",
+                    most))
+        return widened
+
+
+def on_gpu(form: WeightFormat) -> bool:
+    """Whether the CUDA backend has matrices of this format."""
+    size = form.group_size
+    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in (0, 16, 32) or size % 64 == 0)
 
 
 def tensor_bytes(model, rows: int, outputs: int) -> int:

@@ -73,12 +73,12 @@ int CudaRunner::max_rows(int tensor) const {
   return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
 }
 
-// Whether a tensor is bfloat16: linears of such weights alone read it, and ops that round make it.
+// Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
 bool CudaRunner::in_tiles(int tensor) const {
   bool read = false;
   for (const OpNode& op : program_.ops()) {
     if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).tiles) return false;
+      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("span_attention")) return false;
@@ -104,14 +104,20 @@ void CudaRunner::allocate_tensors() {
     else tensor.rows.values = reinterpret_cast<float*>(data);
     tensors_.push_back(tensor);
   }
-  size_t rotary = 0;
-  for (const OpNode& op : program_.ops()) {
+  size_t rotary = 0, widened = 0;
+  for (size_t i = 0; i < program_.ops().size(); i++) {
+    const OpNode& op = program_.ops()[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (op.is("linear") && weights_.matrix(op.weights[0]).tiles && in(op).values())
+    if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
+    if (!op.is("linear") || weights_.matrix(op.weights[0]).kind != Kind::codes) continue;
+    const Matrix& w = weights_.matrix(op.weights[0]);
+    const bool gated = is_gated(i);
+    widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
   tiles_ = Memory(converted, "activations in bfloat16");
+  widened_ = Memory(widened, "widened weights");
 }
 
 void CudaRunner::allocate_cache() {
@@ -247,7 +253,7 @@ bool CudaRunner::is_gated(size_t linear) const {
   const auto& ops = program_.ops();
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  if (!next.is("silu_mul") || next.inputs[0] != made || !weights_.matrix(op.weights[0]).tiles) return false;
+  if (!next.is("silu_mul") || next.inputs[0] != made || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
   for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
   for (size_t later = linear + 2; later < ops.size(); later++) {
@@ -268,14 +274,16 @@ int CudaRunner::bind_linear(size_t i) {
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
   p.y = sum ? in(program_.ops()[*sum]).rows : out(program_.ops()[gated ? i + 1 : i]).rows;
-  const bool converts = p.w.tiles && x.values();
+  if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
+  const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.tiles) linear_bf16(p, rows, queue);
-    else linear_f32(p, rows, queue);
+    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
+    else linear_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;
 }

@@ -15,7 +15,7 @@ class CudaExecutor : public StepModel {
  public:
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler);
 
-  int add_matrix(int n, int k, const std::string& format);
+  int add_matrix(int n, int k, const std::string& format, int group);
   int add_vector(const std::vector<float>& values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/quantized.h"
 #include "cuda/tiles.h"
 
 namespace as {
@@ -18,11 +19,16 @@ struct Rows {
   int width = 0;
 };
 
-// A matrix [n, k]: bfloat16 in tiles, or float32 row by row.
+// A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes. Of the latter two products take bfloat16.
+enum class Kind { f32, bf16, codes };
 struct Matrix {
   int n = 0, k = 0;
+  Kind kind = Kind::f32;
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
+  Codes codes = {};
+
+  bool takes_tiles() const { return kind != Kind::f32; }  // its products' rows of activations
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -37,6 +43,14 @@ enum class Source { f32, f16, bf16 };
 // how many values are NaN or infinite to *bad.
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue);
+// Quantizes rows [count, columns], groups of so many columns each, as InstantQuant does (cpu/kernels/quantize.cpp), to
+// the bit: into rows from `first` on of a matrix whose columns are those from `column` on, and whose groups are parts
+// of these. ranges: of each row and group two floats, to work in. Adds how many values are NaN or infinite to *bad.
+void quantize_rows(const void* rows, Source source, int64_t columns, int group, int64_t column, int count,
+                   const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue);
+// Places codes [count, k] a byte each, and scales and offsets [count, groups] in bfloat16, into rows from `first` on.
+void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
+                int first, const Queue& queue);
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
@@ -66,9 +80,10 @@ struct Product {
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
+  uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
-// 8 of the second that belong to them. Both in tiles; `to` has paired_rows(from.n).
+// 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
 constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 void linear_f32(const Product& p, int rows, const Queue& queue);
@@ -76,6 +91,10 @@ void linear_f32(const Product& p, int rows, const Queue& queue);
 // for some rows, or one after the other for many.
 enum class By { any, mma, split, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Of codes, with activations in bfloat16.
+void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+// What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
+size_t widened_bytes(int n, int k, bool gated, int rows);
 
 // ---- attention
 struct RotaryTable {

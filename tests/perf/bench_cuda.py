@@ -1,5 +1,6 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
-of the ceiling. `python bench_cuda.py [7b|0.5b] [decode=1,8,32] [prefill=1x1024] [context=8000x1]`"""
+of the ceiling. `python bench_cuda.py [7b|0.5b] [decode=1,8,32] [prefill=1x1024] [context=8000x1] [format=int4:64]
+[cache=bfloat16]`"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
 class Model:
-    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int):
+    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, form: str, cache: str):
+        """form: of weights, with a group size behind a colon."""
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.slots, self.length = max_slots, max_length
         self.e = e = _cuda.Executor(0, _native.HostSampler(8))
@@ -27,8 +29,11 @@ class Model:
         noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
         noise = noise.astype(np.uint16)
 
+        dtype, _, group = form.partition(":")
+        form = dtype, int(group or 0)
+
         def matrix(n: int, k: int) -> int:
-            handle = e.add_matrix(n, k, "bfloat16")
+            handle = e.add_matrix(n, k, *form)
             e.fill_rows(handle, [noise[:min(4096, n - row), :k] for row in range(0, n, 4096)], "BF16")
             return handle
 
@@ -59,9 +64,12 @@ class Model:
         e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
         began = time.perf_counter()
         self.spans = -(-max_length // SPAN)
-        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, "bfloat16", max_slots)
+        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
         self.matrices = (heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden
-        self.bytes = 2.0 * (layers * self.matrices + vocab * hidden)
+        shapes = ((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
+        self.bytes = _cuda.matrix_bytes(vocab, hidden, *form) + layers * float(
+            sum(_cuda.matrix_bytes(*shape, *form) for shape in shapes))
+        self.position_bytes = layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
 
@@ -111,8 +119,7 @@ class Model:
         return best
 
     def kv_bytes(self, positions: float) -> float:
-        _, layers, _, kv, dim, *_ = self.shape
-        return positions * layers * kv * dim * 4
+        return positions * self.position_bytes
 
 
 def main(arguments: list[str]) -> None:
@@ -123,7 +130,8 @@ def main(arguments: list[str]) -> None:
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
     chunk = int(asked.get("chunk", 8192))
     length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill)]) + 128
-    model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length)
+    model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length,
+                  asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
     for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
         seconds = model.decode(batch, context)
         floor = (model.bytes + batch * model.kv_bytes(context)) / BANDWIDTH

@@ -1,0 +1,158 @@
+"""Quantized weights on the GPU: recovered as the CPU backend does, and products by every kernel with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from gpu_toys import compiled, executor
+from reference.toy import Toy
+from test_cuda_ops import SEED, as_bf16, compare, embedded, seed, small_model, tokens_of, toy, VOCAB  # noqa: F401
+
+pytestmark = pytest.mark.cuda
+FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), ("int8", 16)]
+SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049), (200, 4100), (1030, 900)]
+EXACT = 2e-5
+
+
+def stored(values: np.ndarray, source: str) -> np.ndarray:
+    if source == "BF16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype({"F32": np.float32, "F16": np.float16}[source])
+
+
+def rows_of(backend, handle: int, n: int) -> np.ndarray:
+    return np.stack([backend.read_row(handle, row) for row in range(n)])
+
+
+@pytest.mark.parametrize("form, group", FORMATS)
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+def test_weights_are_quantized_as_on_the_cpu(form, group, source):
+    """To the bit; equal values, zeros and wide ranges among them, and a slice of rows that are longer."""
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    for n, k in SIZES[:7]:
+        values = rng.normal(size=(n, k)) * 10.0 ** rng.integers(-4, 4, (n, 1))
+        values[0, :] = 0.25
+        values[n // 2, : k // 2] = 0
+        values[n - 1] *= np.where(np.arange(k) % 9, 1e-3, 1)
+        data = stored(values, source)
+        handles = [backend.add_matrix(n, k, form, group) for backend in (gpu, cpu)]
+        assert gpu.fill_matrix(handles[0], data, source) == cpu.fill_matrix(handles[1], data, source) == 0
+        assert rows_of(gpu, handles[0], n).tobytes() == rows_of(cpu, handles[1], n).tobytes(), (n, k)
+        assert gpu.source_hash(handles[0]) == cpu.source_hash(handles[1])
+    data = stored(rng.normal(size=(70, 512)), source)
+    halves = [data[:30], data[30:]]
+    handles = [backend.add_matrix(90, 256, form, group) for backend in (gpu, cpu)]
+    for backend, handle in zip((gpu, cpu), handles):
+        assert backend.fill_rows(handle, halves, source, 11, 128, group) == [0, 0]
+    assert rows_of(gpu, handles[0], 90)[11:81].tobytes() == rows_of(cpu, handles[1], 90)[11:81].tobytes()
+    assert not rows_of(gpu, handles[0], 90)[:11].any()
+    assert gpu.source_hash(handles[0]) == cpu.source_hash(handles[1])
+
+
+@pytest.mark.parametrize("form, group", [("int4", 64), ("int8", 0)])
+def test_values_that_are_not_finite(form, group):
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    values = rng.normal(size=(20, 200)).astype(np.float32)
+    values[3, 70], values[3, 71], values[7, 199] = np.nan, np.inf, -np.inf
+    found = []
+    for backend in (gpu, cpu):
+        handle = backend.add_matrix(20, 200, form, group)
+        assert backend.fill_matrix(handle, values, "F32") == 3
+        found.append(rows_of(backend, handle, 20))
+    np.testing.assert_array_equal(*found)
+    assert np.isnan(found[0]).sum() == (2 * 200 if group == 0 else 64 + 8)
+
+
+@pytest.mark.parametrize("form, bits, group", [("int4", 4, 64), ("int4", 4, 0), ("int8", 8, 32), ("int8", 8, 0)])
+def test_rows_that_are_quantized_already(form, bits, group):
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    for n, k in ((3, 7), (70, 257), (130, 640)):
+        q, scales, offsets, bad = cpu.quantize_rows(rng.normal(size=(n, k)).astype(np.float32), "F32", bits, group)
+        assert bad == 0
+        found = []
+        for backend in (gpu, cpu):
+            handle = backend.add_matrix(n + 5, k, form, group)
+            assert backend.fill_quantized(handle, q, scales, offsets, bits, k, group, 2) == 0
+            found.append(rows_of(backend, handle, n + 5)[2:n + 2].tobytes())
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("form, group", FORMATS)
+def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
+    """By every kernel; and against float64."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, group)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias)
+    expected = as_bf16(x) @ as_bf16(rows_of(gpu, handle, n)).T + bias
+    error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
+    assert error < EXACT, error
+    for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
+                        (100, 128), (11, 190)):
+        for by in ("any", "mma", "split", "wide"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+
+
+def test_a_matrix_that_is_widened_in_parts():
+    rng, gpu = np.random.default_rng(SEED), executor()
+    n, k = 40000, 4096
+    handle = gpu.add_matrix(n, k, "int4", 64)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(300, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    assert gpu.multiply(handle, x, n, bias)[:5].tobytes() == gpu.multiply(handle, x[:5], n, bias, "mma").tobytes()
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+@pytest.mark.parametrize("hidden, inner", [(24, 37), (130, 8), (64, 200)])
+def test_what_is_computed_together(hidden, inner, form):
+    own = toy()
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    x = embedded(own, hidden)
+    normed = own.op("rms_norm", (x,), hidden, (own.vector(hidden),), eps=1e-6)
+    both = own.op("linear", (normed,), 2 * inner, (matrix(2 * inner, hidden), own.vector(2 * inner)))
+    own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), inner),), hidden, (matrix(hidden, inner),))))
+    own.finish(x)
+    compare(own, 5e-2)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_a_quantized_embedding(form):
+    own = toy()
+    table = own.program.add_matrix(VOCAB, 200, form, 64)
+    own.weights[table] = own.rng.normal(size=(VOCAB, 200))
+    own.finish(own.op("embedding", (), 200, (table,), 0, vocab_begin=0, scale=1.5))
+    compare(own)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_same_request_same_bytes(form):
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
+    expected = []
+    for prompt in prompts:
+        expected += tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=False), [prompt])
+    for graphs in (True, False):
+        assert tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=graphs), prompts, chunk=7) == expected
+
+
+def test_layouts_that_there_are_not_are_refused_by_name():
+    gpu = executor()
+    with pytest.raises(ValueError, match="groups of 24 are not available on CUDA: of 16, 32 and multiples of 64"):
+        gpu.add_matrix(4, 96, "int4", 24)
+    with pytest.raises(ValueError, match="weights of type int8 with zeros=points are not available on CUDA"):
+        gpu.add_matrix(4, 96, "int8", 32, zeros="points")
+    handle = gpu.add_matrix(4, 32, "int4", 32)
+    rows = np.zeros((4, 16), np.uint8), np.zeros((4, 1), np.uint16), np.zeros((4, 1), np.uint16)
+    with pytest.raises(ValueError, match="packed as words are not available on CUDA"):
+        gpu.fill_quantized(handle, *rows, 4, 32, 32, packing="words")
