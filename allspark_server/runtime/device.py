@@ -17,7 +17,8 @@ from allspark_server.weights.quantized import ColumnSlice
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
-GPU_FORMATS, GPU_CACHES = ("float32", "bfloat16", "int8", "int4"), ("float32", "bfloat16")
+GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+GPU_CACHES = ("float32", "bfloat16")
 MOST_SAMPLING_THREADS = 16
 
 
@@ -192,8 +193,8 @@ class Gpu:
 
 def on_gpu(form: WeightFormat) -> bool:
     """Whether the CUDA backend has matrices of this format."""
-    size = form.group_size
-    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in (0, 16, 32) or size % 64 == 0)
+    size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
+    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 
 
 def tensor_bytes(model, rows: int, outputs: int) -> int:

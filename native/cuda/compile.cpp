@@ -104,20 +104,23 @@ void CudaRunner::allocate_tensors() {
     else tensor.rows.values = reinterpret_cast<float*>(data);
     tensors_.push_back(tensor);
   }
-  size_t rotary = 0, widened = 0;
+  size_t rotary = 0, widened = 0, bytes_of_rows = 0;
   for (size_t i = 0; i < program_.ops().size(); i++) {
     const OpNode& op = program_.ops()[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
     if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
-    if (!op.is("linear") || weights_.matrix(op.weights[0]).kind != Kind::codes) continue;
+    if (!op.is("linear")) continue;
     const Matrix& w = weights_.matrix(op.weights[0]);
+    if (w.kind == Kind::integers) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
+    if (w.kind != Kind::codes) continue;
     const bool gated = is_gated(i);
     widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
   tiles_ = Memory(converted, "activations in bfloat16");
   widened_ = Memory(widened, "widened weights");
+  byte_rows_ = Memory(bytes_of_rows, "quantized activations");
 }
 
 void CudaRunner::allocate_cache() {
@@ -253,7 +256,7 @@ bool CudaRunner::is_gated(size_t linear) const {
   const auto& ops = program_.ops();
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  if (!next.is("silu_mul") || next.inputs[0] != made || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
+  if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
   for (size_t later = linear + 2; later < ops.size(); later++) {
@@ -275,6 +278,7 @@ int CudaRunner::bind_linear(size_t i) {
   p.x = x.rows;
   p.y = sum ? in(program_.ops()[*sum]).rows : out(program_.ops()[gated ? i + 1 : i]).rows;
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
+  if (p.w.kind == Kind::integers) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   launches_.push_back([=](const Size& size) {
@@ -283,6 +287,7 @@ int CudaRunner::bind_linear(size_t i) {
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
+    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else linear_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;

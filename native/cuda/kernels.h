@@ -19,8 +19,8 @@ struct Rows {
   int width = 0;
 };
 
-// A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes. Of the latter two products take bfloat16.
-enum class Kind { f32, bf16, codes };
+// A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
+enum class Kind { f32, bf16, codes, integers };  // the last: codes that activations of 8 bits are multiplied with
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
@@ -28,7 +28,7 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
   Codes codes = {};
 
-  bool takes_tiles() const { return kind != Kind::f32; }  // its products' rows of activations
+  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -72,6 +72,15 @@ void select_rows(const float* in, const int* chosen, int rows, const Rows& out, 
 // Float rows into tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
 
+// Rows of activations of 8 bits (kernels/linear_integer.h), with the sums of parts of them, and each row's scale.
+struct ByteRows {
+  uint8_t* values = nullptr;
+  float *sums = nullptr, *scales = nullptr;
+};
+constexpr int kMostIntegers = 131000;  // columns: exact sums of products fit 32 bits
+size_t byte_rows_bytes(int rows, int k);
+ByteRows byte_rows(char* memory, int rows, int k);
+
 // ---- products
 // y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
 // what pair_rows() made.
@@ -81,6 +90,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
+  ByteRows bytes = {};          // of integers: what x is quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -95,6 +105,8 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
+// Of integers: x, which is float32, is quantized first.
+void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 
 // ---- attention
 struct RotaryTable {

@@ -80,7 +80,7 @@ class CudaRunner : public Runner {
   const Limits limits_;
   LogitSampler& sampler_;
   std::vector<Tensor> tensors_;
-  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, best_, host_best_, host_logits_,
+  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
       host_hidden_;
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;

@@ -72,7 +72,7 @@ void Weights::place(Weight& w) {
   Matrix& m = w.matrix;
   if (m.kind == Kind::f32) m.values = w.memory.as<float>();
   else if (m.kind == Kind::bf16) m.tiles = w.memory.as<uint16_t>();
-  if (m.kind != Kind::codes) return;
+  if (!m.codes.bits) return;
   m.codes.words = w.memory.as<uint32_t>();
   m.codes.scales = m.codes.words + codes_bytes(m.n, m.k, m.codes.bits) / sizeof(uint32_t);
 }
@@ -83,7 +83,7 @@ void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int
     throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + count) +
                                 " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
                                 " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
-  if (m.kind != Kind::codes) return;
+  if (!m.codes.bits) return;
   for (int64_t first = 0; first < m.k; first += m.codes.group) {
     const int64_t last = std::min<int64_t>(first + m.codes.group, m.k) - 1;
     if (group < 1 || (column + first) / group != (column + last) / group)
@@ -105,10 +105,9 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
     check_rows(m, r.count, row_offset, r.column, r.columns, group);
     // The columns that are needed: of codes whole groups, as ranges are theirs.
     int64_t first = r.column, last = r.column + m.k;
-    if (m.kind == Kind::codes)
-      first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
+    if (m.codes.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
     const size_t item = size_of(r.source), row_bytes = (last - first) * item,
-                 range_bytes = m.kind == Kind::codes ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
+                 range_bytes = m.codes.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
     const int64_t most = kStagingBytes / (row_bytes + range_bytes);
     if (!most) throw std::invalid_argument("rows of " + std::to_string(last - first) + " columns are too long");
     for (int64_t done = 0; done < r.count; done += most, turn ^= 1) {
@@ -123,7 +122,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
       unsigned long long* bad = counts.as<unsigned long long>() + i;
-      if (m.kind == Kind::codes)
+      if (m.codes.bits)
         quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, m,
                       (int)(row_offset + done),
                       reinterpret_cast<float*>(own.device.as() + kStagingBytes - some * range_bytes), bad,
@@ -142,7 +141,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
 void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   const Matrix m = matrix(id);
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
-  if (m.kind != Kind::codes || m.codes.bits != r.bits)
+  if (m.codes.bits != r.bits)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
   device_.use();
   staging_.allocate();

@@ -78,7 +78,8 @@ def test_memory_is_counted_without_a_gpu():
 
 @pytest.mark.parametrize("given, refused", [
     (("nf4",), "weights of type nf4 are not available on CUDA yet"),
-    (("int4", 24), "weights in groups of 24 are not available on CUDA"),
+    (("int4", 24), "weights of type int4 in groups of 24 are not available on CUDA"),
+    (("w4a8", 32), "weights of type w4a8 in groups of 32 are not available on CUDA"),
 ])
 def test_formats_that_there_are_not_are_refused_by_name(given, refused):
     cuda = pytest.importorskip("allspark_server._cuda")
@@ -93,5 +94,6 @@ def test_what_a_gpu_has_of_formats():
     from allspark_server.weights.formats import ScaleLayout, WeightFormat
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
+    assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
     assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
