@@ -35,6 +35,7 @@ struct Matrix {
 struct Queue {
   cudaStream_t stream = nullptr;
   int capability = 0;
+  bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
 };
 
 enum class Source { f32, f16, bf16 };

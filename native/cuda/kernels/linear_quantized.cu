@@ -263,6 +263,8 @@ int part_rows(int n, int k, bool gated) {
 
 void linear_widened(const Product& p, int rows, const Queue& queue) {
   const int part = part_rows(p.w.n, p.w.k, p.gated);
+  Queue apart = queue;
+  apart.apart = true;
   for (int first = 0; first < p.w.n; first += part) {
     const int n = std::min(part, p.w.n - first);
     Product some = p;
@@ -272,7 +274,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
       some.y.values += first;
       if (p.bias) some.bias += first;
     }
-    linear_bf16(some, rows, queue);
+    linear_bf16(some, rows, apart);
   }
 }
 
