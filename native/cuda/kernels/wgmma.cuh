@@ -58,6 +58,19 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// What is read once in a step need not stay in the cache.
+__device__ inline uint64_t evicted_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
 // To the same place of several blocks of the cluster, whose barriers are told.
 __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint16_t blocks) {
   asm volatile(
@@ -90,6 +103,17 @@ __device__ inline void settle(float (&d)[kValues]) {
 // 16 * warp + lane / 4 + 8 * (i % 4 / 2), and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 template <int N>
 struct Tile;
+template <>
+struct Tile<8> {
+  static __device__ void multiply(float (&d)[4], uint64_t a, uint64_t b, int adds) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "setp.ne.b32 p, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(adds));
+  }
+};
 template <>
 struct Tile<16> {
   static __device__ void multiply(float (&d)[8], uint64_t a, uint64_t b, int adds) {
