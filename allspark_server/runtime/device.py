@@ -18,7 +18,7 @@ from allspark_server.weights.quantized import ColumnSlice
 GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
-GPU_CACHES = ("float32", "bfloat16")
+GPU_CACHES = ("float32", "bfloat16", "int8", "uint4")
 MOST_SAMPLING_THREADS = 16
 
 

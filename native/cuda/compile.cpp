@@ -23,8 +23,8 @@ Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("hea
 
 }  // namespace
 
-size_t span_bytes(int span_size, int head_dim, bool bf16) {
-  LayerCache one{nullptr, bf16, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
+size_t span_bytes(int span_size, int head_dim, CacheType type) {
+  LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
   return one.span_bytes();
 }
 
@@ -129,7 +129,7 @@ void CudaRunner::allocate_cache() {
   int groups = 0;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
-    LayerCache layer{nullptr, limits_.bf16_cache, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
+    LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
     layer.padded_dim = (layer.head_dim + 7) / 8 * 8;
     if (layer.head_dim > kLargestHead)
       refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));

@@ -139,13 +139,23 @@ void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int ro
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue);
 
-// The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim].
+// The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
+// the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
+// the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
+// then of the values.
+enum class CacheType { f32, bf16, int8, uint4 };
 struct LayerCache {
   char* data = nullptr;
-  bool bf16 = false;
+  CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
 
-  AS_BOTH size_t head_bytes() const { return 2 * (size_t)span_size * padded_dim * (bf16 ? 2 : 4); }
+  AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
+  AS_BOTH int bits() const {
+    return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::int8 ? 8 : 4;
+  }
+  AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
+  AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head
+  AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 

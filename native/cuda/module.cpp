@@ -97,10 +97,13 @@ By by_name(const std::string& name) {
   throw std::invalid_argument("kernels are any, mma, split, stream and wide, got " + name);
 }
 
-bool cache_is_bf16(const std::string& name) {
-  if (name != "float32" && name != "bfloat16")
-    throw std::invalid_argument("caches of type " + name + " are not available on CUDA yet: float32 and bfloat16 are");
-  return name == "bfloat16";
+CacheType cache_type_of(const std::string& name) {
+  if (name == "float32") return CacheType::f32;
+  if (name == "bfloat16") return CacheType::bf16;
+  if (name == "int8") return CacheType::int8;
+  if (name == "uint4") return CacheType::uint4;
+  throw std::invalid_argument("caches of type " + name +
+                              " are not available on CUDA yet: float32, bfloat16, int8 and uint4 are");
 }
 
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
@@ -189,7 +192,7 @@ PYBIND11_MODULE(_cuda, m) {
       "Memory that products of a quantized matrix with so many rows work in. gated: its rows make gates, and what they "
       "gate.");
   m.def("span_bytes",
-        [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_is_bf16(dtype)); });
+        [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
@@ -227,7 +230,7 @@ PYBIND11_MODULE(_cuda, m) {
              const std::string& dtype, int max_outputs, int masks, bool graphs) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_is_bf16(dtype), graphs},
+                        cache_type_of(dtype), graphs},
                        masks);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),

@@ -17,12 +17,12 @@ namespace cuda {
 struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
-  bool bf16_cache = false;
+  CacheType cache_type = CacheType::f32;
   bool graphs = true;  // steps that decode are replayed; the bits are the same
 };
 
 // Memory of a span of the cache, for one layer and KV head.
-size_t span_bytes(int span_size, int head_dim, bool bf16);
+size_t span_bytes(int span_size, int head_dim, CacheType type);
 
 class CudaRunner : public Runner {
  public:
