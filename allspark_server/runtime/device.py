@@ -17,7 +17,7 @@ from allspark_server.weights.quantized import ColumnSlice
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
-GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8")
+GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4")
 MOST_SAMPLING_THREADS = 16
 
@@ -79,7 +79,9 @@ class Cpus:
         self.isa = self._native.isa()
 
     def check(self, config, forms, cache_dtype):
-        pass
+        if any(form.dtype == "float8" for form in forms):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
+                                                               "; on CPUs use 'int8', or 'w8a8'")
 
     def available(self, world):
         return available_memory(world)
@@ -138,6 +140,8 @@ class Gpu:
 
     def check(self, config, forms, cache_dtype):
         missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+        if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
+            missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_memory:
@@ -193,6 +197,8 @@ class Gpu:
 
 def on_gpu(form: WeightFormat) -> bool:
     """Whether the CUDA backend has matrices of this format."""
+    if form.dtype == "float8":
+        return not form.group_size
     size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
     return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 

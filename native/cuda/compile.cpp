@@ -112,7 +112,7 @@ void CudaRunner::allocate_tensors() {
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
     if (!op.is("linear")) continue;
     const Matrix& w = weights_.matrix(op.weights[0]);
-    if (w.kind == Kind::integers) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
+    if (w.takes_bytes()) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
     if (w.kind != Kind::codes) continue;
     const bool gated = is_gated(i);
     widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
@@ -278,7 +278,7 @@ int CudaRunner::bind_linear(size_t i) {
   p.x = x.rows;
   p.y = sum ? in(program_.ops()[*sum]).rows : out(program_.ops()[gated ? i + 1 : i]).rows;
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.kind == Kind::integers) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
+  if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   launches_.push_back([=](const Size& size) {
@@ -288,6 +288,7 @@ int CudaRunner::bind_linear(size_t i) {
     if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
+    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
     else linear_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;

@@ -44,14 +44,14 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       added(bias ? m.n * sizeof(float) : 0, "a bias"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
       widened(m.kind == Kind::codes ? widened_bytes(m.n, m.k, false, 1 << 30) : 0, "widened weights"),
-      bytes(m.kind == Kind::integers ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
+      bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
   p.widened = widened.as<uint16_t>();
-  if (m.kind == Kind::integers) p.bytes = byte_rows(bytes.as(), rows, m.k);
+  if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
@@ -59,6 +59,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
     else linear_quantized(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
+  } else if (m.kind == Kind::float8) {
+    linear_float8(p, rows, device_.queue());
   } else {
     linear_f32(p, rows, device_.queue());
   }

@@ -20,7 +20,7 @@ struct Rows {
 };
 
 // A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
-enum class Kind { f32, bf16, codes, integers };  // the last: codes that activations of 8 bits are multiplied with
+enum class Kind { f32, bf16, codes, integers, float8 };  // the last two: codes for activations of 8 bits
 struct Matrix {
   int n = 0, k = 0;
   Kind kind = Kind::f32;
@@ -28,6 +28,7 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
   Codes codes = {};
 
+  bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
 };
 
@@ -101,7 +102,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of integers: what x is quantized into
+  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -118,6 +119,8 @@ void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers: x, which is float32, is quantized first.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
+// The same of floats of 8 bits; for chips of capability 9.0.
+void linear_float8(const Product& p, int rows, const Queue& queue);
 
 // ---- attention
 struct RotaryTable {

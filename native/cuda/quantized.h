@@ -24,6 +24,7 @@ AS_BOTH constexpr int code_bytes(int bits) { return 4 * code_words(bits); }
 struct Codes {
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
   int group = 0, groups = 0;  // columns of one (the last may have fewer), and how many a row has
+  bool floats = false;        // codes are e4m3, 8 bits, and a row has one scale, float32, and no offset
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
 };

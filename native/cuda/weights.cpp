@@ -60,6 +60,10 @@ void Weights::Staging::allocate() {
 
 int Weights::add_matrix(int n, int k, const std::string& format, int group) {
   Weight w{matrix_of(n, k, format, group), {}, 0};
+  if (w.matrix.kind == Kind::float8 && device_.capability() != 90)
+    throw std::invalid_argument(
+        "weights of type float8 are for GPUs of compute capability 9.0 (Hopper): this one's is " +
+        std::to_string(device_.capability() / 10) + "." + std::to_string(device_.capability() % 10));
   device_.use();
   w.memory = Memory(matrix_bytes(w.matrix), "weights");
   place(w);
@@ -141,7 +145,7 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
 void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   const Matrix m = matrix(id);
   check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
-  if (m.codes.bits != r.bits)
+  if (m.codes.bits != r.bits || m.codes.floats)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
   device_.use();
   staging_.allocate();

@@ -1,4 +1,5 @@
-"""Quantized weights on the GPU: recovered as the CPU backend does, and products by every kernel with the same bits."""
+"""Quantized weights and caches on the GPU: recovered as the CPU backend does, products by every kernel with the same
+bits."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import pytest
 
 from allspark_server import _native
 from gpu_toys import compiled, executor
-from reference.toy import Toy
-from test_cuda_ops import SEED, as_bf16, compare, embedded, seed, small_model, tokens_of, toy, VOCAB  # noqa: F401
+from reference.plan import DRAW
+from reference.test_cpu_ops import compiled as on_cpu
+from reference.toy import Toy, item, plan, start
+from test_cuda_ops import (HEADS, LENGTHS, SEED, VOCAB, as_bf16, compare, embedded, seed, small_model,  # noqa: F401
+                           step_of, tokens_of, toy)
 
 pytestmark = pytest.mark.cuda
 FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), ("int8", 16)]
@@ -127,7 +131,7 @@ def test_a_matrix_that_is_widened_in_parts():
     rng, gpu = np.random.default_rng(SEED), executor()
     n, k = 40000, 4096
     handle = gpu.add_matrix(n, k, "int4", 64)
-    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+    gpu.fill_matrix(handle, np.tile((rng.normal(size=(400, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
     x, bias = rng.normal(size=(300, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     assert gpu.multiply(handle, x, n, bias)[:5].tobytes() == gpu.multiply(handle, x[:5], n, bias, "mma").tobytes()
 
@@ -159,16 +163,90 @@ def test_a_quantized_embedding(form):
     compare(own)
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "w8a8"])
-def test_same_request_same_bytes(form):
+@pytest.mark.parametrize("form, cache", [("int4", "bfloat16"), ("int8", "int8"), ("w8a8", "uint4")])
+def test_same_request_same_bytes(form, cache):
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
     expected = []
     for prompt in prompts:
-        expected += tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=False), [prompt])
+        expected += tokens_of(compiled(small_model(form, 64), cache, graphs=False), [prompt])
     for graphs in (True, False):
-        assert tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=graphs), prompts) == expected
-        assert tokens_of(compiled(small_model(form, 64), "bfloat16", graphs=graphs), prompts, chunk=7) == expected
+        assert tokens_of(compiled(small_model(form, 64), cache, graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(small_model(form, 64), cache, graphs=graphs), prompts, chunk=7) == expected
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+CACHES = ["int8", "uint4"]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_quantized_caches_are_the_cpus(heads, cache):
+    q_heads, kv_heads, dim = heads
+    rng, logits = np.random.default_rng(SEED + 1), []
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    own = toy()
+    own.finish(own.attention(embedded(own, (q_heads + 2 * kv_heads) * dim), *heads))
+    for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
+        logits.append(backend.step(data, True).logits)
+    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.sqrt(np.mean(logits[1]**2))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("variant", [{"window": 20}, {"soft_cap": 1.5}], ids=lambda v: "+".join(v))
+def test_quantized_caches_with_rotated_keys_and(variant, cache):
+    rng, logits = np.random.default_rng(SEED + 1), []
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    own = toy()
+    x = embedded(own, 8 * 64)
+    own.rotary(64)
+    own.op("rope", (x,), offset=0, heads=6, head_dim=64)
+    own.finish(own.attention(x, 4, 2, 64, **variant))
+    for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
+        logits.append(backend.step(data, True).logits)
+    # A rotated key's last bit may be another, and then a code.
+    assert np.abs(logits[0] - logits[1]).max() < (0.02 if cache == "int8" else 0.1) * np.sqrt(np.mean(logits[1]**2))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("dim", [24, 64, 128])
+@pytest.mark.parametrize("window", [0, 300])
+def test_bits_of_attention_do_not_depend_on_chunks(window, dim, cache):
+    results, length = [], 1290
+    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
+    for chunk in (1290, 333, 47, -1):
+        own = Toy(7)
+        own.finish(own.attention(embedded(own, 9 * dim), 7, 1, dim, window=window))
+        gpu, begin = compiled(own, cache, long=True), 0
+        while begin < length:
+            count = min(length - 1 if chunk < 0 and begin == 0 else abs(chunk), length - begin)
+            last = begin + count == length
+            spans = list(range(-(-begin // 16), -(-(begin + count) // 16)))
+            result = gpu.step(plan([item(0, count, DRAW if last else 0, spans=spans)],
+                                   [] if begin else [start(0, prompt)]), True)
+            begin += count
+        results.append(result.logits.tobytes())
+    assert results[0] == results[1] == results[2] == results[3]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_keys_that_are_no_numbers(cache):
+    """They harm their own sequence alone."""
+    values = np.random.default_rng(SEED).normal(size=(VOCAB, 4 * 64))
+    own = toy()
+    own.finish(own.attention(own.embedding(VOCAB, 4 * 64, values), 2, 1, 64))
+    gpu = executor()
+    table = gpu.add_matrix(VOCAB, 4 * 64, "float32")
+    own.weights[table][7] = np.inf
+    gpu.fill_matrix(table, own.weights[table].astype(np.float32), "F32")
+    for width, rows, _ in own.program.tensors:
+        gpu.add_tensor(width, rows)
+    for op in own.program.ops:
+        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
+    gpu.allocate(64, 4, 64, 16, 16, cache)
+    work = [item(slot, 3, DRAW, spans=[slot]) for slot in range(3)]
+    result = gpu.step(plan(work, [start(i, [5, 6, 7 if i == 1 else 8], logprobs=False) for i in range(3)]))
+    assert result.status.tolist() == [0, 1, 0] and result.tokens[0] == result.tokens[2] >= 0
 
 
 def test_layouts_that_there_are_not_are_refused_by_name():

@@ -101,9 +101,20 @@ def test_quantized_weights_are_near_the_cpus(fields):
             assert np.abs(found - expected).max() < (0.1 if "int" in fields["weight_dtype"] else 0.5) * expected.std()
 
 
+@pytest.mark.parametrize("mode, tolerance", [("AsCacheQuantI8", 0.05), ("AsCacheQuantU4", 0.5)])
+def test_quantized_caches_are_near_the_cpus(mode, tolerance):
+    directory = checkpoint("qwen3-tied")
+    fields = {"cache_mode": mode, "weight_dtype": "float32"}
+    with Driver(directory, **fields, **UNIT) as gpu, Driver(directory, **fields) as cpu:
+        assert gpu.info.cache_dtype == cpu.info.cache_dtype
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
+            assert np.abs(found - expected).max() < tolerance * expected.std()
+
+
 @pytest.mark.parametrize("fields, missing", [
     ({"weight_dtype": "w8a8", "weight_group_size": 32}, "a matrix of type w8a8:32 on CUDA"),
-    ({"cache_mode": "AsCacheQuantI8"}, "a cache of type int8 on CUDA"),
     ({"host_cache_memory": 1 << 26}, "host_cache_memory on CUDA"),
     ({"compute_unit": "CUDA:0,1"}, "more than one GPU"),
 ])

@@ -402,8 +402,8 @@ def test_what_the_backend_does_not_have_is_refused_by_name():
         compiled(own)
     with pytest.raises(ValueError, match="nf4 are not available on CUDA"):
         executor().add_matrix(4, 32, "nf4")
-    with pytest.raises(ValueError, match="caches of type uint4 are not available on CUDA"):
-        compiled(small_model(), "uint4")
+    with pytest.raises(ValueError, match="caches of type float16 are not available on CUDA"):
+        compiled(small_model(), "float16")
     with pytest.raises(ValueError, match="there is no GPU 99: compute_unit may name 0 to"):
         from allspark_server import _cuda
 

@@ -71,6 +71,8 @@ def test_memory_is_counted_without_a_gpu():
     assert cuda.matrix_bytes(3584, 18944, "bfloat16") == 2 * 3584 * 18944
     assert cuda.matrix_bytes(1, 1, "bfloat16") == 8192 and cuda.matrix_bytes(3, 7, "float32") == 84
     assert cuda.span_bytes(32, 128, "bfloat16") == 2 * 32 * 128 * 2 and cuda.span_bytes(16, 5, "float32") == 1024
+    assert cuda.span_bytes(32, 128, "int8") == 2 * 32 * 128 + 16 * 32
+    assert cuda.span_bytes(32, 128, "uint4") == 32 * 128 + 16 * 32
     assert cuda.matrix_bytes(3584, 18944, "int4", 64) == 3584 * 18944 // 2 + 4 * 3584 * 18944 // 64
     assert cuda.matrix_bytes(1, 1, "int8", 0) == 4096 + 256
     assert cuda.widened_bytes(64, 64, False, 8) == 0 and cuda.widened_bytes(64, 64, False, 4096) == 8192

@@ -11,50 +11,67 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
 
-// A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them: a
-// NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is zeros.
+// A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
+// or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
+// zeros.
+template <bool kFloats>
 __global__ void __launch_bounds__(kThreads)
     bytes_kernel(const float* x, int k, int stride, Segments segments, ByteRows out) {
   after_previous();
+  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   __shared__ float tops[kThreads / 32];
-  __shared__ int wrong[kThreads / 32], sums[kMostBlocks];
+  __shared__ int wrong[kThreads / 32], sums[kFloats ? 1 : kMostBlocks];
   const int row = blockIdx.x, lane = threadIdx.x % 32;
   const float* in = x + (size_t)row * k;
   float top = 0;
   bool bad = false;
+#pragma unroll 4
   for (int i = threadIdx.x; i < k; i += kThreads) top = fmaxf(top, fabsf(in[i])), bad |= !isfinite(in[i]);
-  for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
+  if (!kFloats)
+    for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
   top = warp_max(top);
   const unsigned bad_lanes = __ballot_sync(0xffffffffu, bad);
   if (lane == 0) tops[threadIdx.x / 32] = top, wrong[threadIdx.x / 32] = bad_lanes != 0;
   __syncthreads();
   for (int w = 0; w < kThreads / 32; w++) top = fmaxf(top, tops[w]), bad |= wrong[w] != 0;
-  float scale = __fdiv_rn(top, 127.0f), inverse = __fdiv_rn(127.0f, top);
+  float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
   if (bad) scale = NAN, inverse = 0;
   else if (!(top > 1e-34f)) scale = inverse = 0;
   if (threadIdx.x == 0) out.scales[row] = scale;
   // A thread for each 16 columns.
   for (int piece = threadIdx.x; piece < segments.blocks * 4; piece += kThreads) {
-    uint32_t words[4];
+    uint32_t words[4] = {};
     int sum = 0;
 #pragma unroll
-    for (int t = 0; t < 4; t++) {
-      words[t] = 0;
+    for (int t = 0; t < 4; t++)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const int column = piece * 16 + j / 2 * 8 + t * 2 + j % 2;
-        const int a = column < k && inverse != 0 ? __float2int_rn(__fmul_rn(in[column], inverse)) : 0;
-        words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+        if (column >= k || inverse == 0) continue;
+        const float scaled = __fmul_rn(in[column], inverse);
+        if constexpr (kFloats) {
+          words[t] |= (uint32_t)to_e4m3(scaled) << j * 8;
+        } else {
+          const int a = __float2int_rn(scaled);
+          words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+        }
       }
-    }
     const int block = piece / 4;
     *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
                               byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
-    atomicAdd(&sums[segments.end(block)], sum);
+    if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
   }
+  if (kFloats) return;
   __syncthreads();
   for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
     if (segments.end(block) == block) out.sums[(size_t)block * stride + row] = (float)sums[block];
+}
+
+void quantize_activations(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k);
+  const auto kernel = p.w.codes.floats ? bytes_kernel<true> : bytes_kernel<false>;
+  start(queue, kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
+  launched("quantizing activations");
 }
 
 constexpr int kMostWarps = 8;
@@ -285,13 +302,16 @@ ByteRows byte_rows(char* memory, int rows, int k) {
 }
 
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
-  const Pieces k(p.w.k);
-  start(queue, bytes_kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
-  launched("quantizing activations");
+  quantize_activations(p, rows, queue);
   if (by == By::any) by = rows <= 16 ? By::mma : By::split;
   if (by != By::mma && queue.capability == 90) return linear_integer_split(p, rows, queue);
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
+}
+
+void linear_float8(const Product& p, int rows, const Queue& queue) {
+  quantize_activations(p, rows, queue);
+  linear_float8_split(p, rows, queue);
 }
 
 }  // namespace cuda

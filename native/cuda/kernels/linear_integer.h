@@ -5,6 +5,7 @@
 // total, fused, groups in ascending order. Pieces are added in ascending order, and the sum is multiplied by the row's
 // scale.
 #pragma once
+#include "cuda/kernels/linear_float8.h"
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
@@ -20,7 +21,9 @@ struct Segments {
   int group_blocks, piece_blocks, blocks;
 
   Segments(const Matrix& w, const Pieces& k)
-      : group_blocks(w.codes.groups > 1 ? w.codes.group / kBlock : k.blocks),
+      : group_blocks(w.codes.floats       ? kFloat8Blocks
+                     : w.codes.groups > 1 ? w.codes.group / kBlock
+                                          : k.blocks),
         piece_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/kernels/linear_float8.h"
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
@@ -58,9 +59,16 @@ __global__ void range_kernel(const T* rows, int columns, int group, int column, 
   }
   for (int step = 1; step < 32; step *= 2) wrong += __shfl_xor_sync(0xffffffffu, wrong, step);
   low = -warp_max(-low), high = warp_max(high);
-  uint32_t scales = kNanOffset;  // and a scale of zero
+  uint32_t scales = kNanOffset;  // and a scale of zero; of floats a scale
   Range range = {0, 0};
-  if (!wrong) range = range_of(low, high, m.codes.bits, scales);
+  if (!wrong && m.codes.floats) {
+    const float top = fmaxf(-low, high);
+    const bool none = !(top > 1e-34f);
+    range.factor = none ? 0 : __fdiv_rn(kLargestFloat8, top);
+    scales = __float_as_uint(none ? 0 : __fdiv_rn(top, kLargestFloat8));
+  } else if (!wrong) {
+    range = range_of(low, high, m.codes.bits, scales);
+  }
   // Groups of the matrix that are parts of this one.
   const int from = max(0, begin - column), to = min(m.k, end - column);
   if (lane == 0) {
@@ -89,6 +97,10 @@ __global__ void code_kernel(const T* rows, int columns, int group, int column, M
     if (own >= m.k) continue;
     const float x = widened(rows[(size_t)row * columns + column + own]);
     const Range range = ranges[(size_t)row * groups + (column + own) / group];
+    if (m.codes.floats) {
+      word |= (range.factor ? (uint32_t)to_e4m3(__fmul_rn(x, range.factor)) : 0) << bit_of(bits, own);
+      continue;
+    }
     const float scaled =
         __fadd_rn(rintf(__fmul_rn(__fsub_rn(__fmul_rn(x, 0.5f), range.half_offset), range.factor)), middle);
     word |= (uint32_t)fmaxf(0.0f, fminf(levels, scaled)) << bit_of(bits, own);

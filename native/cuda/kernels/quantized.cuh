@@ -1,9 +1,17 @@
 // Values of quantized matrices (cuda/quantized.h), as kernels recover them.
 #pragma once
+#include <cuda_fp8.h>
+
 #include "cuda/kernels/device.cuh"
 
 namespace as {
 namespace cuda {
+
+// To nearest, to even; larger ones become the largest, 448.
+__device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+__device__ inline float from_e4m3(uint8_t code) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
 
 // To the bit what the CPU backend recovers.
 __device__ inline float recovered(uint32_t scales, int code, int bits) {
@@ -12,6 +20,8 @@ __device__ inline float recovered(uint32_t scales, int code, int bits) {
 }
 __device__ inline float value_of(const Codes& c, int row, int column, int k) {
   const uint32_t word = c.words[word_of(c.bits, row, column, blocks_of(k))];
+  if (c.floats)
+    return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
   return recovered(c.scales[scale_of(row, column / c.group, c.groups)],
                    word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
 }
