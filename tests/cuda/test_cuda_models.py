@@ -101,6 +101,16 @@ def test_quantized_weights_are_near_the_cpus(fields):
             assert np.abs(found - expected).max() < (0.1 if "int" in fields["weight_dtype"] else 0.5) * expected.std()
 
 
+def test_float8_is_near_bfloat16():
+    directory = checkpoint("qwen2-gqa-tied")
+    with Driver(directory, weight_dtype="float8", **UNIT) as gpu, Driver(directory, weight_dtype="float32") as cpu:
+        assert gpu.info.weight_dtype == "float8"
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
+            assert np.sqrt(np.mean((found - expected)**2)) < 0.15 * expected.std()
+
+
 @pytest.mark.parametrize("mode, tolerance", [("AsCacheQuantI8", 0.05), ("AsCacheQuantU4", 0.5)])
 def test_quantized_caches_are_near_the_cpus(mode, tolerance):
     directory = checkpoint("qwen3-tied")
