@@ -91,8 +91,8 @@ class AsModelConfig(Checked):
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
     #: the second tier is a file in this directory, which outlives the process; empty: it is memory
     host_cache_dir: str = path_field("")
-    #: for AsCacheDefault
-    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
+    #: for AsCacheDefault; "float8" (e4m3) on GPUs alone
+    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16", "float8"))
     #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
     max_step_tokens: int = int_field(0, 0, 1 << 20)
     #: inter-token latency in ms that the token budget is chosen to hold; 0: none given

@@ -18,7 +18,7 @@ from allspark_server.weights.quantized import ColumnSlice
 GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
-GPU_CACHES = ("float32", "bfloat16", "int8", "uint4")
+GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
 MOST_SAMPLING_THREADS = 16
 
 
@@ -82,6 +82,9 @@ class Cpus:
         if any(form.dtype == "float8" for form in forms):
             raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
                                                                "; on CPUs use 'int8', or 'w8a8'")
+        if cache_dtype == "float8":
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "cache_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
+                                                               "; on CPUs use cache_mode='AsCacheQuantI8'")
 
     def available(self, world):
         return available_memory(world)

@@ -145,8 +145,8 @@ void rope(float* x, int width, const Heads& heads, const RotaryTable& table, boo
 // The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
 // the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
 // the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
-// then of the values.
-enum class CacheType { f32, bf16, int8, uint4 };
+// then of the values. float8: e4m3 as it is, larger values cut to 448.
+enum class CacheType { f32, bf16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
   CacheType type = CacheType::f32;
@@ -154,7 +154,7 @@ struct LayerCache {
 
   AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
   AS_BOTH int bits() const {
-    return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::int8 ? 8 : 4;
+    return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::uint4 ? 4 : 8;
   }
   AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
   AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head

@@ -102,8 +102,9 @@ CacheType cache_type_of(const std::string& name) {
   if (name == "bfloat16") return CacheType::bf16;
   if (name == "int8") return CacheType::int8;
   if (name == "uint4") return CacheType::uint4;
+  if (name == "float8") return CacheType::float8;
   throw std::invalid_argument("caches of type " + name +
-                              " are not available on CUDA yet: float32, bfloat16, int8 and uint4 are");
+                              " are not available on CUDA yet: float32, bfloat16, int8, uint4 and float8 are");
 }
 
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {

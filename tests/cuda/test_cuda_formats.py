@@ -218,7 +218,8 @@ def test_quantized_caches_are_the_cpus(heads, cache):
     own.finish(own.attention(embedded(own, (q_heads + 2 * kv_heads) * dim), *heads))
     for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
         logits.append(backend.step(data, True).logits)
-    assert np.abs(logits[0] - logits[1]).max() < 1e-3 * np.sqrt(np.mean(logits[1]**2))
+    rounded = dim in (64, 96, 128)  # what was recovered, and queries, to bfloat16
+    assert np.abs(logits[0] - logits[1]).max() < (5e-2 if rounded else 1e-3) * np.sqrt(np.mean(logits[1]**2))
 
 
 @pytest.mark.parametrize("cache", CACHES)
@@ -234,10 +235,23 @@ def test_quantized_caches_with_rotated_keys_and(variant, cache):
     for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
         logits.append(backend.step(data, True).logits)
     # A rotated key's last bit may be another, and then a code.
-    assert np.abs(logits[0] - logits[1]).max() < (0.02 if cache == "int8" else 0.1) * np.sqrt(np.mean(logits[1]**2))
+    assert np.abs(logits[0] - logits[1]).max() < (0.05 if cache == "int8" else 0.15) * np.sqrt(np.mean(logits[1]**2))
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_cache_of_float8(heads):
+    """Against the reference with keys and values so rounded."""
+    q_heads, kv_heads, dim = heads
+    own = toy()
+    values = own.rng.normal(size=(VOCAB, (q_heads + 2 * kv_heads) * dim)).astype(np.float32)
+    kept = values[:, q_heads * dim:].astype(float)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.abs(kept))), -6) - 3)
+    values[:, q_heads * dim:] = np.rint(kept / step) * step
+    own.finish(own.attention(own.embedding(VOCAB, values.shape[1], values), *heads))
+    compare(own, 5e-2, cache="float8")
+
+
+@pytest.mark.parametrize("cache", [*CACHES, "float8"])
 @pytest.mark.parametrize("dim", [24, 64, 128])
 @pytest.mark.parametrize("window", [0, 300])
 def test_bits_of_attention_do_not_depend_on_chunks(window, dim, cache):

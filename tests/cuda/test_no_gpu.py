@@ -97,6 +97,8 @@ def test_float8_is_for_gpus():
     with pytest.raises(AllSparkError, match="weight_dtype='float8' is for GPUs") as caught:
         engine.install_model(config(weight_dtype="float8"))
     assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+    with pytest.raises(AllSparkError, match="cache_dtype='float8' is for GPUs"):
+        engine.install_model(config(cache_dtype="float8"))
     engine.close()
     with pytest.raises(ValueError, match="weight_group_size=64 is for quantized weights, and weight_dtype is 'float8'"):
         config(weight_dtype="float8", weight_group_size=64).validate()

@@ -2,6 +2,7 @@
 // have. A warp has a pair of a row and a query head; its lanes share the head's features.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
@@ -25,6 +26,7 @@ struct Cached {
   __device__ float operator[](int feature) const {
     if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
     else if constexpr (kType == CacheType::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
     else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
     else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
   }
@@ -32,7 +34,7 @@ struct Cached {
 
 // A thread for each pair of features of the queries, and each value of the cache. rotates: queries, in place, and keys
 // as they enter the cache, as rope() does.
-template <typename T>
+template <CacheType kType>
 __global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
   after_previous();
   const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
@@ -62,10 +64,11 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
     turn(from, interleaved ? feature / 2 : feature % half, first, second);
     x = (interleaved ? feature % 2 : feature >= half) ? second : first;
   }
-  T* to = reinterpret_cast<T*>(const_cast<char*>(head_of(a.cache, span, head))) +
-          ((size_t)value * a.cache.span_size + place) * padded + feature;
-  if constexpr (sizeof(T) == 4) *to = x;
-  else *to = to_bf16(x);
+  char* to =
+      const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
+  if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
+  else if constexpr (kType == CacheType::bf16) reinterpret_cast<uint16_t*>(to)[feature] = to_bf16(x);
+  else to[feature] = (char)to_e4m3(x);
 }
 
 // A warp for each key and value, which is in its place in `qkv` already: quantized as the CPU backend does
@@ -240,7 +243,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
     launched("store_cache");
     return;
   }
-  const auto kernel = a.cache.type == CacheType::bf16 ? store_kernel<uint16_t> : store_kernel<float>;
+  const auto kernel = a.cache.type == CacheType::bf16     ? store_kernel<CacheType::bf16>
+                      : a.cache.type == CacheType::float8 ? store_kernel<CacheType::float8>
+                                                          : store_kernel<CacheType::f32>;
   const int items = (turn ? queries * (table.dim / 2) : 0) + 2 * a.cache.kv_heads * a.cache.padded_dim;
   start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved);
   launched("store_cache");
@@ -257,6 +262,7 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
 auto attend_kernel_of(CacheType type) {
   if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
   if (type == CacheType::bf16) return attend_kernel<CacheType::bf16>;
+  if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
   return type == CacheType::int8 ? attend_kernel<CacheType::int8> : attend_kernel<CacheType::uint4>;
 }
 
@@ -267,6 +273,7 @@ void attend(const Attention& a, const AttentionTile* tiles, int count, bool few,
   const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
   if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
+  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, few, splits, queue);
   else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, few);
   launched("attention");
   if (few && splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
