@@ -12,11 +12,14 @@ from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.reservations import Reservation
+from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.quantized import ColumnSlice
 
 #: of a GPU's memory, what the driver, kernels and recorded steps take beside what is counted
 GPU_RESERVE = 768 << 20
-GPU_FORMATS = ("float32", "bfloat16")
+#: of matrices, and of caches
+GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
+GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
@@ -37,8 +40,8 @@ class Device(Protocol):
     adapts: bool
     windows: bool
 
-    def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
-        """AllSparkError for what is not built yet. dtypes: of matrices."""
+    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
+        """AllSparkError for what is not built yet. forms: of matrices."""
 
     def available(self, world: int) -> int:
         """Bytes that this rank may use, now."""
@@ -85,8 +88,13 @@ class Cpus:
         self._cpus, self._threads, self._native = cpus, threads, native_library()
         self.isa = self._native.isa()
 
-    def check(self, config, dtypes, cache_dtype):
-        pass
+    def check(self, config, forms, cache_dtype):
+        if any(form.dtype == "float8" for form in forms):
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
+                                                               "; on CPUs use 'int8', or 'w8a8'")
+        if cache_dtype == "float8":
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "cache_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
+                                                               "; on CPUs use cache_mode='AsCacheQuantI8'")
 
     def available(self, world):
         return available_memory(world)
@@ -154,9 +162,11 @@ class Gpu:
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
-    def check(self, config, dtypes, cache_dtype):
-        missing = [f"a matrix of type {dtype}" for dtype in sorted(dtypes - set(GPU_FORMATS))]
-        if cache_dtype not in GPU_FORMATS:
+    def check(self, config, forms, cache_dtype):
+        missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+        if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
+            missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
+        if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_memory:
             missing.append("host_cache_memory")
@@ -190,7 +200,7 @@ class Gpu:
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
 
     def matrix_bytes(self, rows, part, experts):
-        return self._library.matrix_bytes(rows, part.inputs, part.form.dtype)
+        return self._library.matrix_bytes(rows, part.inputs, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)
@@ -203,7 +213,28 @@ class Gpu:
         rotary = rows * net.head_dim * 4
         dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
         shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
-        return tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared
+        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared
+                + self._widened_bytes(model, rows, outputs))
+
+    def _widened_bytes(self, model, rows: int, outputs: int) -> int:
+        """What products of quantized matrices with many rows work in."""
+        graph, widened = model.graph, 0
+        for op, after in zip(graph.ops, graph.ops[1:]):
+            if op.type == "linear" and model.formats[op.weights[0]].quantized:
+                weight = graph.weights[op.weights[0]]
+                most = rows_of(graph, graph.tensors[op.outputs[0]].rows, rows, outputs)
+                widened = max(widened, self._library.widened_bytes(
+                    weight.rows_of(model.rank, model.world), model.slice_of(weight).inputs, after.type == "silu_mul",
+                    most))
+        return widened
+
+
+def on_gpu(form: WeightFormat) -> bool:
+    """Whether the CUDA backend has matrices of this format."""
+    if form.dtype == "float8":
+        return not form.group_size
+    size, small = form.group_size, () if form.dtype in ("w8a8", "w4a8") else (16, 32)
+    return form.dtype in GPU_FORMATS and not form.layout.changed() and (size in small or size % 64 == 0)
 
 
 def tensor_bytes(model, rows: int, outputs: int) -> int:

@@ -39,8 +39,8 @@ Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("hea
 
 }  // namespace
 
-size_t span_bytes(int span_size, int head_dim, bool bf16) {
-  LayerCache one{nullptr, bf16, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
+size_t span_bytes(int span_size, int head_dim, CacheType type) {
+  LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
   return one.span_bytes();
 }
 
@@ -115,12 +115,12 @@ int CudaRunner::max_rows(int tensor) const {
   return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
 }
 
-// Whether a tensor is bfloat16: linears of such weights alone read it, and ops that round make it.
+// Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
 bool CudaRunner::in_tiles(int tensor) const {
   bool read = false;
   for (const OpNode& op : program_.ops()) {
     if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).tiles) return false;
+      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("span_attention")) return false;
@@ -146,14 +146,23 @@ void CudaRunner::allocate_tensors() {
     else tensor.rows.values = reinterpret_cast<float*>(data);
     tensors_.push_back(tensor);
   }
-  size_t rotary = 0;
-  for (const OpNode& op : program_.ops()) {
+  size_t rotary = 0, widened = 0, bytes_of_rows = 0;
+  for (size_t i = 0; i < program_.ops().size(); i++) {
+    const OpNode& op = program_.ops()[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (op.is("linear") && weights_.matrix(op.weights[0]).tiles && in(op).values())
+    if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
+    if (!op.is("linear")) continue;
+    const Matrix& w = weights_.matrix(op.weights[0]);
+    if (w.takes_bytes()) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
+    if (w.kind != Kind::codes) continue;
+    const bool gated = is_gated(i);
+    widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
   tiles_ = Memory(converted, "activations in bfloat16");
+  widened_ = Memory(widened, "widened weights");
+  byte_rows_ = Memory(bytes_of_rows, "quantized activations");
 }
 
 void CudaRunner::allocate_cache() {
@@ -162,7 +171,7 @@ void CudaRunner::allocate_cache() {
   int groups = 0;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
-    LayerCache layer{nullptr, limits_.bf16_cache, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
+    LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
     layer.padded_dim = (layer.head_dim + 7) / 8 * 8;
     if (layer.head_dim > kLargestHead)
       refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
@@ -330,7 +339,7 @@ bool CudaRunner::is_gated(size_t linear) const {
   const auto& ops = program_.ops();
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  if (!next.is("silu_mul") || next.inputs[0] != made || !weights_.matrix(op.weights[0]).tiles) return false;
+  if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
   for (size_t later = linear + 2; later < ops.size(); later++) {
@@ -352,14 +361,19 @@ int CudaRunner::bind_linear(size_t i) {
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
   p.y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(program_.ops()[gated ? i + 1 : i]).rows);
-  const bool converts = p.w.tiles && x.values();
+  if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
+  if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
+  const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.tiles) linear_bf16(p, rows, queue);
-    else linear_f32(p, rows, queue);
+    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
+    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
+    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
+    else linear_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;
 }

@@ -11,9 +11,9 @@ CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, st
       window_(window && window->size() > 1 ? std::move(window) : nullptr),
       weights_(device_) {}
 
-int CudaExecutor::add_matrix(int n, int k, const std::string& format) {
-  const int id = weights_.add_matrix(n, k, format);
-  program_.add_matrix(n, k, format, 0);
+int CudaExecutor::add_matrix(int n, int k, const std::string& format, int group) {
+  const int id = weights_.add_matrix(n, k, format, group);
+  program_.add_matrix(n, k, format, group);
   return id;
 }
 
@@ -64,16 +64,26 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (!rows) return y;
   device_.use();
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
-      added(bias ? m.n * sizeof(float) : 0, "a bias"), tiles(m.tiles ? tiles_bytes(rows, m.k) : 0, "activations");
+      added(bias ? m.n * sizeof(float) : 0, "a bias"),
+      tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
+      widened(m.kind == Kind::codes ? widened_bytes(m.n, m.k, false, 1 << 30) : 0, "widened weights"),
+      bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
-  if (m.tiles) {
+  p.widened = widened.as<uint16_t>();
+  if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
+  if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    linear_bf16(p, rows, device_.queue(), by);
+    if (m.tiles) linear_bf16(p, rows, device_.queue(), by);
+    else linear_quantized(p, rows, device_.queue(), by);
+  } else if (m.kind == Kind::integers) {
+    linear_integer(p, rows, device_.queue(), by);
+  } else if (m.kind == Kind::float8) {
+    linear_float8(p, rows, device_.queue());
   } else {
     linear_f32(p, rows, device_.queue());
   }

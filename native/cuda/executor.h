@@ -16,7 +16,7 @@ class CudaExecutor : public StepModel {
   // window: to the other ranks of a group; null: there are none.
   CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
 
-  int add_matrix(int n, int k, const std::string& format);
+  int add_matrix(int n, int k, const std::string& format, int group);
   int add_vector(const std::vector<float>& values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }

@@ -20,12 +20,12 @@ namespace cuda {
 struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
-  bool bf16_cache = false;
+  CacheType cache_type = CacheType::f32;
   bool graphs = true;  // steps that decode are replayed; the bits are the same
 };
 
 // Memory of a span of the cache, for one layer and KV head.
-size_t span_bytes(int span_size, int head_dim, bool bf16);
+size_t span_bytes(int span_size, int head_dim, CacheType type);
 
 // The other ranks of a group: what this GPU has of theirs, and how the processes tell each other what was drawn.
 struct Ranks {
@@ -102,7 +102,8 @@ class CudaRunner : public Runner {
   const std::optional<Ranks> ranks_;
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
-  Memory activations_, rotary_memory_, cache_, partials_, tiles_, best_, host_best_, host_logits_, host_hidden_;
+  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
+      host_hidden_;
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
   std::optional<Turn> turn_;  // of the attention that comes next

@@ -1,5 +1,6 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
-of the ceiling. `python bench_cuda.py [7b|0.5b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]`
+of the ceiling. `python bench_cuda.py [7b|0.5b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
+[format=int4:64] [cache=bfloat16]`
 
 ranks: GPUs 0 ... of one host, each with a process of its own; ceilings are then theirs together."""
 
@@ -38,7 +39,9 @@ def window_of(rank: int, ranks: int, path: str):
 
 
 class Model:
-    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str):
+    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str,
+                 form: str, cache: str):
+        """form: of weights, with a group size behind a colon."""
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.ranks, whole = ranks, vocab
         heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
@@ -50,8 +53,11 @@ class Model:
         noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
         noise = noise.astype(np.uint16)
 
+        dtype, _, group = form.partition(":")
+        form = dtype, int(group or 0)
+
         def matrix(n: int, k: int) -> int:
-            handle = e.add_matrix(n, k, "bfloat16")
+            handle = e.add_matrix(n, k, *form)
             e.fill_rows(handle, [noise[:min(4096, n - row), :k] for row in range(0, n, 4096)], "BF16")
             return handle
 
@@ -89,9 +95,12 @@ class Model:
             own = e.share(max_rows)
             all_ranks = window.broadcast(b"".join(window.gather(own) or []))
             e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
-        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, "bfloat16", max_slots)
+        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
         self.matrices = ranks * ((heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden)
-        self.bytes = 2.0 * (layers * self.matrices + whole * hidden)
+        shapes = ((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
+        self.bytes = float(_cuda.matrix_bytes(whole, hidden, *form) + layers * ranks * sum(
+            _cuda.matrix_bytes(*shape, *form) for shape in shapes))
+        self.position_bytes = ranks * layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
 
@@ -141,8 +150,7 @@ class Model:
         return best
 
     def kv_bytes(self, positions: float) -> float:
-        _, layers, _, kv, dim, *_ = self.shape
-        return positions * layers * kv * dim * 4
+        return positions * self.position_bytes
 
 
 def main(arguments: list[str]) -> None:
@@ -160,7 +168,7 @@ def main(arguments: list[str]) -> None:
                                    stdout=subprocess.DEVNULL, env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
                   for r in range(1, ranks) if rank == 0]
         model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length, rank,
-                      ranks, path)
+                      ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
         run(model, decode, contexts, prefill, chunk)
         for other in others:
             other.wait()

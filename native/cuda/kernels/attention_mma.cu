@@ -185,7 +185,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_mma(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.bf16 && (dim == 64 || dim == 96 || dim == 128);
+  return a.cache.type == CacheType::bf16 && (dim == 64 || dim == 96 || dim == 128);
 }
 
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
