@@ -240,7 +240,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.def(
       "exchange_bytes",
       [](int rows, int width, const std::string& dtype) {
-        return exchange_bytes(partial_bytes(rows, width, is_bf16(dtype)));
+        return exchange_bytes(partial_bytes(rows, width, dtype != "float32"));
       },
       py::arg("rows"), py::arg("width"), py::arg("dtype"),
       "Memory that a rank shares with others, for sums of so many rows of this width, of weights of that type.");
