@@ -50,6 +50,12 @@ void pack_rows(const void* rows, Source source, int64_t stride, int count, const
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
+// ---- ceilings
+// Reads so many bytes, a multiple of 16; sink: a place that is hardly ever written.
+void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
+// Values of both signs and several sizes.
+void fill_bf16(void* data, size_t bytes, const Queue& queue);
+
 // ---- rows
 void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
            const Queue& queue);
