@@ -74,9 +74,11 @@ class CudaRunner : public Runner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
+  void bind_attention(size_t i);
+  int next_product(size_t i) const;
+  Ahead ahead(int matrix, int rows) const;
   int bind_all_reduce(size_t i);
   void bind_first_call();
-  void bind_attention(const OpNode& op);
   void bind_rotary_table(const OpNode& op);
   // The add, if any, that alone reads a tensor from ops[next] on, and is that op.
   std::optional<size_t> sum_at(size_t next, int tensor) const;
