@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from allspark_launch import cli, doctor, gpus
@@ -167,3 +168,14 @@ def test_metrics_of_gpus():
               if s.name == "allspark_rank_gpu_memory_bytes"}
     assert values == {((("rank", "0"), ("gpu", "3"), ("state", "used")), 25),
                       ((("rank", "0"), ("gpu", "3"), ("state", "free")), 10)}
+
+
+def test_ceilings_are_those_of_all_gpus_together(monkeypatch):
+    from allspark_launch.bench.static import Meter
+    from allspark_server.runtime import native
+
+    measured = SimpleNamespace(measure_ceilings=lambda gpu: (4e12 + gpu, 8e14))
+    monkeypatch.setattr(native, "cuda_library", lambda: measured)
+    run = SimpleNamespace(ceilings=[])
+    machine = Meter(run, [], 1, [0, 2]).now()
+    assert (machine.read, machine.floats, machine.int8) == (8e12 + 2, 16e14, 0) and run.ceilings == [machine]

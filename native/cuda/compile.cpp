@@ -297,7 +297,7 @@ void CudaRunner::bind_first_call() {
   calls_++, next_call_++;
   RankSum nothing;
   nothing.peers = ranks_->exchange.peers(), nothing.peers.step = data_->step(), nothing.calls = calls_;
-  launches_.push_back([=, queue = device_.queue()](const Size&) { sum_ranks(nothing, 0, queue); });
+  launches_.push_back([=, queue = device_.queue()](const Size&) { sum_ranks(nothing, 0, {}, queue); });
 }
 
 std::optional<Rows> CudaRunner::partial_of(size_t i) const {
@@ -326,10 +326,10 @@ int CudaRunner::bind_all_reduce(size_t i) {
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  launches_.push_back([=, queue = device_.queue()](const Size& size) {
+  launches_.push_back([=, next = next_product(last), queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);
-    sum_ranks(sum, rows, queue);
+    sum_ranks(sum, rows, ahead(next, rows), queue);
   });
   return (int)(last - i);
 }

@@ -73,6 +73,12 @@ void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* of
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
+// ---- ceilings
+// Reads so many bytes, a multiple of 16; sink: a place that is hardly ever written.
+void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
+// Values of both signs and several sizes.
+void fill_bf16(void* data, size_t bytes, const Queue& queue);
+
 // ---- rows
 void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
            const Queue& queue);
@@ -233,7 +239,7 @@ struct RankSum {
   Norm norm;
   Rows normed;
 };
-void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
+void sum_ranks(const RankSum& sum, int rows, const Ahead& ahead, const Queue& queue);
 
 // ---- sampling
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "bindings/step_result.h"
+#include "cuda/ceilings.h"
 #include "cuda/executor.h"
 #include "program/weight_spec.h"
 
@@ -217,6 +218,15 @@ PYBIND11_MODULE(_cuda, m) {
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
   m.attr("RUN_TOKENS") = kRunTokens;
   m.attr("MOST_RANKS") = kMostRanks;
+  m.def(
+      "measure_ceilings",
+      [](int device) {
+        const Ceilings found = measure_ceilings(device);
+        return std::make_pair(found.read, found.bf16);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+      "(bytes/s that a GPU reads of its memory, multiplications and additions/s of a large product of bfloat16); takes "
+      "40 ms and half a gigabyte.");
   m.attr("CUDA_VERSION") = CUDART_VERSION;
   m.def(
       "driver_version",

@@ -47,7 +47,8 @@ class Model:
         heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
         begin = rank * vocab
         vocab = whole - begin if rank == ranks - 1 else vocab
-        self.slots, self.length, window = max_slots, max_length, window_of(rank, ranks, path)
+        self.slots, self.length = max_slots, max_length
+        self.window = window = window_of(rank, ranks, path)
         self.e = e = _cuda.Executor(rank, _native.HostSampler(8, window=window), window)
         rng = np.random.default_rng(0)
         noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
@@ -172,6 +173,8 @@ def main(arguments: list[str]) -> None:
         run(model, decode, contexts, prefill, chunk)
         for other in others:
             other.wait()
+        if model.window:
+            model.window.close()
 
 
 def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: int) -> None:
