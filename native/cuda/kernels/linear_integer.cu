@@ -137,13 +137,17 @@ struct Shape {
   static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
 };
 
-// The blocks of K that a warp computes, for all columns that its block of threads has.
+// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group.
 struct Walk {
-  int tile, piece, block, end;
+  int tile, piece, group_blocks, block, end, group, group_end;
 
-  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void begin_piece(const Pieces& k) {
+    block = piece * k.length, end = min(block + k.length, k.blocks);
+    group = block / group_blocks, group_end = (group + 1) * group_blocks;
+  }
   __device__ void next(const Pieces& k, int warp, int warps) {
-    if (++block < end) return;
+    if (++block == group_end) group++, group_end += group_blocks;
+    if (block < end) return;
     if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
     begin_piece(k);
   }
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(first_row / kBlock) * k.blocks * kByteBlock +
                   first_row % kBlock * kByteRow;
 
-  Walk ahead{(int)blockIdx.x, warp, 0, 0};
+  Walk ahead{(int)blockIdx.x, warp, segments.group_blocks};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -178,11 +182,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 #pragma unroll
     for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
     if (lane < S::kScales / 16)
-      copy_16(
-          to + S::kCodes,
-          reinterpret_cast<const char*>(codes.scales) +
-              (((size_t)row_block * codes.groups + segments.group(at.block)) * kScaleWords + first * kTileRows) * 4 +
-              lane * 16);
+      copy_16(to + S::kCodes,
+              reinterpret_cast<const char*>(codes.scales) +
+                  (((size_t)row_block * codes.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
   };
   const auto fetch_rows = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -316,7 +318,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 template <int kBits>
 void start_rows(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 2) start_tiles<kBits, 1, 1>(p, rows, queue);
+  if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2>(p, rows, queue);
   else if (rows <= 32) start_tiles<kBits, 4, 2>(p, rows, queue);
