@@ -22,7 +22,7 @@ Matrix matrix_of(int n, int k, const std::string& format, int group) {
                                 ": both must be positive");
   Matrix m{n, k};
   if (format == "float32" || format == "bfloat16") {
-    if (format == "bfloat16") m.kind = Kind::bf16;
+    if (format == "bfloat16") m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
     return m;
   }
   if (format != "int8" && format != "int4")

@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.n, p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const auto kernel = p.w.codes.floats ? bytes_kernel<true> : bytes_kernel<false>;
   start(queue, kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
   launched("quantizing activations");
@@ -301,7 +301,7 @@ template <int kBits, int kTiles, int kColumnTiles>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles>;
-  const Pieces k(p.w.n, p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const int most_warps = S::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);

@@ -190,7 +190,7 @@ template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles, kFine>;
-  const Pieces k(p.w.n, p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const int most_warps = S::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);
@@ -260,13 +260,11 @@ void widen(const Matrix& w, int first_block, int row_blocks, uint16_t* to, const
 constexpr int kTogether = 4;                 // blocks of rows: a part of a matrix is whole tiles of linear_wide()
 constexpr size_t kWidenedBytes = 256 << 20;  // of a part, about
 
-// Rows of a part of a matrix: gates cannot be apart from one call of the product, and what is many columns (tiles.h)
-// stays so.
+// Rows of a part of a matrix: gates cannot be apart from one call of the product.
 int part_rows(int n, int k, bool gated) {
-  const size_t bytes = tiles_bytes(n, k);
-  constexpr int kLeast = kManyColumns + 16 * kTogether * kBlock;  // parts are rounded, and the last is what is left
-  const int parts = gated ? 1 : std::clamp(ceil_div(bytes, kWidenedBytes), 1, std::max(1, n / kLeast));
-  return parts == 1 ? n : ceil_div(n, parts * kTogether * kBlock) * kTogether * kBlock;
+  const size_t row_bytes = (size_t)blocks_of(k) * kRowBytes;
+  if (gated || row_bytes * n <= kWidenedBytes) return n;
+  return std::max<int>(1, (int)(kWidenedBytes / row_bytes / (kTogether * kBlock))) * kTogether * kBlock;
 }
 
 void linear_widened(const Product& p, int rows, const Queue& queue) {
@@ -278,6 +276,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     Product some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::bf16, nullptr, p.widened};
+    some.w.most_pieces = p.w.most_pieces;
     if (first) {
       some.y.values += first;
       if (p.bias) some.bias += first;

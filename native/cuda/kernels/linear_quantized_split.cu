@@ -176,7 +176,7 @@ template <int kBits, int kRows, int kGroups, bool kFine>
 void start_split(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kRows, kGroups, kFine>;
   const auto kernel = linear_split_kernel<kBits, kRows, kGroups, kFine>;
-  const Pieces k(p.w.n, p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   allow_shared(kernel, S::kShared);
   start_clusters(queue, kernel, dim3(k.count, ceil_div(p.w.n, S::kColumns), ceil_div(rows, kRows)), dim3(k.count),
                  S::kThreads, S::kShared, p, rows, k);
