@@ -382,7 +382,7 @@ int CudaRunner::bind_linear(size_t i) {
 int CudaRunner::next_product(size_t i) const {
   const auto& ops = program_.ops();
   for (i++; i < ops.size(); i++)
-    if (ops[i].is("linear")) return weights_.matrix(ops[i].weights[0]).tiles ? ops[i].weights[0] : -1;
+    if (ops[i].is("linear")) return weights_.matrix(ops[i].weights[0]).kind == Kind::f32 ? -1 : ops[i].weights[0];
   return -1;
 }
 
@@ -392,7 +392,8 @@ Ahead CudaRunner::ahead(int matrix, int rows) const {
   static const size_t kMost = getenv("AS_AHEAD") ? (size_t)atoi(getenv("AS_AHEAD")) << 20 : 24 << 20;  // XXX
   if (matrix < 0 || rows > kFewRows) return {};
   const Matrix& m = weights_.matrix(matrix);
-  return {m.tiles, std::min(tiles_bytes(m.n, m.k), kMost)};
+  const void* data = m.tiles ? static_cast<const void*>(m.tiles) : m.codes.words;
+  return {data, std::min(matrix_bytes(m), kMost)};
 }
 
 void CudaRunner::bind_attention(size_t i) {

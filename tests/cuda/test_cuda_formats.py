@@ -156,9 +156,9 @@ def test_rows_of_activations_that_are_no_numbers(form):
 
 def test_a_matrix_that_is_widened_in_parts():
     rng, gpu = np.random.default_rng(SEED), executor()
-    n, k = 40000, 4096
+    n, k = 70000, 4096
     handle = gpu.add_matrix(n, k, "int4", 64)
-    gpu.fill_matrix(handle, np.tile((rng.normal(size=(400, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
+    gpu.fill_matrix(handle, np.tile((rng.normal(size=(700, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
     x, bias = rng.normal(size=(300, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     assert gpu.multiply(handle, x, n, bias)[:5].tobytes() == gpu.multiply(handle, x[:5], n, bias, "mma").tobytes()
 

@@ -217,7 +217,7 @@ template <class Type, int kRows, int kGroups>
 void start_split(const Product& p, int rows, const Queue& queue) {
   using S = Shape<Type, kRows, kGroups>;
   const auto kernel = linear_split_kernel<Type, kRows, kGroups>;
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   allow_shared(kernel, S::kShared);
   start_clusters(queue, kernel, dim3(k.count, ceil_div(p.w.n, S::kColumns), ceil_div(rows, kRows)), dim3(k.count),
                  S::kThreads, S::kShared, p, rows, k, Segments(p.w, k));

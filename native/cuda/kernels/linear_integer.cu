@@ -8,25 +8,53 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512, kKept = 3;               // pieces of 16 columns that a thread keeps in registers
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
+
+// 16 columns of a row; zeros behind its end.
+__device__ void load_piece(const float* in, int k, int piece, float (&x)[16]) {
+  const int first = piece * 16;
+  if (k % 4 == 0 && first + 16 <= k) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 four = reinterpret_cast<const float4*>(in + first)[i];
+      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = first + i < k ? in[first + i] : 0.0f;
+  }
+}
 
 // A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
 // or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
 // zeros.
 template <bool kFloats>
 __global__ void __launch_bounds__(kThreads)
-    bytes_kernel(const float* x, int k, int stride, Segments segments, ByteRows out) {
+    bytes_kernel(const float* rows, int k, int stride, Segments segments, ByteRows out) {
   after_previous();
   constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   __shared__ float tops[kThreads / 32];
   __shared__ int wrong[kThreads / 32], sums[kFloats ? 1 : kMostBlocks];
-  const int row = blockIdx.x, lane = threadIdx.x % 32;
-  const float* in = x + (size_t)row * k;
-  float top = 0;
+  const int row = blockIdx.x, lane = threadIdx.x % 32, pieces = segments.blocks * 4;
+  const float* in = rows + (size_t)row * k;
+  float kept[kKept][16], top = 0;
   bool bad = false;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < k; i += kThreads) top = fmaxf(top, fabsf(in[i])), bad |= !isfinite(in[i]);
+  const auto look = [&](const float(&x)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(x[i])), bad |= !isfinite(x[i]);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) load_piece(in, k, piece, kept[i]);
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (i * kThreads + threadIdx.x < pieces) look(kept[i]);
+  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
+    float x[16];
+    load_piece(in, k, piece, x);
+    look(x);
+  }
   if (!kFloats)
     for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
   top = warp_max(top);
@@ -38,28 +66,35 @@ __global__ void __launch_bounds__(kThreads)
   if (bad) scale = NAN, inverse = 0;
   else if (!(top > 1e-34f)) scale = inverse = 0;
   if (threadIdx.x == 0) out.scales[row] = scale;
-  // A thread for each 16 columns.
-  for (int piece = threadIdx.x; piece < segments.blocks * 4; piece += kThreads) {
+  const auto store = [&](int piece, const float(&x)[16]) {
     uint32_t words[4] = {};
     int sum = 0;
+    if (inverse != 0) {
 #pragma unroll
-    for (int t = 0; t < 4; t++)
+      for (int t = 0; t < 4; t++)
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int column = piece * 16 + j / 2 * 8 + t * 2 + j % 2;
-        if (column >= k || inverse == 0) continue;
-        const float scaled = __fmul_rn(in[column], inverse);
-        if constexpr (kFloats) {
-          words[t] |= (uint32_t)to_e4m3(scaled) << j * 8;
-        } else {
-          const int a = __float2int_rn(scaled);
-          words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+        for (int j = 0; j < 4; j++) {
+          const float scaled = __fmul_rn(x[j / 2 * 8 + t * 2 + j % 2], inverse);
+          if constexpr (kFloats) {
+            words[t] |= (uint32_t)to_e4m3(scaled) << j * 8;
+          } else {
+            const int a = __float2int_rn(scaled);
+            words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+          }
         }
-      }
+    }
     const int block = piece / 4;
     *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
                               byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
     if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) store(piece, kept[i]);
+  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
+    float x[16];
+    load_piece(in, k, piece, x);
+    store(piece, x);
   }
   if (kFloats) return;
   __syncthreads();
@@ -68,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const auto kernel = p.w.codes.floats ? bytes_kernel<true> : bytes_kernel<false>;
   start(queue, kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
   launched("quantizing activations");
@@ -102,13 +137,17 @@ struct Shape {
   static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
 };
 
-// The blocks of K that a warp computes, for all columns that its block of threads has.
+// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group.
 struct Walk {
-  int tile, piece, block, end;
+  int tile, piece, group_blocks, block, end, group, group_end;
 
-  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void begin_piece(const Pieces& k) {
+    block = piece * k.length, end = min(block + k.length, k.blocks);
+    group = block / group_blocks, group_end = (group + 1) * group_blocks;
+  }
   __device__ void next(const Pieces& k, int warp, int warps) {
-    if (++block < end) return;
+    if (++block == group_end) group++, group_end += group_blocks;
+    if (block < end) return;
     if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
     begin_piece(k);
   }
@@ -131,7 +170,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(first_row / kBlock) * k.blocks * kByteBlock +
                   first_row % kBlock * kByteRow;
 
-  Walk ahead{(int)blockIdx.x, warp, 0, 0};
+  Walk ahead{(int)blockIdx.x, warp, segments.group_blocks};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -143,11 +182,9 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 #pragma unroll
     for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
     if (lane < S::kScales / 16)
-      copy_16(
-          to + S::kCodes,
-          reinterpret_cast<const char*>(codes.scales) +
-              (((size_t)row_block * codes.groups + segments.group(at.block)) * kScaleWords + first * kTileRows) * 4 +
-              lane * 16);
+      copy_16(to + S::kCodes,
+              reinterpret_cast<const char*>(codes.scales) +
+                  (((size_t)row_block * codes.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
   };
   const auto fetch_rows = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -264,7 +301,7 @@ template <int kBits, int kTiles, int kColumnTiles>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles>;
   const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles>;
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const int most_warps = S::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);
@@ -281,7 +318,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 template <int kBits>
 void start_rows(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 2) start_tiles<kBits, 1, 1>(p, rows, queue);
+  if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2>(p, rows, queue);
   else if (rows <= 32) start_tiles<kBits, 4, 2>(p, rows, queue);

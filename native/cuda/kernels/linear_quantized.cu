@@ -33,13 +33,18 @@ struct Shape {
   static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
 };
 
-// The blocks of K that a warp computes, for all columns that its block of threads has.
+// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group, if that
+// is of `group_blocks` whole ones.
 struct Walk {
-  int tile, piece, block, end;
+  int tile, piece, group_blocks, block, end, group, group_end;
 
-  __device__ void begin_piece(const Pieces& k) { block = piece * k.length, end = min(block + k.length, k.blocks); }
+  __device__ void begin_piece(const Pieces& k) {
+    block = piece * k.length, end = min(block + k.length, k.blocks);
+    group = block / group_blocks, group_end = (group + 1) * group_blocks;
+  }
   __device__ void next(const Pieces& k, int warp, int warps) {
-    if (++block < end) return;
+    if (++block == group_end) group++, group_end += group_blocks;
+    if (block < end) return;
     if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
     begin_piece(k);
   }
@@ -62,7 +67,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
 
-  Walk ahead{(int)blockIdx.x, warp, 0, 0};
+  Walk ahead{(int)blockIdx.x, warp, codes.groups > 1 ? max(codes.group / kBlock, 1) : k.blocks};
   ahead.begin_piece(k);
   const auto fetch_weights = [&](const Walk& at, int stage) {
     if (at.tile >= tiles) return;
@@ -74,7 +79,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
 #pragma unroll
     for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
     constexpr int kCopies = S::kSetBytes / 16;  // of a set
-    const int group = kFine ? at.block * sets : at.block * kBlock / codes.group;
+    const int group = kFine ? at.block * sets : at.group;
     for (int i = lane; i < sets * kCopies; i += 32)
       if (const int set = i / kCopies; group + set < codes.groups)
         copy_16(ring_at + stage * kBytes + S::kCodes + i * 16,
@@ -185,7 +190,7 @@ template <int kBits, int kTiles, int kColumnTiles, bool kFine>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kTiles, kColumnTiles, kFine>;
   const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles, kFine>;
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   const int most_warps = S::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);
@@ -202,7 +207,8 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_rows(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 2) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
+  // Few columns of a sum in pieces: so small that all processors have some.
+  if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1, kFine>(p, rows, queue);
   else if (rows <= 8) start_tiles<kBits, 1, 2, kFine>(p, rows, queue);
   else if (rows <= 16) start_tiles<kBits, 2, 2, kFine>(p, rows, queue);
   else if (rows <= 32) start_tiles<kBits, 4, 2, kFine>(p, rows, queue);
@@ -270,6 +276,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
     Product some = p;
     widen(p.w, first / kBlock, blocks_of(n), p.widened, queue);
     some.w = {n, p.w.k, Kind::bf16, nullptr, p.widened};
+    some.w.most_pieces = p.w.most_pieces;
     if (first) {
       some.y.values += first;
       if (p.bias) some.bias += first;
@@ -291,7 +298,9 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any) by = rows > kMostFused ? By::wide : rows <= 8 ? By::mma : By::split;
+  static const int few = getenv("AS_FEW") ? atoi(getenv("AS_FEW")) : 8;              // XXX
+  static const int most = getenv("AS_MOST") ? atoi(getenv("AS_MOST")) : kMostFused;  // XXX
+  if (by == By::any) by = rows > most ? By::wide : rows <= few ? By::mma : By::split;
   if (by == By::wide) return linear_widened(p, rows, queue);
   if (by == By::split && queue.capability == 90) return linear_quantized_split(p, rows, queue);
   linear_quantized_mma(p, rows, queue);

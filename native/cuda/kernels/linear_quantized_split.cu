@@ -176,7 +176,7 @@ template <int kBits, int kRows, int kGroups, bool kFine>
 void start_split(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kBits, kRows, kGroups, kFine>;
   const auto kernel = linear_split_kernel<kBits, kRows, kGroups, kFine>;
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.k, p.w.most_pieces);
   allow_shared(kernel, S::kShared);
   start_clusters(queue, kernel, dim3(k.count, ceil_div(p.w.n, S::kColumns), ceil_div(rows, kRows)), dim3(k.count),
                  S::kThreads, S::kShared, p, rows, k);
@@ -185,7 +185,8 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 
 template <int kBits, bool kFine>
 void start_rows(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 16) start_split<kBits, 16, 1, kFine>(p, rows, queue);
+  if (rows <= 8) start_split<kBits, 8, 1, kFine>(p, rows, queue);
+  else if (rows <= 16) start_split<kBits, 16, 1, kFine>(p, rows, queue);
   else if (rows <= 32) start_split<kBits, 32, 1, kFine>(p, rows, queue);
   else if (rows <= 64) start_split<kBits, 64, 2, kFine>(p, rows, queue);
   else start_split<kBits, 128, 2, kFine>(p, rows, queue);

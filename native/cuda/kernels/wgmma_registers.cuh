@@ -10,6 +10,18 @@ namespace cuda {
 template <int N>
 struct RegisterTile;
 template <>
+struct RegisterTile<8> {
+  static __device__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int adds) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+  }
+};
+template <>
 struct RegisterTile<16> {
   static __device__ void multiply(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int adds) {
     asm volatile(
