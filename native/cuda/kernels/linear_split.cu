@@ -153,10 +153,6 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_split(const Product& p, int rows, const Queue& queue) {
-  static const bool two = getenv("AS_GROUPS");  // XXX
-  if (two && rows <= 16) return start_split<16, 2>(p, rows, queue);
-  if (two && rows <= 32) return start_split<32, 2>(p, rows, queue);
-  if (two && rows <= 64) return start_split<64, 2>(p, rows, queue);
   if (rows <= 16) start_split<16, 1>(p, rows, queue);
   else if (rows <= 32) start_split<32, 1>(p, rows, queue);
   else if (rows <= 64) start_split<64, 1>(p, rows, queue);
