@@ -52,7 +52,8 @@ __device__ inline float shrunk(float old, float now) { return now == -INFINITY ?
 __device__ inline float merged(float total, float by, float run, float run_by) {
   return __fmaf_rn(run, run_by, __fmul_rn(total, by));
 }
-__device__ inline float share(float value, float sum) { return sum > 0 ? value / sum : 0.0f; }
+// A sum that is no number stays none.
+__device__ inline float share(float value, float sum) { return sum == 0 ? 0.0f : value / sum; }
 
 // A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {
