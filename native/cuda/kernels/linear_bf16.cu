@@ -165,10 +165,7 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
-  if (by == By::any) {
-    const int wide_tiles = ceil_div(rows, kWideRows) * ceil_div(p.w.n, kWideColumns);
-    by = rows <= 8 ? By::mma : rows <= 256 || wide_tiles < 3 * processors() / 2 ? By::split : By::wide;
-  }
+  if (by == By::any) by = rows <= 8 ? By::mma : rows <= 256 ? By::split : By::wide;
   if (by == By::split) return linear_split(p, rows, queue);
   if (by == By::wide) return linear_wide(p, rows, queue);
   if (rows <= 8) start_tiles<1>(p, rows, queue);

@@ -1,9 +1,13 @@
 // Products in bfloat16 by wgmma for many rows.
 //
-// A block of threads has 128 columns (rows of the weights) and 192 rows of activations. One thread has blocks of both
-// sides copied into shared memory, several stages ahead; two warpgroups multiply, each 64 columns with all rows. Sums
-// of a piece of K (tiles.h) are added to those of the pieces before in registers. Two blocks of threads with the same
-// rows are a cluster, and each copies half of the rows for both: what the second-level cache delivers is the limit.
+// A block of threads has a tile of 128 rows of activations and kColumns columns (rows of the weights) at a time, and
+// there are no more blocks than run at once: each computes one tile after the other. One thread has blocks of both
+// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two
+// warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the pieces
+// before in registers. Four blocks of threads, which have two tiles of rows by two of columns, are a cluster: each
+// copies half of what it shares for both, as what the second-level cache delivers is the limit.
+#include <cstdint>
+
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
 
@@ -11,140 +15,374 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kColumns = kWideColumns, kRows = kWideRows, kGroups = kColumns / kBlock, kStages = 5, kPair = 2;
+constexpr int kGroups = 2, kRows = kGroups * kBlock;  // warpgroups that multiply; rows of a tile
+constexpr int kAcross = 2, kDown = 2;                 // a cluster's tiles: of columns, of rows
+constexpr int kCluster = kAcross * kDown;
+constexpr int kBand = 8;  // clusters' tiles of rows that blocks at work at the same time share: they stay in the cache
 constexpr int kThreads = 128 * (1 + kGroups);
-[[maybe_unused]] constexpr int kValues = kRows / 2;
-constexpr int kTogether =
-    12;  // tiles of rows that blocks at work at the same time share: what they read stays in the cache
-constexpr int kStageBytes = (kColumns + kRows) / kBlock * kBlockBytes, kSharedBytes = kStages * kStageBytes;
+constexpr int kMostShared = 226 << 10;
+constexpr int kAhead = 2;  // stages that one warpgroup is ahead of the other: it writes while the other multiplies
+
+template <int kColumns>
+struct Shape {
+  static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
+  static constexpr int kShared = kStages * kStageBytes;
+  // Bytes of weights that each of the blocks of a cluster that share them copies: whole groups of eight rows.
+  static_assert(kColumns % (8 * kDown) == 0);
+};
+
+// The tiles of a product, and in which order clusters take them: some tiles of rows with one of columns after the
+// other.
+struct Walk {
+  int down, across;  // clusters' tiles
+
+  __host__ __device__ Walk(int rows, int columns, int tile_columns)
+      : down((rows + kDown * kRows - 1) / (kDown * kRows)),
+        across((columns + kAcross * tile_columns - 1) / (kAcross * tile_columns)) {}
+  __host__ __device__ int count() const { return down * across; }
+  __device__ int row(int i) const { return first(i) + (i - first(i) * across) % there(i); }
+  __device__ int column(int i) const { return (i - first(i) * across) / there(i); }
+
+ private:
+  __device__ int first(int i) const { return i / (kBand * across) * kBand; }
+  __device__ int there(int i) const { return min(kBand, down - first(i)); }
+};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
+__device__ int afresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+template <int kStages>
 struct Barriers {
   uint64_t full[kStages], empty[kStages];
 };
 
-__device__ void copy_blocks(const Product& p, int column_block, int row_block, int rank, int rows, const Pieces& k,
-                            uint32_t stages, Barriers& barriers) {
-  const char* weights = reinterpret_cast<const char*>(p.w.tiles);
-  const char* x = reinterpret_cast<const char*>(p.x.tiles);
-  const int columns = max(0, min(kGroups, blocks_of(p.w.n) - column_block)),
-            row_blocks = min(kRows / kBlock, blocks_of(rows) - row_block);
-  constexpr int kHalf = kBlockBytes / kPair;
-  for (int b = 0; b < k.blocks; b++) {
-    const int stage = b % kStages;
-    if (b >= kStages) barrier_wait(&barriers.empty[stage], (b / kStages - 1) % 2);
-    const uint32_t to = stages + stage * kStageBytes;
-    barrier_expect(&barriers.full[stage], (columns + row_blocks) * kBlockBytes);
-    for (int i = 0; i < columns; i++)
-      copy_bulk(to + i * kBlockBytes, weights + ((size_t)(column_block + i) * k.blocks + b) * kBlockBytes, kBlockBytes,
-                &barriers.full[stage]);
-    for (int i = 0; i < row_blocks; i++)
-      copy_bulk_to(to + (kGroups + i) * kBlockBytes + rank * kHalf,
-                   x + ((size_t)(row_block + i) * k.blocks + b) * kBlockBytes + rank * kHalf, kHalf,
-                   &barriers.full[stage], (1 << kPair) - 1);
+// Which stage is next, and how often all have been used: barriers' parity.
+template <int kStages>
+struct Turn {
+  int stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// What a block of threads copies of its tile: its share of the weights' rows for the blocks below and above it, and of
+// the blocks of activations for the ones beside it.
+template <int kColumns>
+class Copier {
+ public:
+  __device__ Copier(const Product& p, int rows, const Pieces& k, uint32_t stages, Barriers<Shape<kColumns>::kStages>& b)
+      : p_(p), rows_(rows), k_(k), stages_(stages), barriers_(b) {}
+
+  __device__ void begin_tile(int row, int column, int down, int across) {
+    const int first = column * kColumns, there = max(0, min(kColumns, blocks_of(p_.w.n) * kBlock - first));
+    const int blocks = max(0, min(kGroups, blocks_of(rows_) - row * kGroups));
+    bytes_ = (there + blocks * kBlock) * kRowBytes;
+    constexpr int kShare = kColumns / kDown;
+    begin_ = first + min(there, down * kShare), end_ = first + min(there, (down + 1) * kShare), first_ = first;
+    row_block_ = row * kGroups, first_block_ = across * kGroups / kAcross;
+    end_block_ = min(blocks, (across + 1) * kGroups / kAcross);
+    // The blocks that take part in a row of a cluster are adjacent.
+    for_weights_ = 0, for_rows_ = ((1 << kAcross) - 1) << (down * kAcross);
+    for (int i = 0; i < kDown; i++) for_weights_ |= 1 << (i * kAcross + across);
+  }
+  __device__ void weights(int block, int stage) {
+    barrier_expect(&barriers_.full[stage], bytes_);
+    const uint32_t to = stages_ + stage * Shape<kColumns>::kStageBytes + kRows * kRowBytes;
+    const char* from = reinterpret_cast<const char*>(p_.w.tiles) + (size_t)block * kBlockBytes;
+    for (int row = begin_, end; row < end_; row = end) {
+      end = min(end_, (row / kBlock + 1) * kBlock);
+      copy(to + (row - first_) * kRowBytes,
+           from + (size_t)(row / kBlock) * k_.blocks * kBlockBytes + row % kBlock * kRowBytes, (end - row) * kRowBytes,
+           stage, for_weights_, kDown);
+    }
+  }
+  __device__ void rows(int block, int stage) {
+    const uint32_t to = stages_ + stage * Shape<kColumns>::kStageBytes;
+    const char* from = reinterpret_cast<const char*>(p_.x.tiles);
+    for (int i = first_block_; i < end_block_; i++)
+      copy(to + i * kBlockBytes, from + ((size_t)(row_block_ + i) * k_.blocks + block) * kBlockBytes, kBlockBytes,
+           stage, for_rows_, kAcross);
+  }
+
+ private:
+  __device__ void copy(uint32_t to, const char* from, int bytes, int stage, uint16_t blocks, int count) {
+    if (count > 1) copy_bulk_to(to, from, bytes, &barriers_.full[stage], blocks);
+    else copy_bulk(to, from, bytes, &barriers_.full[stage]);
+  }
+
+  const Product& p_;
+  const int rows_;
+  const Pieces& k_;
+  const uint32_t stages_;
+  Barriers<Shape<kColumns>::kStages>& barriers_;
+  int bytes_, first_, begin_, end_, row_block_, first_block_, end_block_;
+  uint16_t for_weights_, for_rows_;
+};
+
+// Of four lanes' four words each, word i of all goes to lane i.
+__device__ void exchange(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = found;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    (high ? words[i] : words[i + 2]) = found;
+  }
+}
+
+// A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
+// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time.
+template <int kColumns>
+__device__ void write_gated(const Product& p, int rows, int first_row, int first_column,
+                            const float (&sums)[kColumns / 2]) {
+  constexpr int kEights = kColumns / 16;
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4, width = p.y.width,
+            blocks = blocks_of(width);
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * h;
+#pragma unroll
+    for (int first = 0; first < kEights; first += 4) {
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4 && first + i < kEights; i++) {
+        const float* gates = sums + (first + i) * 8 + 2 * h;
+        const int column = first_column + (first + i) * 8 + 2 * quarter;
+        float values[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) values[j] = column + j < width ? gated(p, column + j, gates[j], gates[4 + j]) : 0;
+        words[i] = two_bf16(values[0], values[1]);
+      }
+      exchange(words);
+      const int column = first_column + (first + quarter) * 8;
+      if (row < rows && first + quarter < kEights && column < width)
+        *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+// Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
+// each has four adjacent ones. All that is read comes before anything is written.
+template <int kColumns>
+__device__ void write_sums(const Product& p, int rows, int first_row, int first_column, float (&sums)[kColumns / 2]) {
+  constexpr int kSixteens = kColumns / 16;
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
+  const int column = first_column + 8 * odd + lane % 4 / 2 * 4;
+  const int row = first_row + thread / 32 * 16 + lane / 4;
+  const int there = (row < rows) + (row + 8 < rows);
+  float* to = p.y.values + (size_t)row * width + column;
+  float4 before[2][kSixteens];
+  if (p.adds) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int i = 0; i < kSixteens; i++)
+        before[h][i] = h < there && column + 16 * i < p.w.n
+                           ? *reinterpret_cast<const float4*>(to + (size_t)(8 * h) * width + 16 * i)
+                           : float4{};
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int i = 0; i < kSixteens; i++) {
+      const float *low = sums + 8 * i + 2 * h, *high = low + 4;
+      float found[2], values[4];
+#pragma unroll
+      for (int j = 0; j < 2; j++) found[j] = __shfl_xor_sync(0xffffffffu, odd ? low[j] : high[j], 1);
+#pragma unroll
+      for (int j = 0; j < 2; j++) values[j] = odd ? found[j] : low[j], values[2 + j] = odd ? high[j] : found[j];
+      if (h >= there || column + 16 * i >= p.w.n) continue;
+      if (p.bias) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) values[j] = __fadd_rn(values[j], p.bias[column + 16 * i + j]);
+      }
+      if (p.adds) {
+        values[0] = __fadd_rn(before[h][i].x, values[0]), values[1] = __fadd_rn(before[h][i].y, values[1]);
+        values[2] = __fadd_rn(before[h][i].z, values[2]), values[3] = __fadd_rn(before[h][i].w, values[3]);
+      }
+      *reinterpret_cast<float4*>(to + (size_t)(8 * h) * width + 16 * i) =
+          make_float4(values[0], values[1], values[2], values[3]);
+    }
+}
+
+// The same where a row's values are not aligned, or not float32, value by value.
+template <int kColumns>
+__device__ void write_singly(const Product& p, int rows, int first_row, int first_column,
+                             const float (&sums)[kColumns / 2]) {
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) {
+    const int row = first_row + thread / 32 * 16 + lane / 4 + i % 4 / 2 * 8;
+    const int column = lane % 4 * 2 + i % 2;
+    if (!p.gated)
+      finish<1>(p, rows, p.w.n, sums + i, [&](int) { return Place{row, first_column + i / 4 * 8 + column}; });
+    else if (const int at = first_column / 2 + i / 8 * 8 + column; i % 8 < 4 && row < rows && at < p.y.width)
+      finish_gated(p, row, at, sums[i], sums[i + 4]);
   }
 }
 #endif
 
+template <int kColumns>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Shape<kColumns>;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ Barriers barriers;
-  // Neighbours in time share rows and columns: some tiles of rows with one pair of tiles of columns after the other.
-  const int pairs = (blocks_of(p.w.n) + kPair * kGroups - 1) / (kPair * kGroups), tiles = (rows + kRows - 1) / kRows;
-  const int together = blockIdx.y / (kTogether * pairs) * kTogether, within = blockIdx.y % (kTogether * pairs);
-  const int there = min(kTogether, tiles - together), rank = blockIdx.x;
-  const int column_block = (within / there * kPair + rank) * kGroups,
-            row_block = (together + within % there) * (kRows / kBlock);
+  __shared__ Barriers<S::kStages> barriers;
+  const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
+  const int first_tile = blockIdx.x / kCluster, step = gridDim.x / kCluster;
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++)
-      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], kPair * kGroups);
+    // Of a stage: copied is what this block asked for; empty is it at all blocks that this one copies for.
+    for (int i = 0; i < S::kStages; i++)
+      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], (kAcross + kDown - 1) * kGroups);
     barriers_are_there();
   }
   __syncthreads();
   cluster_barrier();
-  await_previous();
   const int group = threadIdx.x / 128 - 1;
+  Turn<S::kStages> turn;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) copy_blocks(p, column_block, row_block, rank, rows, k, stages, barriers);
+    if (threadIdx.x == 0) {
+      Copier<kColumns> copier(p, rows, k, stages, barriers);
+      const auto begin = [&](int tile) {
+        copier.begin_tile(walk.row(tile) * kDown + down, walk.column(tile) * kAcross + across, down, across);
+      };
+      // Weights are on their way before the kernel before this one has made the rows.
+      int ahead = min(S::kStages, k.blocks);
+      begin(first_tile);
+      for (int b = 0; b < ahead; b++) copier.weights(b, b);
+      await_previous();
+      for (int tile = first_tile; tile < walk.count(); tile += step) {
+        begin(tile);
+        for (int b = 0; b < k.blocks; b++, turn.next()) {
+          if (ahead > 0) {
+            ahead--;
+          } else {
+            barrier_wait(&barriers.empty[turn.stage], turn.parity ^ 1);
+            copier.weights(b, turn.stage);
+          }
+          copier.rows(b, turn.stage);
+        }
+      }
+    }
     __syncwarp();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    float d[kValues], total[kValues];
+    await_previous();
+    float d[kColumns / 2], total[kColumns / 2];
+    // Blocks that copy for this one are told by a thread each.
     const int teller = threadIdx.x % 128;
-    const auto release = [&](int b) {
-      if (teller < kPair) barrier_arrive_at(&barriers.empty[b % kStages], teller);
+    const int told =
+        teller < kAcross ? down * kAcross + teller : (teller - kAcross + (teller - kAcross >= down)) * kAcross + across;
+    const auto release = [&](int stage) {
+      if (teller < kAcross + kDown - 1) barrier_arrive_at(&barriers.empty[stage], told);
     };
-    for (int piece = 0, b = 0; piece < k.count; piece++) {
-      const int first = b, end = min(b + k.length, k.blocks);
-      for (; b < end; b++) {
-        const int stage = b % kStages;
-        barrier_wait(&barriers.full[stage], b / kStages % 2);
-        const uint32_t own = stages + stage * kStageBytes + group * kBlockBytes,
-                       theirs = stages + stage * kStageBytes + kGroups * kBlockBytes;
-        begin_products();
+    if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
+    for (int tile = first_tile; tile < walk.count(); tile += step) {
+      const int first_row = (walk.row(tile) * kDown + down) * kRows + group * kBlock,
+                first_column = (walk.column(tile) * kAcross + across) * kColumns;
+      const bool there = first_row < rows && first_column < p.w.n;
 #pragma unroll
-        for (int step = 0; step < 4; step++)
-          Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
-                                step > 0 || b > first);
-        commit_products();
-        wait_products<1>();
-        if (b > first) release(b - 1);
+      for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+      for (int piece = 0, b = 0; piece < k.count; piece++) {
+        const int first = b, end = min(b + k.length, k.blocks);
+        int last = 0;
+#pragma unroll 1
+        for (; b < end; b++, turn.next()) {
+          barrier_wait(&barriers.full[turn.stage], turn.parity);
+          if (there) {
+            const uint32_t stage = stages + turn.stage * S::kStageBytes, own = stage + group * kBlockBytes,
+                           theirs = stage + kRows * kRowBytes;
+            begin_products();
+#pragma unroll
+            for (int step = 0; step < 4; step++)
+              Tile<kColumns>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
+                                       step > 0 || b > first);
+            commit_products();
+            wait_products<1>();
+          }
+          if (b > first) release(last);
+          last = turn.stage;
+          if (group == 0 && b == kAhead && tile == first_tile) asm volatile("bar.arrive 1, 256;" ::: "memory");
+        }
+        wait_products<0>();
+        release(last);
+        settle(d);
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
       }
-      wait_products<0>();
-      release(b - 1);
-      settle(d);
-#pragma unroll
-      for (int i = 0; i < kValues; i++) total[i] = piece ? __fadd_rn(total[i], d[i]) : d[i];
-    }
-    // Through shared memory, so that rows are written, and what is added to is read, whole lines at a time.
-    constexpr int kStride = kColumns + 4;  // rows lie in different banks
-    float* sums = reinterpret_cast<float*>(shared);
-    const int thread = threadIdx.x - 128, lane = thread % 32;
-    const auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * kGroups) : "memory"); };
-    meet();  // nobody reads the stages any more
-#pragma unroll
-    for (int i = 0; i < kValues; i++)
-      sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kStride + thread / 32 * 16 + lane / 4 + i % 4 / 2 * 8] = total[i];
-    meet();
-    const int first_row = row_block * kBlock, count = min(kRows, rows - first_row);
-    if (p.gated) {
-      constexpr int kEights = kColumns / 16;
-      for (int i = thread; i < count * kEights; i += 128 * kGroups) {
-        const int row = i / kEights, c = i % kEights, column = column_block * (kBlock / 2) + c * 8;
-        const float* gates = sums + row * kStride + c * 16;
-        float values[8];
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-          values[j] = column + j < p.y.width ? gated(p, column + j, gates[j], gates[8 + j]) : 0;
-        put_eight(p.y, first_row + row, column, p.y.width, values);
-      }
-    } else {
-      constexpr int kEights = kColumns / 8;
-#pragma unroll 2
-      for (int i = thread; i < count * kEights; i += 128 * kGroups) {
-        const int row = i / kEights, c = i % kEights * 8;
-        finish_eight(p, first_row + row, column_block * kBlock + c, sums + row * kStride + c);
-      }
+      if (!there) continue;
+      if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4)
+        write_singly<kColumns>(p, rows, first_row, first_column, total);
+      else if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, total);
+      else write_sums<kColumns>(p, rows, first_row, first_column, total);
     }
   }
   __syncwarp();
-  cluster_barrier();  // the other block may still tell this one's barriers
+  cluster_barrier();  // other blocks may still tell this one's barriers
 #endif
+}
+
+// How many clusters of a kernel run at once.
+template <int kColumns>
+int clusters_at_once() {
+  static const int count = [] {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kCluster), config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = Shape<kColumns>::kShared;
+    config.attrs = &attribute, config.numAttrs = 1;
+    int found = 0;
+    allow_shared(linear_wide_kernel<kColumns>, Shape<kColumns>::kShared);
+    if (cudaOccupancyMaxActiveClusters(&found, linear_wide_kernel<kColumns>, &config) != cudaSuccess)
+      cudaGetLastError();
+    return found > 0 ? found : processors() / kCluster;
+  }();
+  return count;
+}
+
+template <int kColumns>
+void start_columns(const Product& p, int rows, const Queue& queue) {
+  const Walk walk(rows, p.w.n, kColumns);
+  allow_shared(linear_wide_kernel<kColumns>, Shape<kColumns>::kShared);
+  const int clusters = clusters_at_once<kColumns>();
+  start_clusters(queue, linear_wide_kernel<kColumns>,
+                 dim3(kCluster * (walk.count() < clusters ? walk.count() : clusters)), dim3(kCluster), kThreads,
+                 Shape<kColumns>::kShared, p, rows, Pieces(p.w.k), walk);
+  launched("linear in bfloat16, many rows");
 }
 
 }  // namespace
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
-  allow_shared(linear_wide_kernel, kSharedBytes);
-  const int pairs = ceil_div(p.w.n, kPair * kColumns);
-  start_clusters(queue, linear_wide_kernel, dim3(kPair, pairs * ceil_div(rows, kRows)), dim3(kPair), kThreads,
-                 kSharedBytes, p, rows, Pieces(p.w.k));
-  launched("linear in bfloat16, many rows");
+  // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
+  int best = 0, least = INT32_MAX;
+  const int clusters = clusters_at_once<192>();
+  for (int columns : {192, 176, 160, 144, 128, 112}) {
+    const int turns = (Walk(rows, p.w.n, columns).count() + clusters - 1) / clusters, cost = turns * (columns + 16);
+    if (cost < least) best = columns, least = cost;
+  }
+  if (best == 192) start_columns<192>(p, rows, queue);
+  else if (best == 176) start_columns<176>(p, rows, queue);
+  else if (best == 160) start_columns<160>(p, rows, queue);
+  else if (best == 144) start_columns<144>(p, rows, queue);
+  else if (best == 128) start_columns<128>(p, rows, queue);
+  else start_columns<112>(p, rows, queue);
 }
 
 }  // namespace cuda
