@@ -128,7 +128,7 @@ struct Attention {
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
-constexpr int kManyPairs = 64;   // pairs of other tiles
+constexpr int kManyPairs = 128;  // pairs of other tiles
 constexpr int kLargestHead = 256;
 size_t partial_floats(int head_dim);  // of one run of one tile and KV head
 

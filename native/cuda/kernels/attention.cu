@@ -2,6 +2,7 @@
 // a pair of a row and a query head; its lanes share the head's features.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/attention_wgmma.h"
 
 namespace as {
 namespace cuda {
@@ -85,7 +86,7 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
       if (j == lane && at >= least) score = finished_score(a, product);
     }
     const float now = fmaxf(seen.most, warp_max(score));
-    const float by = shrunk(seen.most, now), weight = now == -INFINITY ? 0.0f : exp2f(score - now);
+    const float by = shrunk(seen.most, now), weight = now == -INFINITY ? 0.0f : power_of_two(score - now);
     seen.most = now, seen.sum = merged(seen.sum, by, warp_sum(weight), 1.0f);
 #pragma unroll
     for (int i = 0; i < kFeatures; i++) seen.values[i] *= by;
@@ -170,7 +171,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
   if (count == 0) return;
-  if (has_attend_mma(a)) {
+  if (!few && has_attend_wgmma(a, queue)) {
+    attend_wgmma(a, tiles, count, queue);
+  } else if (has_attend_mma(a)) {
     attend_mma(a, tiles, count, few, splits, queue);
   } else {
     const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);

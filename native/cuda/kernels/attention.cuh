@@ -36,13 +36,17 @@ __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_
 
 // A score, in powers of two.
 __device__ inline float finished_score(const Attention& a, float product) {
-  float score = product * a.scale;
-  if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
-  return score * kLog2E;
+  if (a.soft_cap > 0) return tanhf(product * a.scale / a.soft_cap) * (a.soft_cap * kLog2E);
+  return product * (a.scale * kLog2E);
+}
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // What is left of sums whose maximum was `old` when it becomes `now`.
-__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : exp2f(old - now); }
+__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
 __device__ inline float merged(float total, float by, float run, float run_by) {
   return __fmaf_rn(run, run_by, __fmul_rn(total, by));
 }

@@ -8,8 +8,9 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kPad = 8;                   // values behind each row in shared memory: rows lie in different banks
+constexpr int kTokens = 64, kPairs = 16;                                    // positions at a time; pairs of a warp
+constexpr int kManyWarps = 4, kParts = kManyPairs / (kManyWarps * kPairs);  // blocks of a tile of many pairs
+constexpr int kPad = 8;  // values behind each row in shared memory: rows lie in different banks
 
 template <int kDim>
 constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stages of keys and values
@@ -33,7 +34,9 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   constexpr int kSteps = kDim / 16, kValues = kDim / 8;
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const TileRows rows(a, tiles[blockIdx.x], kFew ? kFewPairs : kManyPairs);
+  AttentionTile tile = tiles[blockIdx.x];
+  if (!kFew) tile.first += blockIdx.z * kWarps * kPairs;
+  const TileRows rows(a, tile, kWarps * kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int h = i / 2;
-          scores[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(scores[t][i] - most[h]);
+          scores[t][i] = most[h] == -INFINITY ? 0.0f : power_of_two(scores[t][i] - most[h]);
           sum[h] += scores[t][i];
         }
 #pragma unroll
@@ -205,9 +208,9 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool f
     allow_shared(attend_mma_kernel<kDim, 1>, kShared<kDim>);
     start(queue, attend_mma_kernel<kDim, 1>, dim3(count, a.cache.kv_heads, splits), 32, kShared<kDim>, a, tiles);
   } else {
-    constexpr int kWarps = kManyPairs / kPairs;
-    allow_shared(attend_mma_kernel<kDim, kWarps>, kShared<kDim>);
-    start(queue, attend_mma_kernel<kDim, kWarps>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
+    allow_shared(attend_mma_kernel<kDim, kManyWarps>, kShared<kDim>);
+    start(queue, attend_mma_kernel<kDim, kManyWarps>, dim3(count, a.cache.kv_heads, kParts), 32 * kManyWarps,
+          kShared<kDim>, a, tiles);
   }
 }
 

@@ -60,16 +60,6 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages];
 };
 
-// Which stage is next, and how often all have been used: barriers' parity.
-template <int kStages>
-struct Turn {
-  int stage = 0, parity = 0;
-
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
-};
-
 // What a block of threads copies of its tile: its share of the weights' rows for the blocks below and above it, and of
 // the blocks of activations for the ones beside it.
 template <int kColumns>
@@ -124,21 +114,6 @@ class Copier {
   uint16_t for_weights_, for_rows_;
 };
 
-// Of four lanes' four words each, word i of all goes to lane i.
-__device__ void exchange(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = found;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
-    (high ? words[i] : words[i + 2]) = found;
-  }
-}
-
 // A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
 // adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time.
 template <int kColumns>
@@ -161,74 +136,80 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
 #pragma unroll
         for (int j = 0; j < 2; j++) values[j] = column + j < width ? gated(p, column + j, gates[j], gates[4 + j]) : 0;
         words[i] = two_bf16(values[0], values[1]);
+        if (!p.y.tiles && row < rows) {
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            if (column + j < width) p.y.values[(size_t)row * width + column + j] = values[j];
+        }
       }
       exchange(words);
       const int column = first_column + (first + quarter) * 8;
-      if (row < rows && first + quarter < kEights && column < width)
+      if (p.y.tiles && row < rows && first + quarter < kEights && column < width)
         *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
             make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
 
+// Four adjacent values of a row, of which `there` are columns of it.
+__device__ float4 read_four(const float* from, int there, bool aligned) {
+  float4 values = {};
+  if (aligned) {
+    if (there > 0) values = *reinterpret_cast<const float4*>(from);
+  } else {
+    if (there > 0) values.x = from[0];
+    if (there > 1) values.y = from[1];
+    if (there > 2) values.z = from[2];
+    if (there > 3) values.w = from[3];
+  }
+  return values;
+}
+__device__ void write_four(float* to, int there, bool aligned, const float4& values) {
+  if (aligned) {
+    if (there > 0) *reinterpret_cast<float4*>(to) = values;
+  } else {
+    if (there > 0) to[0] = values.x;
+    if (there > 1) to[1] = values.y;
+    if (there > 2) to[2] = values.z;
+    if (there > 3) to[3] = values.w;
+  }
+}
+__device__ float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
 // each has four adjacent ones. All that is read comes before anything is written.
 template <int kColumns>
-__device__ void write_sums(const Product& p, int rows, int first_row, int first_column, float (&sums)[kColumns / 2]) {
+__device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
+                           const float (&sums)[kColumns / 2]) {
   constexpr int kSixteens = kColumns / 16;
   const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
-  const int column = first_column + 8 * odd + lane % 4 / 2 * 4;
-  const int row = first_row + thread / 32 * 16 + lane / 4;
-  const int there = (row < rows) + (row + 8 < rows);
+  const int column = first_column + 8 * odd + lane % 4 / 2 * 4, row = first_row + thread / 32 * 16 + lane / 4;
+  const bool aligned = width % 4 == 0 && p.w.n % 4 == 0;
   float* to = p.y.values + (size_t)row * width + column;
+  // Of the row, or the one eight below, number i of its values: how many columns there are.
+  const auto there = [&](int h, int i) { return row + 8 * h < rows ? p.w.n - column - 16 * i : 0; };
+  const auto at = [&](int h, int i) { return to + (size_t)(8 * h) * width + 16 * i; };
   float4 before[2][kSixteens];
   if (p.adds) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int i = 0; i < kSixteens; i++)
-        before[h][i] = h < there && column + 16 * i < p.w.n
-                           ? *reinterpret_cast<const float4*>(to + (size_t)(8 * h) * width + 16 * i)
-                           : float4{};
+      for (int i = 0; i < kSixteens; i++) before[h][i] = read_four(at(h, i), there(h, i), aligned);
   }
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
     for (int i = 0; i < kSixteens; i++) {
       const float *low = sums + 8 * i + 2 * h, *high = low + 4;
-      float found[2], values[4];
-#pragma unroll
-      for (int j = 0; j < 2; j++) found[j] = __shfl_xor_sync(0xffffffffu, odd ? low[j] : high[j], 1);
-#pragma unroll
-      for (int j = 0; j < 2; j++) values[j] = odd ? found[j] : low[j], values[2 + j] = odd ? high[j] : found[j];
-      if (h >= there || column + 16 * i >= p.w.n) continue;
-      if (p.bias) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) values[j] = __fadd_rn(values[j], p.bias[column + 16 * i + j]);
-      }
-      if (p.adds) {
-        values[0] = __fadd_rn(before[h][i].x, values[0]), values[1] = __fadd_rn(before[h][i].y, values[1]);
-        values[2] = __fadd_rn(before[h][i].z, values[2]), values[3] = __fadd_rn(before[h][i].w, values[3]);
-      }
-      *reinterpret_cast<float4*>(to + (size_t)(8 * h) * width + 16 * i) =
-          make_float4(values[0], values[1], values[2], values[3]);
+      const float first = __shfl_xor_sync(0xffffffffu, odd ? low[0] : high[0], 1),
+                  second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
+      float4 values = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
+      if (p.bias) values = sum_of(values, read_four(p.bias + column + 16 * i, p.w.n - column - 16 * i, false));
+      if (p.adds) values = sum_of(before[h][i], values);
+      write_four(at(h, i), there(h, i), aligned, values);
     }
-}
-
-// The same where a row's values are not aligned, or not float32, value by value.
-template <int kColumns>
-__device__ void write_singly(const Product& p, int rows, int first_row, int first_column,
-                             const float (&sums)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32;
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; i++) {
-    const int row = first_row + thread / 32 * 16 + lane / 4 + i % 4 / 2 * 8;
-    const int column = lane % 4 * 2 + i % 2;
-    if (!p.gated)
-      finish<1>(p, rows, p.w.n, sums + i, [&](int) { return Place{row, first_column + i / 4 * 8 + column}; });
-    else if (const int at = first_column / 2 + i / 8 * 8 + column; i % 8 < 4 && row < rows && at < p.y.width)
-      finish_gated(p, row, at, sums[i], sums[i + 4]);
-  }
 }
 #endif
 
@@ -252,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   cluster_barrier();
   const int group = threadIdx.x / 128 - 1;
-  Turn<S::kStages> turn;
+  Ring<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) {
@@ -267,14 +248,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       await_previous();
       for (int tile = first_tile; tile < walk.count(); tile += step) {
         begin(tile);
-        for (int b = 0; b < k.blocks; b++, turn.next()) {
+        for (int b = 0; b < k.blocks; b++, ring.next()) {
           if (ahead > 0) {
             ahead--;
           } else {
-            barrier_wait(&barriers.empty[turn.stage], turn.parity ^ 1);
-            copier.weights(b, turn.stage);
+            barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+            copier.weights(b, ring.stage);
           }
-          copier.rows(b, turn.stage);
+          copier.rows(b, ring.stage);
         }
       }
     }
@@ -301,10 +282,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int first = b, end = min(b + k.length, k.blocks);
         int last = 0;
 #pragma unroll 1
-        for (; b < end; b++, turn.next()) {
-          barrier_wait(&barriers.full[turn.stage], turn.parity);
+        for (; b < end; b++, ring.next()) {
+          barrier_wait(&barriers.full[ring.stage], ring.parity);
           if (there) {
-            const uint32_t stage = stages + turn.stage * S::kStageBytes, own = stage + group * kBlockBytes,
+            const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
                            theirs = stage + kRows * kRowBytes;
             begin_products();
 #pragma unroll
@@ -315,7 +296,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             wait_products<1>();
           }
           if (b > first) release(last);
-          last = turn.stage;
+          last = ring.stage;
           if (group == 0 && b == kAhead && tile == first_tile) asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wait_products<0>();
@@ -325,9 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
       }
       if (!there) continue;
-      if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4)
-        write_singly<kColumns>(p, rows, first_row, first_column, total);
-      else if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, total);
+      if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, total);
       else write_sums<kColumns>(p, rows, first_row, first_column, total);
     }
   }
@@ -370,6 +349,7 @@ void start_columns(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
+  if (p.y.tiles && !p.gated) return linear_split(p, rows, queue);  // nothing asks for this
   // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
   int best = 0, least = INT32_MAX;
   const int clusters = clusters_at_once<192>();

@@ -73,6 +73,12 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
 __device__ inline uint64_t descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
+// Of 16 rows of blocks that lie one after the other, from the first of a block's rows on that has this address: as the
+// side of a product whose columns are summed over.
+__device__ inline uint64_t descriptor_of_columns(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
+         (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
 constexpr int kStepBytes = 32;  // from 16 columns to the next
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -143,6 +149,49 @@ AS_TILE(160, 80, 80, 81, 82)
 AS_TILE(176, 88, 88, 89, 90)
 AS_TILE(192, 96, 96, 97, 98)
 #undef AS_TILE
+
+// d [64, N] += a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
+// says.
+template <int N>
+struct WeighedTile;
+#define AS_TILE(n, count, a0, a1, a2, a3, b)                                                        \
+  template <>                                                                                       \
+  struct WeighedTile<n> {                                                                           \
+    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count    \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 1;"              \
+                   : AS_SUMS_##count                                                                \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));           \
+    }                                                                                               \
+  };
+AS_TILE(64, 32, 32, 33, 34, 35, 36)
+AS_TILE(128, 64, 64, 65, 66, 67, 68)
+#undef AS_TILE
+
+// Which stage is next, and how often all have been used: barriers' parity.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Of four lanes' four words each, word i of all goes to lane i.
+__device__ inline void exchange(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = found;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    (high ? words[i] : words[i + 2]) = found;
+  }
+}
 #endif
 
 }  // namespace cuda
