@@ -290,13 +290,15 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
-  constexpr int kTilesAProcessor = 8;  // of warps that attend at once
+  constexpr int kTilesAProcessor = 3;  // that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
-    store_cache(a, data->where(), turn ? &*turn : nullptr, size.rows, queue);
+    const Turn* turned = turn ? &*turn : nullptr;
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
+    store_cache(a, data->where(), turned, size.rows, queue);
     attend(a, data->few(), size.few, true, splits, queue);
     attend(a, data->many(), size.many, false, 1, queue);
   });

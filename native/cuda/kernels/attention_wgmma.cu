@@ -121,26 +121,28 @@ class Attender {
   // Scores become weights, and what was seen before in the run is made relative to the new maximum.
   __device__ void weigh(int begin) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
-    if (__all_sync(0xffffffffu, whole)) {
+    if (a_.soft_cap > 0) {
 #pragma unroll
-      for (int i = 0; i < kScores; i++) scores_[i] = finished_score(a_, scores_[i]);
-    } else {
+      for (int i = 0; i < kScores; i++) scores_[i] = capped(a_, scores_[i]);
+    }
+    if (!__all_sync(0xffffffffu, whole)) {
 #pragma unroll
       for (int i = 0; i < kScores; i++) {
         const int at = begin + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, h = i % 4 / 2;
-        scores_[i] = at <= positions_[h] && at >= least_[h] ? finished_score(a_, scores_[i]) : -INFINITY;
+        if (at > positions_[h] || at < least_[h]) scores_[i] = -INFINITY;
       }
     }
-    float by[2], base[2];
+    const float factor = score_factor(a_);
+    float by[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float now = most_[h];
+      float now = -INFINITY;
 #pragma unroll
       for (int i = 2 * h; i < kScores; i += 4) now = fmaxf(fmaxf(now, scores_[i]), scores_[i + 1]);
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
-      by[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] *= by[h], base[h] = now == -INFINITY ? 0.0f : now;
+      now = fmaxf(most_[h], now * factor), by[h] = shrunk(most_[h], now);
+      most_[h] = now, sum_[h] *= by[h];
     }
     if (__any_sync(0xffffffffu, by[0] != 1 || by[1] != 1)) {
 #pragma unroll
@@ -149,7 +151,7 @@ class Attender {
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       const int h = i % 4 / 2;
-      scores_[i] = power_of_two(scores_[i] - base[h]);
+      scores_[i] = weight_of(scores_[i], factor, most_[h]);
       sum_[h] += scores_[i];
     }
 #pragma unroll

@@ -165,8 +165,16 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
-  if (by == By::any) by = rows <= 8 ? By::mma : rows <= 256 ? By::split : By::wide;
+  if (by == By::any) {
+    // Measured on an H200 (tests/perf/cuda/linears.cu): a small matrix is there before a stream of it has begun.
+    constexpr int64_t kSmall = 24 << 20;  // values
+    const bool small = (int64_t)p.w.n * p.w.k < kSmall;
+    if (rows <= 8) by = small ? By::mma : By::stream;
+    else if (rows <= 256) by = small || rows > 128 ? By::split : By::stream;
+    else by = By::wide;
+  }
   if (by == By::split) return linear_split(p, rows, queue);
+  if (by == By::stream) return linear_stream(p, rows, queue);
   if (by == By::wide) return linear_wide(p, rows, queue);
   if (rows <= 8) start_tiles<1>(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);

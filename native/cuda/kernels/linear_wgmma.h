@@ -5,6 +5,7 @@
 namespace as {
 namespace cuda {
 
+void linear_stream(const Product& p, int rows, const Queue& queue);
 void linear_split(const Product& p, int rows, const Queue& queue);
 void linear_wide(const Product& p, int rows, const Queue& queue);
 

@@ -136,44 +136,16 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
 #pragma unroll
         for (int j = 0; j < 2; j++) values[j] = column + j < width ? gated(p, column + j, gates[j], gates[4 + j]) : 0;
         words[i] = two_bf16(values[0], values[1]);
-        if (!p.y.tiles && row < rows) {
-#pragma unroll
-          for (int j = 0; j < 2; j++)
-            if (column + j < width) p.y.values[(size_t)row * width + column + j] = values[j];
-        }
       }
       exchange(words);
       const int column = first_column + (first + quarter) * 8;
-      if (p.y.tiles && row < rows && first + quarter < kEights && column < width)
+      if (row < rows && first + quarter < kEights && column < width)
         *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
             make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
 
-// Four adjacent values of a row, of which `there` are columns of it.
-__device__ float4 read_four(const float* from, int there, bool aligned) {
-  float4 values = {};
-  if (aligned) {
-    if (there > 0) values = *reinterpret_cast<const float4*>(from);
-  } else {
-    if (there > 0) values.x = from[0];
-    if (there > 1) values.y = from[1];
-    if (there > 2) values.z = from[2];
-    if (there > 3) values.w = from[3];
-  }
-  return values;
-}
-__device__ void write_four(float* to, int there, bool aligned, const float4& values) {
-  if (aligned) {
-    if (there > 0) *reinterpret_cast<float4*>(to) = values;
-  } else {
-    if (there > 0) to[0] = values.x;
-    if (there > 1) to[1] = values.y;
-    if (there > 2) to[2] = values.z;
-    if (there > 3) to[3] = values.w;
-  }
-}
 __device__ float4 sum_of(const float4& a, const float4& b) {
   return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
 }
@@ -184,19 +156,19 @@ template <int kColumns>
 __device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
                            const float (&sums)[kColumns / 2]) {
   constexpr int kSixteens = kColumns / 16;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, stride = 2 * p.y.width;
   const int column = first_column + 8 * odd + lane % 4 / 2 * 4, row = first_row + thread / 32 * 16 + lane / 4;
-  const bool aligned = width % 4 == 0 && p.w.n % 4 == 0;
-  float* to = p.y.values + (size_t)row * width + column;
-  // Of the row, or the one eight below, number i of its values: how many columns there are.
-  const auto there = [&](int h, int i) { return row + 8 * h < rows ? p.w.n - column - 16 * i : 0; };
-  const auto at = [&](int h, int i) { return to + (size_t)(8 * h) * width + 16 * i; };
+  float4* to = reinterpret_cast<float4*>(p.y.values + (size_t)row * p.y.width + column);
+  const float4* bias = reinterpret_cast<const float4*>(p.bias + column);
+  const int end = row + 8 < rows ? 2 : row < rows;  // of this row and the one eight below it
+  const auto there = [&](int h, int i) { return h < end && column + 16 * i < p.w.n; };
   float4 before[2][kSixteens];
   if (p.adds) {
 #pragma unroll
     for (int h = 0; h < 2; h++)
 #pragma unroll
-      for (int i = 0; i < kSixteens; i++) before[h][i] = read_four(at(h, i), there(h, i), aligned);
+      for (int i = 0; i < kSixteens; i++)
+        if (there(h, i)) before[h][i] = to[(size_t)h * stride + 4 * i];
   }
 #pragma unroll
   for (int h = 0; h < 2; h++)
@@ -205,10 +177,11 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
       const float *low = sums + 8 * i + 2 * h, *high = low + 4;
       const float first = __shfl_xor_sync(0xffffffffu, odd ? low[0] : high[0], 1),
                   second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
+      if (!there(h, i)) continue;
       float4 values = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
-      if (p.bias) values = sum_of(values, read_four(p.bias + column + 16 * i, p.w.n - column - 16 * i, false));
+      if (p.bias) values = sum_of(values, bias[4 * i]);
       if (p.adds) values = sum_of(before[h][i], values);
-      write_four(at(h, i), there(h, i), aligned, values);
+      to[(size_t)h * stride + 4 * i] = values;
     }
 }
 #endif
@@ -349,7 +322,8 @@ void start_columns(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
-  if (p.y.tiles && !p.gated) return linear_split(p, rows, queue);  // nothing asks for this
+  // Rows are written whole pieces of 16 bytes at a time.
+  if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4) return linear_split(p, rows, queue);
   // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
   int best = 0, least = INT32_MAX;
   const int clusters = clusters_at_once<192>();

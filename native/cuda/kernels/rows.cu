@@ -40,24 +40,31 @@ __device__ float block_sum(float x) {
 constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
 
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
-  after_previous();
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
-  float kept[kNormKept];
+  float kept[kNormKept], weights[kNormKept];
   float sum = 0;
+  let_next_begin();
+#pragma unroll
+  for (int i = 0; i < kNormKept; i++) {  // nobody makes these: no need to wait for the kernel before
+    const int at = i * kNormThreads + threadIdx.x;
+    weights[i] = at < width ? norm.weight[at] : 0.0f;
+  }
+  await_previous();
 #pragma unroll
   for (int i = 0; i < kNormKept; i++) {
     const int at = i * kNormThreads + threadIdx.x;
     kept[i] = at < width ? in[at] : 0.0f;
-    sum = fmaf(kept[i], kept[i], sum);
   }
+#pragma unroll
+  for (int i = 0; i < kNormKept; i++) sum = fmaf(kept[i], kept[i], sum);
   for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads) sum = fmaf(in[at], in[at], sum);
   const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum) / width + norm.eps);
   const float one = norm.unit_offset ? 1.0f : 0.0f;
 #pragma unroll
   for (int i = 0; i < kNormKept; i++) {
     const int at = i * kNormThreads + threadIdx.x;
-    if (at < width) put(out, row, at, kept[i] * factor * (norm.weight[at] + one));
+    if (at < width) put(out, row, at, kept[i] * factor * (weights[i] + one));
   }
   for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads)
     put(out, row, at, in[at] * factor * (norm.weight[at] + one));

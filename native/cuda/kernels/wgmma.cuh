@@ -59,6 +59,19 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint6
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// What is read once in a step need not stay in the cache.
+__device__ inline uint64_t evicted_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+}
 // To the same place of several blocks of the cluster, whose barriers are told.
 __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, uint64_t* barrier, uint16_t blocks) {
   asm volatile(
@@ -99,6 +112,7 @@ template <int N>
 struct Tile;
 
 // Registers of sums in the instruction's text, eight by eight, and what they are.
+#define AS_NAMES_4 "%0, %1, %2, %3"
 #define AS_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define AS_NAMES_16 AS_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define AS_NAMES_24 AS_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -114,6 +128,7 @@ struct Tile;
 #define AS_EIGHT(i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
+#define AS_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define AS_SUMS_8 AS_EIGHT(0)
 #define AS_SUMS_16 AS_SUMS_8, AS_EIGHT(8)
 #define AS_SUMS_24 AS_SUMS_16, AS_EIGHT(16)
@@ -139,6 +154,7 @@ struct Tile;
                    : "l"(left), "l"(right), "r"(keeps));                                                              \
     }                                                                                                                 \
   };
+AS_TILE(8, 4, 4, 5, 6)
 AS_TILE(16, 8, 8, 9, 10)
 AS_TILE(32, 16, 16, 17, 18)
 AS_TILE(64, 32, 32, 33, 34)
