@@ -10,9 +10,10 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = kBlock, kGroups = kManyPairs / kBlock;  // positions at a time; warpgroups of as many pairs
+[[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
+constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pairs
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
-constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
+[[maybe_unused]] constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
 
 // Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
 template <int kDim>

@@ -21,7 +21,8 @@ constexpr int kCluster = kAcross * kDown;
 constexpr int kBand = 8;  // clusters' tiles of rows that blocks at work at the same time share: they stay in the cache
 constexpr int kThreads = 128 * (1 + kGroups);
 constexpr int kMostShared = 226 << 10;
-constexpr int kAhead = 2;  // stages that one warpgroup is ahead of the other: it writes while the other multiplies
+// How many stages one warpgroup is ahead of the other: it writes while the other multiplies.
+[[maybe_unused]] constexpr int kAhead = 2;
 
 template <int kColumns>
 struct Shape {
@@ -31,8 +32,7 @@ struct Shape {
   static_assert(kColumns % (8 * kDown) == 0);
 };
 
-// The tiles of a product, and in which order clusters take them: some tiles of rows with one of columns after the
-// other.
+// The tiles of a product, cluster by cluster.
 struct Walk {
   int down, across;  // clusters' tiles
 
@@ -40,12 +40,6 @@ struct Walk {
       : down((rows + kDown * kRows - 1) / (kDown * kRows)),
         across((columns + kAcross * tile_columns - 1) / (kAcross * tile_columns)) {}
   __host__ __device__ int count() const { return down * across; }
-  __device__ int row(int i) const { return first(i) + (i - first(i) * across) % there(i); }
-  __device__ int column(int i) const { return (i - first(i) * across) / there(i); }
-
- private:
-  __device__ int first(int i) const { return i / (kBand * across) * kBand; }
-  __device__ int there(int i) const { return min(kBand, down - first(i)); }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -54,6 +48,17 @@ __device__ int afresh(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
+struct TilePlace {
+  int row, column;
+
+  __device__ TilePlace(const Walk& walk, int tile, int down, int across) {
+    const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
+    const int within = tile - first * walk.across;
+    row = (first + within % there) * kDown + down, column = within / there * kAcross + across;
+  }
+};
 
 template <int kStages>
 struct Barriers {
@@ -68,8 +73,9 @@ class Copier {
   __device__ Copier(const Product& p, int rows, const Pieces& k, uint32_t stages, Barriers<Shape<kColumns>::kStages>& b)
       : p_(p), rows_(rows), k_(k), stages_(stages), barriers_(b) {}
 
-  __device__ void begin_tile(int row, int column, int down, int across) {
-    const int first = column * kColumns, there = max(0, min(kColumns, blocks_of(p_.w.n) * kBlock - first));
+  __device__ void begin_tile(const TilePlace& tile, int down, int across) {
+    const int row = tile.row, first = tile.column * kColumns;
+    const int there = max(0, min(kColumns, blocks_of(p_.w.n) * kBlock - first));
     const int blocks = max(0, min(kGroups, blocks_of(rows_) - row * kGroups));
     bytes_ = (there + blocks * kBlock) * kRowBytes;
     constexpr int kShare = kColumns / kDown;
@@ -211,16 +217,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == 0) {
       Copier<kColumns> copier(p, rows, k, stages, barriers);
-      const auto begin = [&](int tile) {
-        copier.begin_tile(walk.row(tile) * kDown + down, walk.column(tile) * kAcross + across, down, across);
-      };
       // Weights are on their way before the kernel before this one has made the rows.
       int ahead = min(S::kStages, k.blocks);
-      begin(first_tile);
+      copier.begin_tile(TilePlace(walk, first_tile, down, across), down, across);
       for (int b = 0; b < ahead; b++) copier.weights(b, b);
       await_previous();
       for (int tile = first_tile; tile < walk.count(); tile += step) {
-        begin(tile);
+        copier.begin_tile(TilePlace(walk, tile, down, across), down, across);
         for (int b = 0; b < k.blocks; b++, ring.next()) {
           if (ahead > 0) {
             ahead--;
@@ -246,8 +249,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int tile = first_tile; tile < walk.count(); tile += step) {
-      const int first_row = (walk.row(tile) * kDown + down) * kRows + group * kBlock,
-                first_column = (walk.column(tile) * kAcross + across) * kColumns;
+      const TilePlace place(walk, tile, down, across);
+      const int first_row = place.row * kRows + group * kBlock, first_column = place.column * kColumns;
       const bool there = first_row < rows && first_column < p.w.n;
 #pragma unroll
       for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added

@@ -200,12 +200,12 @@ __device__ inline void exchange(uint32_t (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
-    (odd ? words[i] : words[i + 1]) = found;
+    words[i] = odd ? found : words[i], words[i + 1] = odd ? words[i + 1] : found;
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
-    (high ? words[i] : words[i + 2]) = found;
+    words[i] = high ? found : words[i], words[i + 2] = high ? words[i + 2] : found;
   }
 }
 #endif
