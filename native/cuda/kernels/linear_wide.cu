@@ -18,9 +18,10 @@ namespace {
 constexpr int kGroups = 2, kRows = kGroups * kBlock;  // warpgroups that multiply; rows of a tile
 constexpr int kAcross = 2, kDown = 2;                 // a cluster's tiles: of columns, of rows
 constexpr int kCluster = kAcross * kDown;
-constexpr int kBand = 8;  // clusters' tiles of rows that blocks at work at the same time share: they stay in the cache
 constexpr int kThreads = 128 * (1 + kGroups);
 constexpr int kMostShared = 226 << 10;
+// How many clusters' tiles of rows are shared by blocks that are at work at the same time: they stay in the cache.
+[[maybe_unused]] constexpr int kBand = 8;
 // How many stages one warpgroup is ahead of the other: it writes while the other multiplies.
 [[maybe_unused]] constexpr int kAhead = 2;
 
