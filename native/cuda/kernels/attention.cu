@@ -16,10 +16,10 @@ __device__ float read(const T* p) {
   else return from_bf16(*p);
 }
 
-// A thread for each pair of features of the queries, and each value of the cache. rotates: queries, in place, and keys
-// as they enter the cache, as rope() does.
+// A thread for each of the first `turned` pairs of features of the queries, which are rotated in place, and each value
+// of the cache. rotates: keys as they enter the cache, as rope() does.
 template <typename T>
-__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
+__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved, int turned) {
   after_previous();
   const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
   const int queries = a.width / dim - 2 * a.cache.kv_heads;
@@ -29,7 +29,7 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
     const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
     first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
   };
-  const int turned = rotates ? queries * half : 0, i = blockIdx.y * blockDim.x + threadIdx.x - turned;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x - turned;
   if (i < 0) {
     const int pair = (i + turned) % half;
     float* head = in + (i + turned) / half * dim;
@@ -168,13 +168,14 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
-void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue) {
+void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
   const auto kernel = a.cache.bf16 ? store_kernel<uint16_t> : store_kernel<float>;
-  const int queries = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
-  const int items = (turn ? queries * (table.dim / 2) : 0) + 2 * a.cache.kv_heads * a.cache.padded_dim;
-  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved);
+  const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
+  const int turned = turn && queries ? heads * (table.dim / 2) : 0;
+  const int items = turned + 2 * a.cache.kv_heads * a.cache.padded_dim;
+  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved, turned);
   launched("store_cache");
 }
 
@@ -188,16 +189,31 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
 
 }  // namespace
 
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
   if (count == 0) return;
-  const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
-  else if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, queue);
+  const dim3 grid(count, a.cache.kv_heads, splits);
+  if (has_attend_mma(a)) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
+  else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, true);
+  else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, true);
+  launched("attention of few rows");
+  if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+}
+
+void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  if (count == 0) return;
+  const dim3 grid(count, a.cache.kv_heads);
+  if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
-  else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
-  launched("attention");
-  if (few && splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+  else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, false);
+  else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, false);
+  launched("attention of many rows");
+}
+
+bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
+  const RotaryTable& t = turn.table;
+  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return has_attend_wgmma(a, queue) && !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) &&
+         aligned(t.sine);
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,

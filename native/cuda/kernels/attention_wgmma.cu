@@ -75,21 +75,37 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   for (; asked; asked--) tell();
 }
 
-// Queries of 64 pairs from `first` on, by a warpgroup.
+__device__ void put_piece(char* to, int pair, int piece, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
+      make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
+}
+
+// Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
 template <int kDim>
-__device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, char* to) {
-  constexpr int kPieces = kDim / 8;
-#pragma unroll 4
+__device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, bool turns,
+                             const RotaryTable& t, char* to) {
+  constexpr int kHalf = kDim / 2, kPieces = kHalf / 8;
+#pragma unroll 2
   for (int i = threadIdx.x % 128; i < kBlock * kPieces; i += 128) {
-    const int pair = first + i / kPieces, piece = i % kPieces;
-    float4 low = {}, high = {};
-    if (pair < rows.count) {
-      const float4* from = reinterpret_cast<const float4*>(a.qkv + (size_t)rows.row(pair) * a.width +
-                                                           rows.head(pair, kv_head) * kDim + piece * 8);
-      low = from[0], high = from[1];
+    const int pair = i / kPieces, piece = i % kPieces;
+    float x[8] = {}, y[8] = {};
+    if (first + pair < rows.count) {
+      const int row = rows.row(first + pair);
+      const float* head = a.qkv + (size_t)row * a.width + rows.head(first + pair, kv_head) * kDim;
+      read_eight(head, piece * 8, kDim, x), read_eight(head, kHalf + piece * 8, kDim, y);
+      if (turns) {
+        float cosine[8], sine[8];
+        read_eight(t.cosine + (size_t)row * kHalf, piece * 8, kHalf, cosine);
+        read_eight(t.sine + (size_t)row * kHalf, piece * 8, kHalf, sine);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float was = x[j];
+          x[j] = __fmul_rn(was, cosine[j]) - __fmul_rn(y[j], sine[j]);
+          y[j] = __fmul_rn(y[j], cosine[j]) + __fmul_rn(was, sine[j]);
+        }
+      }
     }
-    *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(i / kPieces, piece % 8)) =
-        make_uint4(two_bf16(low.x, low.y), two_bf16(low.z, low.w), two_bf16(high.x, high.y), two_bf16(high.z, high.w));
+    put_piece(to, pair, piece, x), put_piece(to, pair, kPieces + piece, y);
   }
   written_for_products();
 }
@@ -241,7 +257,8 @@ class Attender {
 
 template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles) {
+    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, bool turns,
+                        const __grid_constant__ RotaryTable table) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
   extern __shared__ __align__(1024) char shared[];
@@ -274,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         release(ring.stage);
       }
     } else {
-      copy_queries<kDim>(a, rows, group * kBlock, kv_head, shared + group * S::kTensorBytes);
+      copy_queries<kDim>(a, rows, group * kBlock, kv_head, turns, table, shared + group * S::kTensorBytes);
       if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
       else asm volatile("bar.sync 2, 128;" ::: "memory");
       Attender<kDim> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
@@ -301,9 +318,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kDim>
-void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
   allow_shared(attend_wgmma_kernel<kDim>, Shape<kDim>::kShared);
-  start(queue, attend_wgmma_kernel<kDim>, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles);
+  start(queue, attend_wgmma_kernel<kDim>, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles,
+        turn != nullptr, turn ? turn->table : RotaryTable());
 }
 
 }  // namespace
@@ -312,9 +330,9 @@ bool has_attend_wgmma(const Attention& a, const Queue& queue) {
   return queue.capability == 90 && a.cache.bf16 && (a.cache.head_dim == 64 || a.cache.head_dim == 128);
 }
 
-void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
-  else start_dim<128>(a, tiles, count, queue);
+void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);
+  else start_dim<128>(a, tiles, count, turn, queue);
 }
 
 }  // namespace cuda
