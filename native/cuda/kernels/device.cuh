@@ -156,7 +156,8 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
   }
 }
 
-__device__ inline float silu_times(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
+// To a few units in the last place, which products' rounding hides: many times as fast as expf and a division are.
+__device__ inline float silu_times(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 // The same of a gate and what it gates; column: of the result.
 __device__ inline float gated(const Product& p, int column, float gate, float up) {
