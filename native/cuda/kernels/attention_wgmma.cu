@@ -15,6 +15,9 @@ constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pair
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
 [[maybe_unused]] constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
 
+// Warpgroups take turns to ask for products: so one's are not in the way of the other's, which computes weights then.
+[[maybe_unused]] constexpr bool kInTurn = false;
+
 // Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
 template <int kDim>
 struct Shape {
@@ -298,8 +301,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_wait(&barriers.full[0], 0);
       attender.begin_scores(stages);
       attender.wait();
+      const bool in_turn = kInTurn && rows.count > kBlock;
+      const auto let = [](int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 + group) : "memory"); };
+      if (in_turn && group == 1) let(0);
       while (begin <= last) {
         attender.weigh(begin);
+        if (in_turn) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
         const int stage = ring.stage;
         attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes);
         begin += kTokens, ring.next();
@@ -307,6 +314,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           attender.begin_scores(stages + ring.stage * S::kStageBytes);
         }
+        if (in_turn && (group == 0 || begin <= last)) let(1 - group);
         attender.wait();
         release(stage);
         if (begin % kRunTokens == 0 || begin > last) attender.end_run();
