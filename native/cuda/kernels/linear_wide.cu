@@ -319,7 +319,7 @@ void start_columns(const Product& p, int rows, const Queue& queue) {
   const int clusters = clusters_at_once<kColumns>();
   start_clusters(queue, linear_wide_kernel<kColumns>,
                  dim3(kCluster * (walk.count() < clusters ? walk.count() : clusters)), dim3(kCluster), kThreads,
-                 Shape<kColumns>::kShared, p, rows, Pieces(p.w.k), walk);
+                 Shape<kColumns>::kShared, p, rows, Pieces(p.w.n, p.w.k), walk);
   launched("linear in bfloat16, many rows");
 }
 
@@ -327,7 +327,7 @@ void start_columns(const Product& p, int rows, const Queue& queue) {
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4) return linear_split(p, rows, queue);
+  if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
   // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
   int best = 0, least = INT32_MAX;
   const int clusters = clusters_at_once<192>();

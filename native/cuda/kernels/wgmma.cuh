@@ -125,6 +125,10 @@ struct Tile;
 #define AS_NAMES_80 AS_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 #define AS_NAMES_88 AS_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define AS_NAMES_96 AS_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define AS_NAMES_104 AS_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define AS_NAMES_112 AS_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define AS_NAMES_120 AS_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define AS_NAMES_128 AS_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define AS_EIGHT(i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -141,6 +145,10 @@ struct Tile;
 #define AS_SUMS_80 AS_SUMS_72, AS_EIGHT(72)
 #define AS_SUMS_88 AS_SUMS_80, AS_EIGHT(80)
 #define AS_SUMS_96 AS_SUMS_88, AS_EIGHT(88)
+#define AS_SUMS_104 AS_SUMS_96, AS_EIGHT(96)
+#define AS_SUMS_112 AS_SUMS_104, AS_EIGHT(104)
+#define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
+#define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
 // a, b, adds: the numbers of these operands, which follow the `count` sums.
 #define AS_TILE(n, count, a, b, adds)                                                                                 \
   template <>                                                                                                         \
@@ -164,6 +172,10 @@ AS_TILE(144, 72, 72, 73, 74)
 AS_TILE(160, 80, 80, 81, 82)
 AS_TILE(176, 88, 88, 89, 90)
 AS_TILE(192, 96, 96, 97, 98)
+AS_TILE(208, 104, 104, 105, 106)
+AS_TILE(224, 112, 112, 113, 114)
+AS_TILE(240, 120, 120, 121, 122)
+AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
 // d [64, N] += a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
