@@ -121,6 +121,13 @@ class Copier {
   uint16_t for_weights_, for_rows_;
 };
 
+// What sums are in the end.
+template <bool kWhole, int kValues, int kTotals>
+__device__ const auto& of_pieces(const float (&piece)[kValues], const float (&total)[kTotals]) {
+  if constexpr (kWhole) return piece;
+  else return total;
+}
+
 // A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
 // adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time.
 template <int kColumns>
@@ -193,7 +200,8 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
 }
 #endif
 
-template <int kColumns>
+// kWhole: sums are of one piece of K, and need not be kept beside others.
+template <int kColumns, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -240,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     await_previous();
-    float d[kColumns / 2], total[kColumns / 2];
+    float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
     // Blocks that copy for this one are told by a thread each.
     const int teller = threadIdx.x % 128;
     const int told =
@@ -253,8 +261,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       const TilePlace place(walk, tile, down, across);
       const int first_row = place.row * kRows + group * kBlock, first_column = place.column * kColumns;
       const bool there = first_row < rows && first_column < p.w.n;
+      if constexpr (!kWhole) {
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+      }
       for (int piece = 0, b = 0; piece < k.count; piece++) {
         const int first = b, end = min(b + k.length, k.blocks);
         int last = 0;
@@ -279,12 +289,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         wait_products<0>();
         release(last);
         settle(d);
+        if constexpr (!kWhole) {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+          for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+        }
       }
       if (!there) continue;
-      if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, total);
-      else write_sums<kColumns>(p, rows, first_row, first_column, total);
+      const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
+      if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, sums);
+      else write_sums<kColumns>(p, rows, first_row, first_column, sums);
     }
   }
   __syncwarp();
@@ -292,36 +305,47 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// How many clusters of a kernel run at once.
-template <int kColumns>
-int clusters_at_once() {
-  static const int count = [] {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(kCluster), config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = Shape<kColumns>::kShared;
-    config.attrs = &attribute, config.numAttrs = 1;
-    int found = 0;
-    allow_shared(linear_wide_kernel<kColumns>, Shape<kColumns>::kShared);
-    if (cudaOccupancyMaxActiveClusters(&found, linear_wide_kernel<kColumns>, &config) != cudaSuccess)
-      cudaGetLastError();
-    return found > 0 ? found : processors() / kCluster;
-  }();
-  return count;
-}
+template <int kColumns, bool kWhole>
+struct Kernel {
+  static constexpr auto kFunction = linear_wide_kernel<kColumns, kWhole>;
 
-template <int kColumns>
-void start_columns(const Product& p, int rows, const Queue& queue) {
-  const Walk walk(rows, p.w.n, kColumns);
-  allow_shared(linear_wide_kernel<kColumns>, Shape<kColumns>::kShared);
-  const int clusters = clusters_at_once<kColumns>();
-  start_clusters(queue, linear_wide_kernel<kColumns>,
-                 dim3(kCluster * (walk.count() < clusters ? walk.count() : clusters)), dim3(kCluster), kThreads,
-                 Shape<kColumns>::kShared, p, rows, Pieces(p.w.n, p.w.k), walk);
-  launched("linear in bfloat16, many rows");
-}
+  // How many clusters run at once.
+  static int clusters() {
+    static const int count = [] {
+      cudaLaunchAttribute attribute;
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(kCluster), config.blockDim = dim3(kThreads);
+      config.dynamicSmemBytes = Shape<kColumns>::kShared;
+      config.attrs = &attribute, config.numAttrs = 1;
+      int found = 0;
+      allow_shared(kFunction, Shape<kColumns>::kShared);
+      if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
+      return found > 0 ? found : processors() / kCluster;
+    }();
+    return count;
+  }
+  static void start(const Product& p, int rows, const Queue& queue) {
+    const Walk walk(rows, p.w.n, kColumns);
+    allow_shared(kFunction, Shape<kColumns>::kShared);
+    const int blocks = kCluster * (walk.count() < clusters() ? walk.count() : clusters());
+    start_clusters(queue, kFunction, dim3(blocks), dim3(kCluster), kThreads, Shape<kColumns>::kShared, p, rows,
+                   Pieces(p.w.n, p.w.k), walk);
+    launched("linear in bfloat16, many rows");
+  }
+};
+
+struct Choice {
+  int columns;
+  void (*start)(const Product&, int, const Queue&);
+};
+template <int kColumns, bool kWhole>
+constexpr Choice kChoice{kColumns, Kernel<kColumns, kWhole>::start};
+constexpr Choice kByPieces[] = {kChoice<192, false>, kChoice<176, false>, kChoice<160, false>,
+                                kChoice<144, false>, kChoice<128, false>, kChoice<112, false>};
+constexpr Choice kByOne[] = {kChoice<256, true>, kChoice<240, true>, kChoice<224, true>, kChoice<192, true>,
+                             kChoice<160, true>};
 
 }  // namespace
 
@@ -329,18 +353,19 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
   if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
   // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
-  int best = 0, least = INT32_MAX;
-  const int clusters = clusters_at_once<192>();
-  for (int columns : {192, 176, 160, 144, 128, 112}) {
-    const int turns = (Walk(rows, p.w.n, columns).count() + clusters - 1) / clusters, cost = turns * (columns + 16);
-    if (cost < least) best = columns, least = cost;
-  }
-  if (best == 192) start_columns<192>(p, rows, queue);
-  else if (best == 176) start_columns<176>(p, rows, queue);
-  else if (best == 160) start_columns<160>(p, rows, queue);
-  else if (best == 144) start_columns<144>(p, rows, queue);
-  else if (best == 128) start_columns<128>(p, rows, queue);
-  else start_columns<112>(p, rows, queue);
+  const int clusters = Kernel<192, false>::clusters();
+  const Choice* best = nullptr;
+  int least = INT32_MAX;
+  const auto consider = [&](const Choice& choice) {
+    const int turns = (Walk(rows, p.w.n, choice.columns).count() + clusters - 1) / clusters;
+    const int cost = turns * (choice.columns + 16);
+    if (cost < least) best = &choice, least = cost;
+  };
+  if (Pieces(p.w.n, p.w.k).count == 1)
+    for (const Choice& choice : kByOne) consider(choice);
+  else
+    for (const Choice& choice : kByPieces) consider(choice);
+  best->start(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -67,17 +67,15 @@ struct Problem {
 };
 
 const Queue queue{nullptr, 90};
-const int kWidths[] = {192, 176, 160, 144, 128, 112};
-
+std::vector<Choice> choices(const Problem& a) {
+  if (Pieces(a.p.w.n, a.p.w.k).count == 1) return {std::begin(kByOne), std::end(kByOne)};
+  return {std::begin(kByPieces), std::end(kByPieces)};
+}
+// by: a width, 0 for what linear_wide() chooses, -1 for the kernel of some rows.
 void by(int columns, const Problem& a) {
-  if (columns == 192) start_columns<192>(a.p, a.rows, queue);
-  else if (columns == 176) start_columns<176>(a.p, a.rows, queue);
-  else if (columns == 160) start_columns<160>(a.p, a.rows, queue);
-  else if (columns == 144) start_columns<144>(a.p, a.rows, queue);
-  else if (columns == 128) start_columns<128>(a.p, a.rows, queue);
-  else if (columns == 112) start_columns<112>(a.p, a.rows, queue);
-  else if (columns == 0) linear_wide(a.p, a.rows, queue);
-  else linear_split(a.p, a.rows, queue);
+  if (columns < 0) return linear_split(a.p, a.rows, queue);
+  if (columns == 0) return linear_wide(a.p, a.rows, queue);
+  for (const Choice& c : choices(a)) if (c.columns == columns) return c.start(a.p, a.rows, queue);
 }
 
 unsigned long long* counter;
@@ -88,7 +86,7 @@ void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
   void* expected;
   CHECK(cudaMalloc(&expected, a.y_bytes)), CHECK(cudaMemcpy(expected, a.y, a.y_bytes, cudaMemcpyDeviceToDevice));
   printf("%d x %d, %d rows%s%s%s: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "", bias ? ", bias" : "");
-  for (int columns : kWidths) {
+  for (const auto& [columns, start] : choices(a)) {
     CHECK(cudaMemset(counter, 0, 8));
     a.reset(), by(columns, a);
     differ<<<ceil_div(a.y_bytes / 4, 256), 256>>>((uint32_t*)a.y, (uint32_t*)expected, a.y_bytes / 4, counter);
@@ -124,12 +122,13 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++)
     if (!strncmp(argv[i], "rows=", 5))
       for (char* at = argv[i] + 5; *at; at += *at == ',') sizes.push_back(strtol(at, &at, 10));
-  printf("clusters at once: %d of %d\n", clusters_at_once<192>(), kCluster);
+  printf("clusters at once: %d of %d\n", Kernel<192, false>::clusters(), kCluster);
   if (asked("check")) {
     check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
     check(1152, 3584, 1000, false, true, true), check(2 * 1216, 896, 321, true, false, false);
     check(3584, 18944, 700, false, true, false), check(1030, 900, 301, false, false, true);
     check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
+    check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
   }
   const struct { const char* name; int n, k; bool gated, adds, bias; } shapes[] = {
       {"qkv", 4608, 3584, false, false, true}, {"o", 3584, 3584, false, true, false},
@@ -148,7 +147,7 @@ int main(int argc, char** argv) {
       }
       if (asked("split")) printf("; split %.0f", operations / seconds(-1, a, times) / 1e12);
       if (asked("widths"))
-        for (int columns : kWidths) printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
+        for (const auto& [columns, start] : choices(a)) printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
       printf("\n");
     }
     if (all > 0) printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
