@@ -57,7 +57,8 @@ int main(int argc, char** argv) {
         tiles.push_back({s * length, length, 0, s * spans, first});
       for (int i = 0; i < spans; i++) table.push_back(s * spans + (i * 7 + 3) % spans);
     }
-    CHECK(cudaMalloc(&tables, table.size() * 4)), CHECK(cudaMalloc(&device_tiles, tiles.size() * sizeof(AttentionTile)));
+    CHECK(cudaMalloc(&tables, table.size() * 4)),
+        CHECK(cudaMalloc(&device_tiles, tiles.size() * sizeof(AttentionTile)));
     CHECK(cudaMemcpy(tables, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
     a.cache.data = (char*)data, a.qkv = qkv, a.tables = tables;

@@ -1,11 +1,11 @@
-// Products of many rows (native/cuda/kernels/linear_wide.cu) by each width of tile: their bits against the kernel of some
-// rows, and their speed at Qwen2.5-7B's shapes. `./wide [check] [time] [widths] [rows=1024,8192]`
-// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
+// Products of many rows (native/cuda/kernels/linear_wide.cu) by each width of tile: their bits against the kernel of
+// some rows, and their speed at Qwen2.5-7B's shapes. `./wide [check] [time] [widths] [rows=1024,8192]` nvcc -O3
+// -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
 //   ../../../native/cuda/kernels/linear_split.cu -o wide
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <algorithm>
 #include <vector>
 
 #include "cuda/kernels/linear_wide.cu"
@@ -58,7 +58,8 @@ struct Problem {
     p.bias = b;
   }
   ~Problem() {
-    CHECK(cudaFree((void*)p.w.tiles)), CHECK(cudaFree((void*)p.x.tiles)), CHECK(cudaFree(y)), CHECK(cudaFree((void*)p.bias));
+    CHECK(cudaFree((void*)p.w.tiles)), CHECK(cudaFree((void*)p.x.tiles)), CHECK(cudaFree(y)),
+        CHECK(cudaFree((void*)p.bias));
   }
   void reset() {
     if (p.gated) CHECK(cudaMemset(y, 0, y_bytes));
@@ -75,7 +76,8 @@ std::vector<Choice> choices(const Problem& a) {
 void by(int columns, const Problem& a) {
   if (columns < 0) return linear_split(a.p, a.rows, queue);
   if (columns == 0) return linear_wide(a.p, a.rows, queue);
-  for (const Choice& c : choices(a)) if (c.columns == columns) return c.start(a.p, a.rows, queue);
+  for (const Choice& c : choices(a))
+    if (c.columns == columns) return c.start(a.p, a.rows, queue);
 }
 
 unsigned long long* counter;
@@ -85,7 +87,8 @@ void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
   a.reset(), by(-1, a);
   void* expected;
   CHECK(cudaMalloc(&expected, a.y_bytes)), CHECK(cudaMemcpy(expected, a.y, a.y_bytes, cudaMemcpyDeviceToDevice));
-  printf("%d x %d, %d rows%s%s%s: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "", bias ? ", bias" : "");
+  printf("%d x %d, %d rows%s%s%s: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "",
+         bias ? ", bias" : "");
   for (const auto& [columns, start] : choices(a)) {
     CHECK(cudaMemset(counter, 0, 8));
     a.reset(), by(columns, a);
@@ -115,7 +118,8 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
   const auto asked = [&](const char* what) {
-    for (int i = 1; i < argc; i++) if (!strcmp(argv[i], what)) return true;
+    for (int i = 1; i < argc; i++)
+      if (!strcmp(argv[i], what)) return true;
     return false;
   };
   std::vector<int> sizes;
@@ -130,9 +134,14 @@ int main(int argc, char** argv) {
     check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
     check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
   }
-  const struct { const char* name; int n, k; bool gated, adds, bias; } shapes[] = {
-      {"qkv", 4608, 3584, false, false, true}, {"o", 3584, 3584, false, true, false},
-      {"gate_up", 37888, 3584, true, false, false}, {"down", 3584, 18944, false, true, false}};
+  const struct {
+    const char* name;
+    int n, k;
+    bool gated, adds, bias;
+  } shapes[] = {{"qkv", 4608, 3584, false, false, true},
+                {"o", 3584, 3584, false, true, false},
+                {"gate_up", 37888, 3584, true, false, false},
+                {"down", 3584, 18944, false, true, false}};
   for (int rows : sizes) {
     double all = 0, work = 0;
     for (const auto& s : shapes) {
@@ -147,7 +156,8 @@ int main(int argc, char** argv) {
       }
       if (asked("split")) printf("; split %.0f", operations / seconds(-1, a, times) / 1e12);
       if (asked("widths"))
-        for (const auto& [columns, start] : choices(a)) printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
+        for (const auto& [columns, start] : choices(a))
+          printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
       printf("\n");
     }
     if (all > 0) printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
