@@ -1,6 +1,7 @@
 #include "cuda/runner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 namespace as {
@@ -14,7 +15,7 @@ int padded_rows(int rows) {
     if (rows <= 8 * step) return (rows + step - 1) / step * step;
 }
 
-// Whether the likeliest token is what is drawn.
+// Whether the likeliest token is what is drawn, and no more is wanted.
 bool is_greedy(const SamplingParams& p, const Output& out) {
   return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
          p.frequency_penalty == 0 && !p.no_repeat_ngram_size && p.bad_words.empty() && p.logit_bias.empty() &&
@@ -43,35 +44,38 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
   Drawn drawn;
   drawn.samples.resize(batch.outputs.size());
   copy_hidden(batch);
-  const std::vector<bool> by_device = drawn_by_device(batch);
   const size_t outputs = batch.outputs.size();
+  share_draws(batch);
   if (heads && outputs) {
+    if (draws_) draws_->queue(batch, drawn_by_);
     check(cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * kBestParts * sizeof(Best), cudaMemcpyDeviceToHost,
                           device_.stream()),
           "copying draws");
-    copy_logits(batch, by_device, want_logits);
+    copy_logits(batch, want_logits);
   }
   device_.wait();
+  if (ranks_) ranks_->exchange.check_waits();
 
   if (hidden_rows_) {
     drawn.hidden_width = tensors_[hidden_].rows.width;
     drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
   }
-  if (!heads) return drawn;
+  if (!heads || !outputs) return drawn;
   const int width = in(program_.ops().back()).rows.width;
   if (want_logits) {
     drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
     drawn.logit_width = width;
   }
+  if (draws_) draws_->take(drawn.samples);
   Batch rest;  // what the host draws
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
+  std::vector<Best> drawn_here;  // of the outputs that the device draws
+  const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
-    if (!by_device[i]) {
-      any |= batch.outputs[i].wanted != Wanted::nothing;
-      continue;
-    }
-    rest.outputs[i].wanted = Wanted::nothing;
+    if (drawn_by_[i] == DrawnBy::host) any = true;
+    else rest.outputs[i].wanted = Wanted::nothing;
+    if (drawn_by_[i] != DrawnBy::best) continue;
     const Best* parts = host_best_.as<Best>() + i * kBestParts;
     Best best = parts[0];
     for (const Best* part = parts + 1; part < parts + kBestParts; part++) {
@@ -79,11 +83,41 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
       if (part->token >= 0 && (best.token < 0 || part->logit > best.logit))
         best.logit = part->logit, best.token = part->token;
     }
-    if (best.not_finite || best.token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
-    else drawn.samples[i].token = best.token;
+    if (best.token >= 0) best.token += begin;
+    drawn_here.push_back(best);
+  }
+  if (ranks_ && !drawn_here.empty()) agree(drawn_here);
+  auto best = drawn_here.begin();
+  for (size_t i = 0; i < outputs; i++) {
+    if (drawn_by_[i] != DrawnBy::best) continue;
+    if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
+    else drawn.samples[i].token = best->token;
+    ++best;
   }
   if (any) sampler_.draw(rest, drawn.samples);
   return drawn;
+}
+
+// The best of every rank's part of the vocabulary become the best of all, on every rank. Of equal logits the lower
+// rank's counts, whose ids are lower.
+void CudaRunner::agree(std::vector<Best>& best) const {
+  const auto bytes_of = [](std::vector<Best>& all) { return reinterpret_cast<char*>(all.data()); };
+  const size_t bytes = best.size() * sizeof(Best);
+  const std::vector<std::string> messages = ranks_->window.gather(std::string(bytes_of(best), bytes));
+  std::vector<Best> other(best.size());
+  for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
+    if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
+    std::memcpy(bytes_of(other), messages[r].data(), bytes);
+    for (size_t i = 0; i < best.size(); i++) {
+      best[i].not_finite += other[i].not_finite;
+      if (other[i].token >= 0 && (best[i].token < 0 || other[i].logit > best[i].logit))
+        best[i].logit = other[i].logit, best[i].token = other[i].token;
+    }
+  }
+  std::string all(bytes_of(best), bytes);
+  ranks_->window.broadcast(all);
+  if (all.size() != bytes) throw std::runtime_error("rank 0 drew for another batch");
+  std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
 // Whether every row is its sequence's only one, and a token is drawn after it.
@@ -92,18 +126,22 @@ bool CudaRunner::decodes(const Batch& batch) const {
          std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
 }
 
-std::vector<bool> CudaRunner::drawn_by_device(const Batch& batch) const {
-  std::vector<bool> by_device;
-  for (const Output& out : batch.outputs)
-    by_device.push_back(out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out));
-  return by_device;
+// Who draws each output.
+void CudaRunner::share_draws(const Batch& batch) {
+  drawn_by_.clear();
+  for (const Output& out : batch.outputs) {
+    if (out.wanted == Wanted::nothing) drawn_by_.push_back(DrawnBy::nobody);
+    else if (out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out))
+      drawn_by_.push_back(DrawnBy::best);
+    else drawn_by_.push_back(draws_ ? DrawnBy::draws : DrawnBy::host);
+  }
 }
 
 // Queues the copy of what the host draws from.
-void CudaRunner::copy_logits(const Batch& batch, const std::vector<bool>& by_device, bool all) {
+void CudaRunner::copy_logits(const Batch& batch, bool all) {
   const Tensor& logits = in(program_.ops().back());
   const size_t width = logits.rows.width;
-  const auto wanted = [&](size_t i) { return all || (!by_device[i] && batch.outputs[i].wanted != Wanted::nothing); };
+  const auto wanted = [&](size_t i) { return all || drawn_by_[i] == DrawnBy::host; };
   for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
     for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
     if (end > begin)

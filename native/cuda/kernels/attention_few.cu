@@ -105,13 +105,13 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
   for (int i = 0; i < kEach; i++) {
     const int pair = i * kWarps + warp;
     heads[i] = a.qkv + (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim;
-    if (pair >= rows.count)
+    if (pair >= rows.count || !rows.has(pair, kv_head))
       for (int j = lane; j < kDim; j += 32) queries[pair * kStride + j] = 0;
   }
   await_previous();
 #pragma unroll
   for (int i = 0; i < kEach; i++)
-    if (const int pair = i * kWarps + warp; pair < rows.count)
+    if (const int pair = i * kWarps + warp; pair < rows.count && rows.has(pair, kv_head))
       turn_head<kDim>(heads[i], rows.row(pair), turn, rotates,
                       [&](int feature, float x) { queries[pair * kStride + feature] = to_bf16(x); });
   if (own) {
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
       const int pair = lane / 4 + 8 * h;
-      if (pair >= rows.count) continue;
+      if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
       const bool alone = rows.first_run == rows.last_run;
       float* to = alone ? nullptr : partial_of(a, blockIdx.x, kv_head, run);
       if (!alone && warp == 0 && lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];

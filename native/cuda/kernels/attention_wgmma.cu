@@ -335,7 +335,8 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 }  // namespace
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
-  return queue.capability == 90 && a.cache.bf16 && (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+  return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
 }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

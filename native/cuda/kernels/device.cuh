@@ -25,7 +25,7 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
                     size_t shared, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
   attributes[1].val.clusterDim.z = cluster.z;

@@ -331,7 +331,7 @@ struct Kernel {
     allow_shared(kFunction, Shape<kColumns>::kShared);
     const int blocks = kCluster * (walk.count() < clusters() ? walk.count() : clusters());
     start_clusters(queue, kFunction, dim3(blocks), dim3(kCluster), kThreads, Shape<kColumns>::kShared, p, rows,
-                   Pieces(p.w.n, p.w.k), walk);
+                   Pieces(p.w.k, p.w.most_pieces), walk);
     launched("linear in bfloat16, many rows");
   }
 };
@@ -361,7 +361,7 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
     const int cost = turns * (choice.columns + 16);
     if (cost < least) best = &choice, least = cost;
   };
-  if (Pieces(p.w.n, p.w.k).count == 1)
+  if (Pieces(p.w.k, p.w.most_pieces).count == 1)
     for (const Choice& choice : kByOne) consider(choice);
   else
     for (const Choice& choice : kByPieces) consider(choice);

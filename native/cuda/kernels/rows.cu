@@ -1,5 +1,5 @@
 // Ops on rows one by one: embedding, norms, sums, gates.
-#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
@@ -9,6 +9,7 @@ constexpr int kThreads = 256;
 
 __device__ float value_of(const Matrix& m, int row, int column) {
   if (m.tiles) return from_bf16(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
+  if (m.codes.bits) return value_of(m.codes, row, column, m.k);
   return m.values[(size_t)row * m.k + column];
 }
 

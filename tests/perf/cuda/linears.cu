@@ -64,7 +64,7 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, nullptr, nullptr}, p.adds = shape.adds, p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {

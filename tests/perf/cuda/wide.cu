@@ -51,7 +51,8 @@ struct Problem {
     y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
     CHECK(cudaMalloc(&y, y_bytes));
     reset();
-    p.w = {n, k, nullptr, w}, p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::bf16, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
+    p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
     p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
     float* b = nullptr;
     if (bias) CHECK(cudaMalloc(&b, (n + 1) * 4)), fill_floats<<<ceil_div(n, 256), 256>>>(b, n, 5);
@@ -69,7 +70,7 @@ struct Problem {
 
 const Queue queue{nullptr, 90};
 std::vector<Choice> choices(const Problem& a) {
-  if (Pieces(a.p.w.n, a.p.w.k).count == 1) return {std::begin(kByOne), std::end(kByOne)};
+  if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
   return {std::begin(kByPieces), std::end(kByPieces)};
 }
 // by: a width, 0 for what linear_wide() chooses, -1 for the kernel of some rows.
