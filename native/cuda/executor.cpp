@@ -120,7 +120,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};
-  cuda::sum_ranks(sum, rows, {}, device_.queue());
+  cuda::sum_ranks(sum, rows, device_.queue());
   device_.wait();
   check(cudaMemcpy(y, total.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
   check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");

@@ -50,12 +50,6 @@ struct Queue {
   bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
 };
 
-// What comes next and can be read beforehand, into the second-level cache: kernels that leave memory idle ask for it.
-struct Ahead {
-  const void* data = nullptr;
-  size_t bytes = 0;
-};
-
 enum class Source { f32, f16, bf16 };
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
@@ -88,7 +82,7 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
@@ -217,7 +211,7 @@ bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
 // store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
 // no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue);
+                      const Queue& queue);
 
 // ---- ranks of several GPUs
 constexpr int kMostRanks = 8;
@@ -242,7 +236,7 @@ struct RankSum {
   Norm norm;
   Rows normed;
 };
-void sum_ranks(const RankSum& sum, int rows, const Ahead& ahead, const Queue& queue);
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 
 // ---- sampling
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:

@@ -75,9 +75,7 @@ class CudaRunner : public Runner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
-  void bind_attention(size_t i);
-  int next_product(size_t i) const;
-  Ahead ahead(int matrix, int rows) const;
+  void bind_attention(const OpNode& op);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);

@@ -275,7 +275,7 @@ auto attend_kernel_of(CacheType type) {
 void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads, splits);
-  if (has_attend_mma(a)) attend_few_mma(a, tiles, count, splits, false, nullptr, {}, queue);
+  if (has_attend_mma(a)) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
   else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, true, splits, queue);
   else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, true);
   launched("attention of few rows");
@@ -300,9 +300,9 @@ bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue) {
+                      const Queue& queue) {
   if (!has_attend_mma(a)) return false;
-  attend_few_mma(a, tiles, count, splits, true, turn, ahead, queue);
+  attend_few_mma(a, tiles, count, splits, true, turn, queue);
   launched("attention");
   if (splits > 1) merge(a, tiles, count, queue);
   return true;

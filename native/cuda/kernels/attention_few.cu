@@ -37,25 +37,19 @@ __device__ void turn_head(const float* head, int row, const Turn& turn, bool rot
     if (i >= 2 * half) put(i, head[i]);
 }
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. splits: by how many blocks
-// runs are shared; further ones ask for what comes next.
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const AttentionTile* tiles, int splits,
-                                                              bool own, bool rotates, Turn turn, Ahead ahead) {
+__global__ void __launch_bounds__(kThreads)
+    attend_few_kernel(Attention a, const AttentionTile* tiles, bool own, bool rotates, Turn turn) {
   constexpr int kStride = kDim + kPad, kSteps = kDim / 16, kPieces = kDim / 8;
   // Pairs of eight features: each warp has those that are its number and every fourth from there.
   constexpr int kDuos = kDim / 16, kOwn = (kDuos + kWarps - 1) / kWarps;
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
-  if (blockIdx.z >= splits) {
-    ask_for(ahead, (blockIdx.z - splits) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x,
-            (gridDim.z - splits) * gridDim.x * gridDim.y);
-    return;
-  }
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
-  const int first_run = rows.first_run + blockIdx.z, run_step = splits;
+  const int first_run = rows.first_run + blockIdx.z, run_step = gridDim.z;
   if (rows.count == 0 || first_run > rows.last_run) return;
   const int* table = a.tables + rows.tile.table;
   const float factor = score_factor(a);
@@ -254,21 +248,19 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
 
 template <int kDim>
 void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-               const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next, at least
+               const Queue& queue) {
   allow_shared(attend_few_kernel<kDim>, kShared<kDim>);
-  const int asking = ahead.bytes ? ceil_div(kAsking, count * a.cache.kv_heads) : 0;
-  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits + asking), kThreads, kShared<kDim>, a,
-        tiles, splits, own, turn != nullptr, turn ? *turn : Turn(), ahead);
+  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits), kThreads, kShared<kDim>, a, tiles, own,
+        turn != nullptr, turn ? *turn : Turn());
 }
 
 }  // namespace
 
 void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Ahead& ahead, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, ahead, queue);
-  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, ahead, queue);
-  else start_few<128>(a, tiles, count, splits, own, turn, ahead, queue);
+                    const Queue& queue) {
+  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, queue);
+  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, queue);
+  else start_few<128>(a, tiles, count, splits, own, turn, queue);
 }
 
 }  // namespace cuda

@@ -42,12 +42,7 @@ constexpr int kNormThreads = 512;  // of a row
 
 // kEights: how many times eight values of its row a thread keeps in registers.
 template <int kEights>
-__global__ void __launch_bounds__(kNormThreads)
-    rms_norm_kernel(const float* x, Norm norm, int rows, Rows out, Ahead ahead) {
-  if (blockIdx.x >= rows) {
-    let_next_begin();
-    return ask_for(ahead, blockIdx.x - rows, gridDim.x - rows);
-  }
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
   float kept[kEights][8], weights[kEights][8];
@@ -168,10 +163,9 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
   const auto kernel = out.width <= 8 * kNormThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
-  start(queue, kernel, rows + (ahead.bytes ? kAsking : 0), kNormThreads, 0, x, norm, rows, out, ahead);
+  start(queue, kernel, rows, kNormThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 
