@@ -20,6 +20,9 @@ struct Slot {
   int drafted = 0;  // of these, or of drafts beyond them, those in the draft model's cache
 };
 
+// In place of an id that is not known yet: that the step before draws after its output number `output`.
+constexpr int32_t drawn_after(int output) { return ~output; }
+
 // A position of a sequence to be computed.
 struct Row {
   int slot, position, token;

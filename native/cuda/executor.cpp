@@ -25,15 +25,24 @@ void CudaExecutor::allocate(const Limits& limits, int masks) {
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get());
-  decoder_.emplace(*runner_, nullptr, nullptr,
-                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
-                              limits.span_size, limits.num_spans, program_.windows(), masks, runner_->hidden_states()});
+  decoder_.emplace(
+      *runner_, SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length, limits.span_size,
+                           limits.num_spans, program_.windows(), masks, runner_->hidden_states()});
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
+
+bool CudaExecutor::begin(const std::string& plan) {
+  if (!decoder_) throw std::invalid_argument("allocate() before step()");
+  return decoder_->begin(plan);
+}
+
+void CudaExecutor::draw() { decoder_->draw(); }
+
+StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
 std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by) {
   const Matrix& m = weights_.matrix(id);

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "batch/decoder.h"
+#include "batch/queued_decoder.h"
 #include "cuda/runner.h"
 
 namespace as {
@@ -26,6 +26,10 @@ class CudaExecutor : public StepModel {
   // name.
   void allocate(const Limits& limits, int masks);
   StepOutput step(const std::string& plan, bool want_logits) override;
+  bool begin(const std::string& plan) override;
+  void draw() override;
+  bool done() const override { return decoder_->done(); }
+  StepOutput finish() override;
   void set_profiling(bool) override {}  // there is no profile yet
   std::shared_ptr<Masks> masks() const { return masks_; }
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
@@ -40,7 +44,7 @@ class CudaExecutor : public StepModel {
   Program program_;
   std::shared_ptr<Masks> masks_;
   std::unique_ptr<CudaRunner> runner_;
-  std::optional<Decoder> decoder_;
+  std::optional<QueuedDecoder> decoder_;
 };
 
 }  // namespace cuda

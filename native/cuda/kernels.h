@@ -51,8 +51,26 @@ void pack_rows(const void* rows, Source source, int64_t stride, int count, const
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
 // ---- rows
-void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           const Queue& queue);
+// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
+// all are -infinite), and how many logits are NaN or +infinite.
+constexpr int kBestParts = 16;
+struct Best {
+  float logit;
+  int token, not_finite;
+};
+// What a row's parts are together.
+AS_BOTH inline Best together(const Best* parts) {
+  Best best = parts[0];
+  for (int i = 1; i < kBestParts; i++) {
+    best.not_finite += parts[i].not_finite;
+    if (parts[i].token >= 0 && (best.token < 0 || parts[i].logit > best.logit))
+      best.logit = parts[i].logit, best.token = parts[i].token;
+  }
+  return best;
+}
+// drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.
 struct Norm {
   const float* weight = nullptr;
@@ -158,13 +176,7 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
                       const Queue& queue);
 
 // ---- sampling
-// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
-// all are -infinite), and how many logits are NaN or +infinite.
-constexpr int kBestParts = 16;
-struct Best {
-  float logit;
-  int token, not_finite;
-};
+// Of the model's own logits.
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue);
 
 }  // namespace cuda

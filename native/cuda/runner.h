@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "batch/batch.h"
 #include "batch/logit_sampler.h"
+#include "batch/queued_decoder.h"
 #include "cuda/draws.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
@@ -25,7 +25,7 @@ struct Limits {
 // Memory of a span of the cache, for one layer and KV head.
 size_t span_bytes(int span_size, int head_dim, bool bf16);
 
-class CudaRunner : public Runner {
+class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
   // Matrices of gates are paired (Weights::pair).
@@ -33,7 +33,10 @@ class CudaRunner : public Runner {
              LogitSampler& sampler, Masks* masks);
   ~CudaRunner() override;
 
-  Drawn run(const Batch& batch, bool want_logits) override;
+  void begin(const Batch& batch, bool want_logits) override;
+  bool draw(const Batch& batch) override;
+  bool done() const override;
+  Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size(); }
   bool hidden_states() const { return heads_from_ > 0; }
 
@@ -93,6 +96,11 @@ class CudaRunner : public Runner {
   size_t heads_from_ = 0;  // launches from here on make logits; 0: unknown
   int hidden_ = -1;        // the tensor of hidden states
   size_t hidden_rows_ = 0;
+  struct Step {
+    bool heads, want_logits;  // heads: whether it comes to logits
+  };
+  Step begun_{}, drawing_{};
+  cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
   std::map<Size, Replay> replays_;
 };
 
