@@ -28,7 +28,7 @@ struct Matrix {
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
 // launches.
 constexpr int kScratchBlocks = 144;
-constexpr size_t kScratchFloats = 3 * 192 * 128;
+constexpr size_t kScratchFloats = 192 * 256;
 struct Scratch {
   float* sums = nullptr;
   int* flags = nullptr;
@@ -39,6 +39,12 @@ struct Queue {
   cudaStream_t stream = nullptr;
   int capability = 0;
   Scratch scratch;
+};
+
+// What comes next and can be read beforehand, into the second-level cache: kernels that leave memory idle ask for it.
+struct Ahead {
+  const void* data = nullptr;
+  size_t bytes = 0;
 };
 
 enum class Source { f32, f16, bf16 };
@@ -77,7 +83,7 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
@@ -173,7 +179,7 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
 // Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Queue& queue);
+                      const Ahead& ahead, const Queue& queue);
 
 // ---- sampling
 // Of the model's own logits.

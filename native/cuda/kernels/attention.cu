@@ -189,7 +189,7 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
+  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, {}, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
   else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
   else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
@@ -198,9 +198,9 @@ void attend(const Attention& a, const AttentionTile* tiles, int count, bool few,
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Queue& queue) {
+                      const Ahead& ahead, const Queue& queue) {
   if (!has_attend_mma(a)) return false;
-  attend_few_mma(a, tiles, count, splits, true, turn, queue);
+  attend_few_mma(a, tiles, count, splits, true, turn, ahead, queue);
   launched("attention");
   if (splits > 1) merge(a, tiles, count, queue);
   return true;

@@ -19,19 +19,43 @@ constexpr int kTensor = kTokens * (kDim + kPad) * 2;  // bytes of keys, or of va
 template <int kDim>
 constexpr int kShared = 2 * 2 * kTensor<kDim> + kScoreBytes;  // two stages of both
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it.
+// A head of a row, rotated if it is to be; put(feature, value). A warp's lanes share it.
+template <int kDim, typename Put>
+__device__ void turn_head(const float* head, int row, const Turn& turn, bool rotates, Put put) {
+  const RotaryTable& t = turn.table;
+  const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
+#pragma unroll
+  for (int i = lane; i < (kDim + 63) / 64 * 32; i += 32) {
+    if (i >= half) continue;
+    const int first = turn.interleaved ? 2 * i : i, second = turn.interleaved ? 2 * i + 1 : i + half;
+    const float x = head[first], y = head[second];
+    const float c = t.cosine[(size_t)row * half + i], s = t.sine[(size_t)row * half + i];
+    put(first, __fmul_rn(x, c) - __fmul_rn(y, s)), put(second, __fmul_rn(y, c) + __fmul_rn(x, s));
+  }
+#pragma unroll
+  for (int i = lane; i < kDim; i += 32)
+    if (i >= 2 * half) put(i, head[i]);
+}
+
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. splits: by how many blocks
+// runs are shared; further ones ask for what comes next.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads)
-    attend_few_kernel(Attention a, const AttentionTile* tiles, bool own, bool rotates, Turn turn) {
+__global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const AttentionTile* tiles, int splits,
+                                                              bool own, bool rotates, Turn turn, Ahead ahead) {
   constexpr int kStride = kDim + kPad, kSteps = kDim / 16, kPieces = kDim / 8;
   // Pairs of eight features: each warp has those that are its number and every fourth from there.
   constexpr int kDuos = kDim / 16, kOwn = (kDuos + kWarps - 1) / kWarps;
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
+  if (blockIdx.z >= splits) {
+    ask_for(ahead, (blockIdx.z - splits) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x,
+            (gridDim.z - splits) * gridDim.x * gridDim.y);
+    return;
+  }
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
-  const int first_run = rows.first_run + blockIdx.z, run_step = gridDim.z;
+  const int first_run = rows.first_run + blockIdx.z, run_step = splits;
   if (rows.count == 0 || first_run > rows.last_run) return;
   const int* table = a.tables + rows.tile.table;
   const int start = rows.tile.start, last = rows.position(rows.count - 1);
@@ -72,43 +96,33 @@ __global__ void __launch_bounds__(kThreads)
   const bool one_early = begin + kTokens <= start, two_early = one_early && second + kTokens <= start;
   if (one_early) fetch(begin, spans_at(begin), 0);
   if (two_early) fetch(second, spans_at(second), 1);
-  await_previous();
-
-  // Queries, rotated, in shared memory where scores will be.
+  // Queries, rotated, in shared memory where scores will be: a warp has every fourth pair.
   uint16_t* queries = reinterpret_cast<uint16_t*>(scores);
-  const RotaryTable& t = turn.table;
-  const int half = t.dim / 2;
-  // A feature of a head of a row.
-  const auto feature_of = [&](const float* head, int row, int feature) {
-    const float x = head[feature];
-    if (!rotates || feature >= t.dim) return x;
-    const bool is_second = turn.interleaved ? feature % 2 : feature >= half;
-    const int pair = turn.interleaved ? feature / 2 : feature % half;
-    const float other = head[turn.interleaved ? feature ^ 1 : is_second ? feature - half : feature + half];
-    const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
-    return is_second ? __fmul_rn(x, c) + __fmul_rn(other, s) : __fmul_rn(x, c) - __fmul_rn(other, s);
-  };
-#pragma unroll 8
-  for (int i = threadIdx.x; i < kFewPairs * kDim; i += kThreads) {
-    const int pair = i / kDim, feature = i % kDim;
-    float x = 0;
-    if (pair < rows.count) {
-      const int row = rows.row(pair);
-      x = feature_of(a.qkv + (size_t)row * a.width + (size_t)rows.head(pair, kv_head) * kDim, row, feature);
-    }
-    queries[pair * kStride + feature] = to_bf16(x);
+  constexpr int kEach = kFewPairs / kWarps;
+  const float* heads[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int pair = i * kWarps + warp;
+    heads[i] = a.qkv + (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim;
+    if (pair >= rows.count)
+      for (int j = lane; j < kDim; j += 32) queries[pair * kStride + j] = 0;
   }
-  if (own) {  // of the runs that this block of threads has
-    const int heads = a.width / kDim - 2 * a.cache.kv_heads;
-    for (int i = threadIdx.x; i < rows.tile.count * kDim; i += kThreads) {
-      const int at = start + i / kDim, row = rows.tile.row + i / kDim, feature = i % kDim;
-      const int run = at / kRunTokens;
-      if (run < first_run || (run - first_run) % run_step) continue;
-      const float* key = a.qkv + (size_t)row * a.width + (size_t)(heads + kv_head) * kDim;
-      uint16_t* to =
-          reinterpret_cast<uint16_t*>(cache + table[at >> shift] * span_bytes + ((at & within) * kDim + feature) * 2);
-      *to = to_bf16(feature_of(key, row, feature));
-      to[values_behind / 2] = to_bf16(key[a.cache.kv_heads * kDim + feature]);
+  await_previous();
+#pragma unroll
+  for (int i = 0; i < kEach; i++)
+    if (const int pair = i * kWarps + warp; pair < rows.count)
+      turn_head<kDim>(heads[i], rows.row(pair), turn, rotates,
+                      [&](int feature, float x) { queries[pair * kStride + feature] = to_bf16(x); });
+  if (own) {
+    const int key = a.width / kDim - 2 * a.cache.kv_heads + kv_head;
+    for (int i = warp; i < rows.tile.count; i += kWarps) {
+      const int at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
+      if (run < first_run || (run - first_run) % run_step) continue;  // another block's
+      const float* from = a.qkv + (size_t)row * a.width + (size_t)key * kDim;
+      uint16_t* to = reinterpret_cast<uint16_t*>(cache + table[at >> shift] * span_bytes + (at & within) * kDim * 2);
+      turn_head<kDim>(from, row, turn, rotates, [&](int feature, float x) { to[feature] = to_bf16(x); });
+#pragma unroll
+      for (int j = lane; j < kDim; j += 32) to[values_behind / 2 + j] = to_bf16(from[a.cache.kv_heads * kDim + j]);
     }
   }
   __syncthreads();
@@ -238,19 +252,21 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kDim>
 void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-               const Queue& queue) {
+               const Ahead& ahead, const Queue& queue) {
+  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next, at least
   allow_shared(attend_few_kernel<kDim>, kShared<kDim>);
-  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits), kThreads, kShared<kDim>, a, tiles, own,
-        turn != nullptr, turn ? *turn : Turn());
+  const int asking = ahead.bytes ? ceil_div(kAsking, count * a.cache.kv_heads) : 0;
+  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits + asking), kThreads, kShared<kDim>, a,
+        tiles, splits, own, turn != nullptr, turn ? *turn : Turn(), ahead);
 }
 
 }  // namespace
 
 void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Queue& queue) {
-  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, queue);
-  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, queue);
-  else start_few<128>(a, tiles, count, splits, own, turn, queue);
+                    const Ahead& ahead, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, ahead, queue);
+  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, ahead, queue);
+  else start_few<128>(a, tiles, count, splits, own, turn, ahead, queue);
 }
 
 }  // namespace cuda

@@ -10,7 +10,7 @@ bool has_attend_mma(const Attention& a);
 // attend() but for merging what few tiles leave.
 // own: rows enter the cache, too.
 void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Queue& queue);
+                    const Ahead& ahead, const Queue& queue);
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace cuda

@@ -46,7 +46,12 @@ __device__ float block_sum(float x) {
 
 constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
 
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
+__global__ void __launch_bounds__(kNormThreads)
+    rms_norm_kernel(const float* x, Norm norm, int rows, Rows out, Ahead ahead) {
+  if (blockIdx.x >= rows) {
+    let_next_begin();
+    return ask_for(ahead, blockIdx.x - rows, gridDim.x - rows);
+  }
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
   float kept[kNormKept], weights[kNormKept];
@@ -167,8 +172,9 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  start(queue, rms_norm_kernel, rows, kNormThreads, 0, x, norm, out);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue) {
+  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next
+  start(queue, rms_norm_kernel, rows + (ahead.bytes ? kAsking : 0), kNormThreads, 0, x, norm, rows, out, ahead);
   launched("rms_norm");
 }
 
