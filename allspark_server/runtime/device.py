@@ -24,7 +24,7 @@ class Device(Protocol):
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
     ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
-    behind."""
+    behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
@@ -33,6 +33,7 @@ class Device(Protocol):
     profiled: bool
     adapts: bool
     windows: bool
+    host_memory: bool
 
     def check(self, config: AsModelConfig, dtypes: set[str], cache_dtype: str) -> None:
         """AllSparkError for what is not built yet. dtypes: of matrices."""
@@ -68,7 +69,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = windows = True
+    profiled = adapts = windows = host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -121,7 +122,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = windows = False
+    profiled = adapts = windows = host_memory = False
 
     def __init__(self, index: int, threads: int):
         """threads: that draw tokens on the host. AllSparkError that says what to do where there is no such GPU."""
@@ -137,8 +138,8 @@ class Gpu:
         missing = [f"a matrix of type {dtype}" for dtype in sorted(dtypes - set(GPU_FORMATS))]
         if cache_dtype not in GPU_FORMATS:
             missing.append(f"a cache of type {cache_dtype}")
-        if config.host_cache_memory:
-            missing.append("host_cache_memory")
+        if config.host_cache_dir:
+            missing.append("host_cache_dir")
         if config.speculation == "draft":
             missing.append("speculation='draft'")
         if missing:

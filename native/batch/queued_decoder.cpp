@@ -34,6 +34,7 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
     return false;  // told when its turn comes
   }
   slots_.begin(plan);
+  if (!plan.saved.empty() || !plan.restored.empty()) store_->copy(plan.saved, plan.restored);
   steps_.push_back({slots_.batch()});
   if (!steps_.back().batch.rows.empty()) runner_.begin(steps_.back().batch, want_logits);
   return true;

@@ -23,8 +23,9 @@ class QueuedRunner {
 
 class QueuedDecoder {
  public:
-  // The runner must outlive the decoder.
-  QueuedDecoder(QueuedRunner& runner, SlotLimits limits) : runner_(runner), slots_(std::move(limits)) {}
+  // The runner must outlive the decoder. store: null, or the second tier of its cache, whose copies are queued, too.
+  QueuedDecoder(QueuedRunner& runner, SpanStore* store, SlotLimits limits)
+      : runner_(runner), store_(store), slots_(std::move(limits)) {}
 
   // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
   StepOutput step(const std::string& plan, bool want_logits);
@@ -41,6 +42,7 @@ class QueuedDecoder {
   };
 
   QueuedRunner& runner_;
+  SpanStore* store_;
   Slots slots_;
   std::deque<Step> steps_;  // begun, at most two; the second is not drawn yet
 };

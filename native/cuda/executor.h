@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "batch/queued_decoder.h"
+#include "cuda/host_spans.h"
 #include "cuda/runner.h"
 
 namespace as {
@@ -25,6 +26,9 @@ class CudaExecutor : public StepModel {
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
   // name.
   void allocate(const Limits& limits, int masks);
+  // A second tier of the cache, after allocate() and before any step.
+  void allocate_host_cache(int spans);
+  size_t host_cache_bytes(int spans) const { return runner_ ? spans * HostSpans::span_bytes(runner_->layers()) : 0; }
   StepOutput step(const std::string& plan, bool want_logits) override;
   bool begin(const std::string& plan) override;
   void draw() override;
@@ -44,6 +48,8 @@ class CudaExecutor : public StepModel {
   Program program_;
   std::shared_ptr<Masks> masks_;
   std::unique_ptr<CudaRunner> runner_;
+  SlotLimits slot_limits_;
+  std::unique_ptr<HostSpans> host_spans_;
   std::optional<QueuedDecoder> decoder_;
 };
 

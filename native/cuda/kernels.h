@@ -141,6 +141,19 @@ struct LayerCache {
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 
+// A layer's part of spans: in the cache, and in the host's memory, where all parts of a span are adjacent. Parts are of
+// whole 16 bytes.
+struct SpanPart {
+  char *cache, *host;
+  size_t bytes, host_stride;
+};
+struct SpanPair {
+  int span, host;
+};
+// saves: to the host; else from there. largest: of the parts.
+void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
+                const Queue& queue);
+
 // Rows of one sequence, which attend together: of `count` adjacent rows of the step from `row` on, at positions from
 // `start` on, with the spans tables[table...]. Taken as pairs (row, query head of a KV head's group), the ones from
 // `first` on.

@@ -149,6 +149,7 @@ void CudaRunner::launch(const Size& size, bool heads) {
 
 // A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.
 void CudaRunner::replay(const Size& size) {
+  if (!graphs_ && !replays_.count(size)) return launch(size, true);
   const auto [found, first] = replays_.try_emplace(size);
   if (first) return launch(size, true);
   Replay& replay = found->second;
@@ -165,6 +166,11 @@ void CudaRunner::replay(const Size& size) {
     check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
     const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
     cudaGraphDestroy(graph);
+    if (made == cudaErrorMemoryAllocation) {  // steps go on without more graphs
+      cudaGetLastError();
+      graphs_ = false, replays_.erase(found);
+      return launch(size, true);
+    }
     check(made, "making a graph of a step");
   }
   check(cudaGraphLaunch(replay.graph, device_.stream()), "replaying a step");

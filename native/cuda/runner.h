@@ -38,6 +38,7 @@ class CudaRunner : public QueuedRunner {
   bool done() const override;
   Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size(); }
+  const std::vector<LayerCache>& layers() const { return layers_; }
   bool hidden_states() const { return heads_from_ > 0; }
 
  private:
@@ -104,6 +105,7 @@ class CudaRunner : public QueuedRunner {
   Step begun_{}, drawing_{};
   cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
   std::map<Size, Replay> replays_;
+  bool graphs_ = true;  // there is memory for more
 };
 
 }  // namespace cuda

@@ -90,7 +90,7 @@ def test_the_shipped_model(dtype):
 @pytest.mark.parametrize("fields, missing", [
     ({"weight_dtype": "int8"}, "a matrix of type int8 on CUDA"),
     ({"cache_mode": "AsCacheQuantI8"}, "a cache of type int8 on CUDA"),
-    ({"host_cache_memory": 1 << 26}, "host_cache_memory on CUDA"),
+    ({"host_cache_memory": 1 << 26, "host_cache_dir": "/tmp"}, "host_cache_dir on CUDA"),
     ({"compute_unit": "CUDA:0,1"}, "more than one GPU"),
 ])
 def test_what_is_not_there_is_refused(fields, missing):
