@@ -22,7 +22,8 @@ MAX_WORDS, MAX_WORD_IDS = 1024, 256
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 MAX_LOGIT_BIAS = 100.0
 UNQUANTIZED = ("float32", "bfloat16")
-WEIGHT_DTYPES = ("auto", *UNQUANTIZED, "int8", "int4", "w8a8", "w4a8")
+GROUPED = ("int8", "int4", "w8a8", "w4a8")      # quantized, in groups if wanted
+WEIGHT_DTYPES = ("auto", *UNQUANTIZED, *GROUPED, "float8")
 GROUP_SIZES = (0, 32, 64, 128, 256, 512)
 
 
@@ -78,6 +79,7 @@ class AsModelConfig(Checked):
     lora_max_num: int = int_field(5, 0, 65536)
     #: adapters that are loaded with the model, as load_lora takes them
     lora_names: list[str] = custom_field(_strings, factory=list)
+    #: "float8" (e4m3, a scale for each output channel, and for each token) on GPUs alone
     weight_dtype: str = choice_field("auto", WEIGHT_DTYPES)
     #: of quantized weights. 0: per output channel; otherwise length of the groups along K
     weight_group_size: int = choice_field(0, GROUP_SIZES)
@@ -89,8 +91,8 @@ class AsModelConfig(Checked):
     host_cache_memory: int = int_field(0, 0, INT64_MAX)
     #: the second tier is a file in this directory, which outlives the process; empty: it is memory
     host_cache_dir: str = path_field("")
-    #: for AsCacheDefault
-    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16"))
+    #: for AsCacheDefault; "float8" (e4m3) on GPUs alone
+    cache_dtype: str = choice_field("auto", ("auto", "float32", "bfloat16", "float8"))
     #: token budget of a step; 0: chosen, and while some stream, prompts share the time with them
     max_step_tokens: int = int_field(0, 0, 1 << 20)
     #: inter-token latency in ms that the token budget is chosen to hold; 0: none given
@@ -119,11 +121,10 @@ class AsModelConfig(Checked):
                              "allowed: at most 1024")
         if not self.model_path:
             raise ValueError("model_path is empty; give a Hugging Face directory or a .asgraph file")
-        if self.weight_group_size and self.weight_dtype in ("auto", *UNQUANTIZED):
+        if self.weight_group_size and self.weight_dtype not in GROUPED:
             raise ValueError(
                 f"weight_group_size={self.weight_group_size} is for quantized weights, and weight_dtype is "
-                f"{self.weight_dtype!r}; set weight_dtype to one of "
-                f"{', '.join(repr(d) for d in WEIGHT_DTYPES[1:] if d not in UNQUANTIZED)}"
+                f"{self.weight_dtype!r}; set weight_dtype to one of {', '.join(map(repr, GROUPED))}"
             )
         if 0 < self.max_step_tokens < self.engine_max_batch:
             raise ValueError(
@@ -465,8 +466,6 @@ _ONLY = {
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
-        if config.on_gpus and len(config.device_ids) > 1:
-            raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
         for name, (only, why) in _ONLY.items():
             value = getattr(config, name)
             if value != only:

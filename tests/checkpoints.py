@@ -24,8 +24,6 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-#: what suites of the whole engine compute on: ALLSPARK_TEST_UNIT=CUDA:0 runs them on a GPU
-UNIT = {"compute_unit": os.environ.get("ALLSPARK_TEST_UNIT", "CPU:0")}
 VOCAB = 1031  # prime: divides among no number of ranks
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation

@@ -59,7 +59,7 @@ class WeightFormat:
     @property
     def bits(self) -> int:
         """Of a quantized value."""
-        return 8 if self.dtype in ("int8", "w8a8", "e4m3") else 4
+        return 8 if self.dtype in ("int8", "w8a8", "e4m3", "float8") else 4
 
     def groups(self, columns: int) -> int:
         """In a row of so many values."""

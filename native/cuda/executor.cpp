@@ -5,12 +5,15 @@
 namespace as {
 namespace cuda {
 
-CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler)
-    : device_(device), sampler_(std::move(sampler)), weights_(device_) {}
+CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
+    : device_(device),
+      sampler_(std::move(sampler)),
+      window_(window && window->size() > 1 ? std::move(window) : nullptr),
+      weights_(device_) {}
 
-int CudaExecutor::add_matrix(int n, int k, const std::string& format) {
-  const int id = weights_.add_matrix(n, k, format);
-  program_.add_matrix(n, k, format, 0);
+int CudaExecutor::add_matrix(int n, int k, const std::string& format, int group) {
+  const int id = weights_.add_matrix(n, k, format, group);
+  program_.add_matrix(n, k, format, group);
   return id;
 }
 
@@ -19,12 +22,32 @@ int CudaExecutor::add_vector(const std::vector<float>& values) {
   return weights_.add_vector(values);
 }
 
+std::string CudaExecutor::share(int max_rows, double seconds) {
+  if (!window_) return "";
+  exchange_ = std::make_unique<Exchange>(device_, window_->rank(), window_->size(),
+                                         largest_partial(program_, weights_, max_rows), seconds);
+  shared_rows_ = max_rows;
+  return exchange_->address();
+}
+
+void CudaExecutor::connect(const std::vector<std::string>& addresses) {
+  if (!window_) return;
+  if (!exchange_) throw std::logic_error("share() before connect()");
+  exchange_->connect(addresses);
+}
+
 void CudaExecutor::allocate(const Limits& limits, int masks) {
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
   weights_.finish();
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
-  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get());
+  if (window_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
+    throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +
+                                " rows, and connect(), before allocate()");
+  std::optional<Ranks> ranks;
+  if (window_) ranks.emplace(Ranks{*exchange_, *window_});
+  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
+                                         ranks ? &*ranks : nullptr);
   slot_limits_ = SlotLimits{};
   slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
   slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
@@ -61,22 +84,66 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   if (!rows) return y;
   device_.use();
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
-      added(bias ? m.n * sizeof(float) : 0, "a bias"), tiles(m.tiles ? tiles_bytes(rows, m.k) : 0, "activations");
+      added(bias ? m.n * sizeof(float) : 0, "a bias"),
+      tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
+      widened(m.kind == Kind::codes ? widened_bytes(m.n, m.k, false, 1 << 30) : 0, "widened weights"),
+      bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
-  if (m.tiles) {
+  p.widened = widened.as<uint16_t>();
+  if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
+  if (m.takes_tiles()) {
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
-    linear_bf16(p, rows, device_.queue(), by);
+    if (m.tiles) linear_bf16(p, rows, device_.queue(), by);
+    else linear_quantized(p, rows, device_.queue(), by);
+  } else if (m.kind == Kind::integers) {
+    linear_integer(p, rows, device_.queue(), by);
+  } else if (m.kind == Kind::float8) {
+    linear_float8(p, rows, device_.queue());
   } else {
     linear_f32(p, rows, device_.queue());
   }
   device_.wait();
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   return y;
+}
+
+void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,
+                             bool adds, float* y, float* normed) {
+  if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
+    throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
+  device_.use();
+  const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, bf16);
+  Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"), flags(kMostRanks * sizeof(uint32_t), "flags"),
+      step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
+      weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
+  const auto copy = [](const Memory& to, const void* from, size_t size) {
+    check(cudaMemcpy(to.as(), from, size, cudaMemcpyHostToDevice), "copying rows");
+  };
+  RankSum sum;
+  sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
+  const std::vector<uint32_t> come(kMostRanks, 1);
+  copy(flags, come.data(), flags.size()), copy(weight, norm, weight.size()), copy(total, y, bytes);
+  for (int r = 0; r < ranks; r++) {
+    char* own = all.as() + r * half;
+    copy(in, parts + r * count, bytes);
+    Rows rows_of{reinterpret_cast<float*>(own), nullptr, width};
+    if (bf16) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width};
+    to_tiles(in.as<float>(), rows, rows_of, device_.queue());
+    device_.wait();
+    sum.peers.partials[r] = own, sum.peers.flags[r] = flags.as<uint32_t>();
+  }
+  sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
+  sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
+  sum.norm = {weight.as<float>(), 1e-6f, false};
+  cuda::sum_ranks(sum, rows, device_.queue());
+  device_.wait();
+  check(cudaMemcpy(y, total.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
+  check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
 }
 
 }  // namespace cuda

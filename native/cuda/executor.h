@@ -14,15 +14,21 @@ namespace cuda {
 
 class CudaExecutor : public StepModel {
  public:
-  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler);
+  // window: to the other ranks of a group; null: there are none.
+  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
 
-  int add_matrix(int n, int k, const std::string& format);
+  int add_matrix(int n, int k, const std::string& format, int group);
   int add_vector(const std::vector<float>& values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
   Program& program() { return program_; }
   const Device& device() const { return device_; }
 
+  // With other ranks, when the program is there and before allocate(): the address of what they need of this GPU's
+  // memory in steps of up to so many rows, "" without any; and then the addresses of all, in rank order. seconds: how
+  // long the GPU waits for another rank.
+  std::string share(int max_rows, double seconds);
+  void connect(const std::vector<std::string>& addresses);
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
   // name.
   void allocate(const Limits& limits, int masks);
@@ -40,13 +46,19 @@ class CudaExecutor : public StepModel {
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by);
+  // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
+  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds, float* y,
+                 float* normed);
 
  private:
   Device device_;
   std::shared_ptr<LogitSampler> sampler_;
+  const std::shared_ptr<Communicator> window_;
   Weights weights_;
   Program program_;
   std::shared_ptr<Masks> masks_;
+  std::unique_ptr<Exchange> exchange_;
+  int shared_rows_ = 0;
   std::unique_ptr<CudaRunner> runner_;
   SlotLimits slot_limits_;
   std::unique_ptr<HostSpans> host_spans_;

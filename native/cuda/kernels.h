@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/quantized.h"
 #include "cuda/tiles.h"
 
 namespace as {
@@ -18,11 +19,18 @@ struct Rows {
   int width = 0;
 };
 
-// A matrix [n, k]: bfloat16 in tiles, or float32 row by row.
+// A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
+enum class Kind { f32, bf16, codes, integers, float8 };  // the last two: codes for activations of 8 bits
 struct Matrix {
   int n = 0, k = 0;
+  Kind kind = Kind::f32;
   const float* values = nullptr;
   const uint16_t* tiles = nullptr;
+  Codes codes = {};
+  int most_pieces = kMostPieces;  // of a sum along K
+
+  bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
+  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
@@ -39,12 +47,7 @@ struct Queue {
   cudaStream_t stream = nullptr;
   int capability = 0;
   Scratch scratch;
-};
-
-// What comes next and can be read beforehand, into the second-level cache: kernels that leave memory idle ask for it.
-struct Ahead {
-  const void* data = nullptr;
-  size_t bytes = 0;
+  bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
 };
 
 enum class Source { f32, f16, bf16 };
@@ -53,8 +56,22 @@ enum class Source { f32, f16, bf16 };
 // how many values are NaN or infinite to *bad.
 void pack_rows(const void* rows, Source source, int64_t stride, int count, const Matrix& matrix, int first,
                unsigned long long* bad, const Queue& queue);
+// Quantizes rows [count, columns], groups of so many columns each, as InstantQuant does (cpu/kernels/quantize.cpp), to
+// the bit: into rows from `first` on of a matrix whose columns are those from `column` on, and whose groups are parts
+// of these. ranges: of each row and group two floats, to work in. Adds how many values are NaN or infinite to *bad.
+void quantize_rows(const void* rows, Source source, int64_t columns, int group, int64_t column, int count,
+                   const Matrix& matrix, int first, float* ranges, unsigned long long* bad, const Queue& queue);
+// Places codes [count, k] a byte each, and scales and offsets [count, groups] in bfloat16, into rows from `first` on.
+void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* offsets, int count, const Matrix& matrix,
+                int first, const Queue& queue);
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
+
+// ---- ceilings
+// Reads so many bytes, a multiple of 16; sink: a place that is hardly ever written.
+void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
+// Values of both signs and several sizes.
+void fill_bf16(void* data, size_t bytes, const Queue& queue);
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
@@ -83,7 +100,7 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
@@ -91,6 +108,15 @@ void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue);
 // Float rows into tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
+
+// Rows of activations of 8 bits (kernels/linear_integer.h), with the sums of parts of them, and each row's scale.
+struct ByteRows {
+  uint8_t* values = nullptr;
+  float *sums = nullptr, *scales = nullptr;
+};
+constexpr int kMostIntegers = 131000;  // columns: exact sums of products fit 32 bits
+size_t byte_rows_bytes(int rows, int k);
+ByteRows byte_rows(char* memory, int rows, int k);
 
 // ---- products
 // y = x w^T + bias, or that added to what y has. gated: silu of the first half of the sums times the second, w being
@@ -100,9 +126,11 @@ struct Product {
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
+  uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
+  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
-// 8 of the second that belong to them. Both in tiles; `to` has paired_rows(from.n).
+// 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
 constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 void linear_f32(const Product& p, int rows, const Queue& queue);
@@ -110,6 +138,14 @@ void linear_f32(const Product& p, int rows, const Queue& queue);
 // for some rows or in a stream of weights, or one after the other for many.
 enum class By { any, mma, split, stream, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Of codes, with activations in bfloat16.
+void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+// What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
+size_t widened_bytes(int n, int k, bool gated, int rows);
+// Of integers: x, which is float32, is quantized first.
+void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
+// The same of floats of 8 bits; for chips of capability 9.0.
+void linear_float8(const Product& p, int rows, const Queue& queue);
 
 // ---- attention
 struct RotaryTable {
@@ -131,13 +167,23 @@ void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int ro
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue);
 
-// The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim].
+// The cache of a layer: spans, in each its KV heads, of each keys and then values [span_size, padded_dim]. Quantized as
+// the CPU backend does (cpu/kernels/span_layout.h): a value is q * scale + minimum, of uint4 two features in a byte,
+// the even one in the lower half; behind keys and values lie, each [span_size] floats, scales and minimums of the keys,
+// then of the values. float8: e4m3 as it is, larger values cut to 448.
+enum class CacheType { f32, bf16, int8, uint4, float8 };
 struct LayerCache {
   char* data = nullptr;
-  bool bf16 = false;
+  CacheType type = CacheType::f32;
   int span_size = 0, kv_heads = 0, head_dim = 0, padded_dim = 0;
 
-  AS_BOTH size_t head_bytes() const { return 2 * (size_t)span_size * padded_dim * (bf16 ? 2 : 4); }
+  AS_BOTH bool quantized() const { return type == CacheType::int8 || type == CacheType::uint4; }
+  AS_BOTH int bits() const {
+    return type == CacheType::f32 ? 32 : type == CacheType::bf16 ? 16 : type == CacheType::uint4 ? 4 : 8;
+  }
+  AS_BOTH size_t row_bytes() const { return (size_t)padded_dim * bits() / 8; }
+  AS_BOTH size_t scales_at() const { return 2 * span_size * row_bytes(); }  // of a head
+  AS_BOTH size_t head_bytes() const { return scales_at() + (quantized() ? 4 * sizeof(float) * span_size : 0); }
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 
@@ -163,7 +209,8 @@ struct AttentionTile {
 
 struct Attention {
   LayerCache cache;
-  int group = 1;  // query heads of a KV head
+  int group = 1;               // query heads of a KV head
+  int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
   const float* qkv = nullptr;  // [rows, width]: queries, keys, values
@@ -192,7 +239,32 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
 // Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue);
+                      const Queue& queue);
+
+// ---- ranks of several GPUs
+constexpr int kMostRanks = 8;
+// What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
+struct Peers {
+  int rank = 0, world = 1;
+  size_t half = 0;                   // bytes: of either buffer of partial sums
+  const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
+  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to
+  const int* step = nullptr;         // how many steps came before; the same on all ranks
+  int* failed = nullptr;             // of the host: 0, or 1 + the rank that has not come within the limit
+  uint64_t limit = 0;                // ns
+};
+// y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
+// has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
+// ranks in the same order, an even number. bf16: partial sums are in tiles, else float32 rows.
+struct RankSum {
+  Peers peers;
+  int call = 0, calls = 0;
+  bool bf16 = false, adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 
 // ---- sampling
 // Of the model's own logits.

@@ -7,7 +7,9 @@
 #include <optional>
 
 #include "bindings/step_result.h"
+#include "cuda/ceilings.h"
 #include "cuda/executor.h"
+#include "program/weight_spec.h"
 
 namespace py = pybind11;
 
@@ -35,17 +37,56 @@ Source source_of(const std::string& name, const py::array& a) {
 }
 
 std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
-                               int64_t row_offset, int64_t column, std::optional<int64_t>) {
+                               int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   std::vector<HostRows> rows;
+  const Matrix& m = e.weights().matrix(id);
+  const int64_t group = group_size.value_or(m.kind == Kind::codes ? m.codes.group : 0);
   for (const py::array& a : arrays) {
     const Source type = source_of(source, a);
     if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
     if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
       throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
+    if (m.kind == Kind::codes && !group_size && a.shape(1) != m.k)
+      throw std::invalid_argument("fill_matrix: " + std::to_string(a.shape(1)) + " columns do not fit a matrix of " +
+                                  std::to_string(m.k));
     rows.push_back({a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column});
   }
   py::gil_scoped_release release;
-  return e.weights().fill_rows(id, rows, row_offset);
+  return e.weights().fill_rows(id, rows, row_offset, group);
+}
+
+using Bytes = py::array_t<uint8_t, py::array::c_style>;
+using Halves = py::array_t<uint16_t, py::array::c_style>;
+
+int64_t fill_quantized(CudaExecutor& e, int id, const Bytes& q, const Halves& scales, const Halves& offsets, int bits,
+                       int64_t columns, int64_t group_size, int64_t row_offset, int64_t column,
+                       const py::kwargs& more) {
+  if (more.contains("packing") && py::str(more["packing"]).cast<std::string>() != "rows")
+    throw std::invalid_argument("quantized rows packed as " + py::str(more["packing"]).cast<std::string>() +
+                                " are not available on CUDA yet");
+  if ((bits != 8 && bits != 4) || columns < 1 || group_size < 0)
+    throw std::invalid_argument("fill_quantized: bits, columns or group_size");
+  const int64_t group = group_size ? group_size : columns, groups = (columns + group - 1) / group,
+                width = bits == 8 ? columns : (columns + 1) / 2;
+  if (q.ndim() != 2 || q.shape(1) != width)
+    throw std::invalid_argument("quantized rows must be [rows, " + std::to_string(width) + "] of a byte each");
+  for (const Halves* a : {&scales, &offsets})
+    if (a->ndim() != 2 || a->shape(0) != q.shape(0) || a->shape(1) != groups)
+      throw std::invalid_argument("fill_quantized: scales and offsets must be [rows, " + std::to_string(groups) +
+                                  "] of 2 bytes each");
+  const HostCodes rows{bits, q.data(), scales.data(), offsets.data(), q.shape(0), columns, column, group};
+  py::gil_scoped_release release;
+  e.weights().fill_quantized(id, rows, row_offset);
+  return 0;
+}
+
+// Of a matrix of codes: as InstantQuant has them.
+int group_of(const std::string& dtype, int group_size, const py::kwargs& layout) {
+  if (layout.size())
+    throw std::invalid_argument("scales of weights of type " + dtype + " with " +
+                                py::str(layout.begin()->first).cast<std::string>() + "=" +
+                                py::str(layout.begin()->second).cast<std::string>() + " are not available on CUDA yet");
+  return group_size;
 }
 
 By by_name(const std::string& name) {
@@ -57,21 +98,28 @@ By by_name(const std::string& name) {
   throw std::invalid_argument("kernels are any, mma, split, stream and wide, got " + name);
 }
 
-bool cache_is_bf16(const std::string& name) {
-  if (name != "float32" && name != "bfloat16")
-    throw std::invalid_argument("caches of type " + name + " are not available on CUDA yet: float32 and bfloat16 are");
-  return name == "bfloat16";
+constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by window and supervisor
+
+CacheType cache_type_of(const std::string& name) {
+  if (name == "float32") return CacheType::f32;
+  if (name == "bfloat16") return CacheType::bf16;
+  if (name == "int8") return CacheType::int8;
+  if (name == "uint4") return CacheType::uint4;
+  if (name == "float8") return CacheType::float8;
+  throw std::invalid_argument("caches of type " + name +
+                              " are not available on CUDA yet: float32, bfloat16, int8, uint4 and float8 are");
 }
 
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
   executor
       .def(
           "add_matrix",
-          [](CudaExecutor& e, int n, int k, const std::string& dtype, int, int experts, const std::vector<int>& order,
-             const py::kwargs&) {
+          [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
+             const std::vector<int>& order, const py::kwargs& layout) {
             if (experts != 1) throw std::invalid_argument("models with experts are not available on CUDA yet");
             if (!order.empty()) throw std::invalid_argument("columns in an order are not available on CUDA yet");
-            return e.add_matrix(n, k, dtype);
+            matrix_of(n, k, dtype, group_size);  // types are refused before what they have
+            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout));
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
@@ -82,9 +130,15 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
            "values of each are NaN or infinite.")
       .def(
           "fill_matrix",
-          [](CudaExecutor& e, int id, const py::array& a, const std::string& source, int64_t row_offset,
-             int64_t column) { return fill_rows(e, id, {a}, source, row_offset, column, {})[0]; },
-          py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0)
+          [](CudaExecutor& e, int id, const py::array& a, const std::string& source, int64_t row_offset, int64_t column,
+             std::optional<int64_t> group_size) {
+            return fill_rows(e, id, {a}, source, row_offset, column, group_size)[0];
+          },
+          py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
+          py::arg("group_size") = py::none())
+      .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
+           py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
+           py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
       .def(
           "source_hash", [](const CudaExecutor& e, int id) { return e.weights().source_hash(id); }, py::arg("id"),
           "The CPU backend's hash of all bytes that a matrix was filled with.")
@@ -114,7 +168,23 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
-          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.");
+          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.")
+      .def(
+          "sum_ranks",
+          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {
+            if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
+                parts.shape(2) != y.shape(1) || norm.shape(0) != y.shape(1))
+              throw std::invalid_argument("sum_ranks: parts [ranks, rows, width], y [rows, width], norm [width]");
+            py::array_t<float> total({y.shape(0), y.shape(1)}), normed({y.shape(0), y.shape(1)});
+            std::copy_n(y.data(), y.size(), total.mutable_data());
+            e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), bf16, adds,
+                        total.mutable_data(), normed.mutable_data());
+            return py::make_tuple(total, normed);
+          },
+          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"),
+          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all "
+          "ranks' "
+          "parts on this GPU, for tests.");
 }
 
 }  // namespace
@@ -127,19 +197,71 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA backend.";
   py::module_::import("allspark_server._native");
   m.def("device_count", device_count, "How many GPUs there are; ValueError that says what to do if none can be used.");
-  m.def("matrix_bytes", [](int n, int k, const std::string& dtype) { return matrix_bytes(n, k, is_bf16(dtype)); });
+  m.def(
+      "matrix_bytes",
+      [](int n, int k, const std::string& dtype, int group_size, const py::kwargs& layout) {
+        const Matrix matrix = matrix_of(n, k, dtype, group_size);
+        group_of(dtype, group_size, layout);
+        return matrix_bytes(matrix);
+      },
+      py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0);
+  m.def(
+      "widened_bytes",
+      [](int n, int k, bool gated, int rows) { return widened_bytes(gated ? paired_rows(n) : n, k, gated, rows); },
+      py::arg("out_features"), py::arg("in_features"), py::arg("gated"), py::arg("rows"),
+      "Memory that products of a quantized matrix with so many rows work in. gated: its rows make gates, and what they "
+      "gate.");
   m.def("span_bytes",
-        [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_is_bf16(dtype)); });
+        [](int size, int dim, const std::string& dtype) { return span_bytes(size, dim, cache_type_of(dtype)); });
   m.def(
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
   m.attr("RUN_TOKENS") = kRunTokens;
+  m.attr("MOST_RANKS") = kMostRanks;
+  m.def(
+      "measure_ceilings",
+      [](int device) {
+        const Ceilings found = measure_ceilings(device);
+        return std::make_pair(found.read, found.bf16);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+      "(bytes/s that a GPU reads of its memory, multiplications and additions/s of a large product of bfloat16); takes "
+      "40 ms and half a gigabyte.");
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
+  m.def(
+      "driver_version",
+      [] {
+        int version = 0;
+        cudaDriverGetVersion(&version);
+        return version;
+      },
+      "The CUDA version that the driver is for, as 13020 for 13.2; 0: there is no driver.");
+  m.def(
+      "memory_info",
+      [](int device) {
+        size_t free = 0, total = 0;
+        check(cudaSetDevice(device), "choosing the GPU");
+        check(cudaMemGetInfo(&free, &total), "asking for free memory");
+        return std::make_pair(free, total);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(), "Bytes of a GPU's memory: free ones, and all.");
+  m.def("check_peer", check_peer, py::arg("device"), py::arg("other"),
+        "ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
+  m.def(
+      "exchange_bytes",
+      [](int rows, int width, const std::string& dtype) {
+        return exchange_bytes(partial_bytes(rows, width, dtype != "float32"));
+      },
+      py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      "Memory that a rank shares with others, for sums of so many rows of this width, of weights of that type.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
-  executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler) {
-                 return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler)), WithoutGil{});
+  executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window) {
+                 return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler), std::move(window)),
+                                                      WithoutGil{});
                }),
-               py::arg("device"), py::arg("sampler"));
+               py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
+               "window: to the other ranks of a group; the sampler must have it, too.");
   bind_weights(executor);
   executor
       .def(
@@ -162,12 +284,28 @@ PYBIND11_MODULE(_cuda, m) {
           },
           py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
       .def(
+          "share",
+          [](CudaExecutor& e, int max_rows, double seconds) {
+            std::string address;
+            {
+              py::gil_scoped_release release;
+              address = e.share(max_rows, seconds);
+            }
+            return py::bytes(address);
+          },
+          py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
+          "When all ops are added: what the other ranks connect() to, for steps of up to so many rows; b'' without "
+          "any. "
+          "seconds: how long the GPU waits for another rank.")
+      .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
+           "Every rank's address, in rank order; before allocate().")
+      .def(
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_is_bf16(dtype), graphs},
+                        cache_type_of(dtype), graphs},
                        masks);
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),

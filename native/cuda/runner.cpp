@@ -1,6 +1,7 @@
 #include "cuda/runner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 namespace as {
@@ -58,6 +59,7 @@ bool CudaRunner::draw(const Batch& batch) {
   }
   if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
   check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
+  if (ranks_) return false;  // they have to agree first
   return std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::host) == drawn_by_.end();
 }
 
@@ -66,6 +68,7 @@ bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotRea
 Drawn CudaRunner::finish(const Batch& batch) {
   device_.use();
   check(cudaEventSynchronize(drawn_), "a step on the GPU");
+  if (ranks_) ranks_->exchange.check_waits();
   Drawn drawn;
   const size_t outputs = batch.outputs.size();
   drawn.samples.resize(outputs);
@@ -83,16 +86,48 @@ Drawn CudaRunner::finish(const Batch& batch) {
   Batch rest;  // what the host draws
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
+  std::vector<Best> drawn_here;  // of the outputs that the device draws
+  const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
     if (drawn_by_[i] == DrawnBy::host) any = true;
     else rest.outputs[i].wanted = Wanted::nothing;
     if (drawn_by_[i] != DrawnBy::best) continue;
-    const Best best = together(host_best_.as<Best>() + i * kBestParts);
-    if (best.not_finite || best.token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
-    else drawn.samples[i].token = best.token;
+    Best best = together(host_best_.as<Best>() + i * kBestParts);
+    if (best.token >= 0) best.token += begin;
+    drawn_here.push_back(best);
+  }
+  if (ranks_ && !drawn_here.empty()) agree(drawn_here);
+  auto best = drawn_here.begin();
+  for (size_t i = 0; i < outputs; i++) {
+    if (drawn_by_[i] != DrawnBy::best) continue;
+    if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
+    else drawn.samples[i].token = best->token;
+    ++best;
   }
   if (any) sampler_.draw(rest, drawn.samples);
   return drawn;
+}
+
+// The best of every rank's part of the vocabulary become the best of all, on every rank. Of equal logits the lower
+// rank's counts, whose ids are lower.
+void CudaRunner::agree(std::vector<Best>& best) const {
+  const auto bytes_of = [](std::vector<Best>& all) { return reinterpret_cast<char*>(all.data()); };
+  const size_t bytes = best.size() * sizeof(Best);
+  const std::vector<std::string> messages = ranks_->window.gather(std::string(bytes_of(best), bytes));
+  std::vector<Best> other(best.size());
+  for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
+    if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
+    std::memcpy(bytes_of(other), messages[r].data(), bytes);
+    for (size_t i = 0; i < best.size(); i++) {
+      best[i].not_finite += other[i].not_finite;
+      if (other[i].token >= 0 && (best[i].token < 0 || other[i].logit > best[i].logit))
+        best[i].logit = other[i].logit, best[i].token = other[i].token;
+    }
+  }
+  std::string all(bytes_of(best), bytes);
+  ranks_->window.broadcast(all);
+  if (all.size() != bytes) throw std::runtime_error("rank 0 drew for another batch");
+  std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
 // Whether every row is its sequence's only one, and a token is drawn after it.

@@ -7,7 +7,9 @@
 
 #include "batch/logit_sampler.h"
 #include "batch/queued_decoder.h"
+#include "comm/communicator.h"
 #include "cuda/draws.h"
+#include "cuda/exchange.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -18,19 +20,29 @@ namespace cuda {
 struct Limits {
   int max_rows = 0, max_outputs = 0, max_slots = 0, max_length = 0;
   int span_size = 0, num_spans = 0;
-  bool bf16_cache = false;
+  CacheType cache_type = CacheType::f32;
   bool graphs = true;  // steps that decode are replayed; the bits are the same
 };
 
 // Memory of a span of the cache, for one layer and KV head.
-size_t span_bytes(int span_size, int head_dim, bool bf16);
+size_t span_bytes(int span_size, int head_dim, CacheType type);
+
+// The other ranks of a group: what this GPU has of theirs, and how the processes tell each other what was drawn.
+struct Ranks {
+  Exchange& exchange;
+  Communicator& window;
+};
+// Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
+bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce);
+// Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
+size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 
 class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
-  // Matrices of gates are paired (Weights::pair).
+  // Matrices of gates are paired (Weights::pair). ranks: null where there is one rank.
   CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-             LogitSampler& sampler, Masks* masks);
+             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr);
   ~CudaRunner() override;
 
   void begin(const Batch& batch, bool want_logits) override;
@@ -67,12 +79,14 @@ class CudaRunner : public QueuedRunner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
-  void bind_attention(size_t i);
-  int next_product(size_t i) const;
-  Ahead ahead(int matrix, int rows) const;
+  void bind_attention(const OpNode& op);
+  int bind_all_reduce(size_t i);
+  void bind_first_call();
   void bind_rotary_table(const OpNode& op);
-  // The add, if any, that alone reads what ops[linear] makes, and comes next.
-  std::optional<size_t> sum_after(size_t linear) const;
+  // The add, if any, that alone reads a tensor from ops[next] on, and is that op.
+  std::optional<size_t> sum_at(size_t next, int tensor) const;
+  // Where what ops[i] makes goes at once if the next op adds that up over ranks.
+  std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(size_t linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads);
@@ -80,14 +94,18 @@ class CudaRunner : public QueuedRunner {
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
+  void agree(std::vector<Best>& best) const;
 
   const Device& device_;
   const Program& program_;
   Weights& weights_;
   const Limits limits_;
   LogitSampler& sampler_;
+  const std::optional<Ranks> ranks_;
+  int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
-  Memory activations_, rotary_memory_, cache_, partials_, tiles_, best_, host_best_, host_logits_, host_hidden_;
+  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
+      host_hidden_;
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
   std::optional<Turn> turn_;  // of the attention that comes next

@@ -16,14 +16,33 @@ size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
 
 }  // namespace
 
-bool is_bf16(const std::string& format) {
-  if (format != "float32" && format != "bfloat16")
+Matrix matrix_of(int n, int k, const std::string& format, int group) {
+  if (n < 1 || k < 1)
+    throw std::invalid_argument("matrix of " + std::to_string(n) + " x " + std::to_string(k) +
+                                ": both must be positive");
+  Matrix m{n, k};
+  if (format == "float32" || format == "bfloat16") {
+    if (format == "bfloat16") m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
+    return m;
+  }
+  if (format != "int8" && format != "int4")
     throw std::invalid_argument("weights of type " + format +
-                                " are not available on CUDA yet: float32 and bfloat16 are");
-  return format == "bfloat16";
+                                " are not available on CUDA yet: float32, bfloat16, int8 and int4 are");
+  if (group < 0 || !has_group(group ? group : k, k))
+    throw std::invalid_argument(
+        "weights in groups of " + std::to_string(group) +
+        " are not available on CUDA: of 16, 32 and multiples of 64 they are, and of whole rows");
+  m.kind = Kind::codes;
+  m.codes.bits = format == "int8" ? 8 : 4, m.codes.group = group && group < k ? group : k;
+  m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
+  return m;
 }
 
-size_t matrix_bytes(int n, int k, bool bf16) { return bf16 ? tiles_bytes(n, k) : (size_t)n * k * sizeof(float); }
+size_t matrix_bytes(const Matrix& m) {
+  if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
+  if (m.kind == Kind::bf16) return tiles_bytes(m.n, m.k);
+  return codes_bytes(m.n, m.k, m.codes.bits) + scales_bytes(m.n, m.codes.groups);
+}
 
 Weights::Staging::~Staging() {
   for (Turn& turn : turns)
@@ -39,20 +58,46 @@ void Weights::Staging::allocate() {
   }
 }
 
-int Weights::add_matrix(int n, int k, const std::string& format) {
-  if (n < 1 || k < 1)
-    throw std::invalid_argument("matrix of " + std::to_string(n) + " x " + std::to_string(k) +
-                                ": both must be positive");
+int Weights::add_matrix(int n, int k, const std::string& format, int group) {
+  Weight w{matrix_of(n, k, format, group), {}, 0};
+  if (w.matrix.kind == Kind::float8 && device_.capability() != 90)
+    throw std::invalid_argument(
+        "weights of type float8 are for GPUs of compute capability 9.0 (Hopper): this one's is " +
+        std::to_string(device_.capability() / 10) + "." + std::to_string(device_.capability() % 10));
   device_.use();
-  const bool bf16 = is_bf16(format);
-  Weight w{{n, k, nullptr, nullptr}, Memory(matrix_bytes(n, k, bf16), "weights"), 0};
-  if (bf16) w.matrix.tiles = w.memory.as<uint16_t>();
-  else w.matrix.values = w.memory.as<float>();
+  w.memory = Memory(matrix_bytes(w.matrix), "weights");
+  place(w);
   weights_.push_back(std::move(w));
   return (int)weights_.size() - 1;
 }
 
-std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset) {
+// Says where a matrix' values are in its memory.
+void Weights::place(Weight& w) {
+  Matrix& m = w.matrix;
+  if (m.kind == Kind::f32) m.values = w.memory.as<float>();
+  else if (m.kind == Kind::bf16) m.tiles = w.memory.as<uint16_t>();
+  if (!m.codes.bits) return;
+  m.codes.words = w.memory.as<uint32_t>();
+  m.codes.scales = m.codes.words + codes_bytes(m.n, m.k, m.codes.bits) / sizeof(uint32_t);
+}
+
+void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
+                         int64_t group) {
+  if (count < 0 || row_offset < 0 || row_offset + count > m.n || column < 0 || column + m.k > columns)
+    throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + count) +
+                                " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
+                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+  if (!m.codes.bits) return;
+  for (int64_t first = 0; first < m.k; first += m.codes.group) {
+    const int64_t last = std::min<int64_t>(first + m.codes.group, m.k) - 1;
+    if (group < 1 || (column + first) / group != (column + last) / group)
+      throw std::invalid_argument("groups of " + std::to_string(m.codes.group) + " from column " +
+                                  std::to_string(column) + " on are not parts of groups of " + std::to_string(group));
+  }
+}
+
+std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset,
+                                        int64_t group_size) {
   const Matrix m = matrix(id);
   device_.use();
   staging_.allocate();
@@ -60,26 +105,33 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
   int turn = 0;
   for (size_t i = 0; i < rows.size(); i++) {
     const HostRows& r = rows[i];
-    if (r.count < 0 || row_offset < 0 || row_offset + r.count > m.n || r.column < 0 || r.column + m.k > r.columns)
-      throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + r.count) +
-                                  " of columns " + std::to_string(r.column) + "... of " + std::to_string(r.columns) +
-                                  " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
-    const size_t item = size_of(r.source), row_bytes = m.k * item;
-    const int64_t most = kStagingBytes / row_bytes;
-    if (!most) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
+    const int64_t group = group_size ? std::min(group_size, r.columns) : r.columns;
+    check_rows(m, r.count, row_offset, r.column, r.columns, group);
+    // The columns that are needed: of codes whole groups, as ranges are theirs.
+    int64_t first = r.column, last = r.column + m.k;
+    if (m.codes.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
+    const size_t item = size_of(r.source), row_bytes = (last - first) * item,
+                 range_bytes = m.codes.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
+    const int64_t most = kStagingBytes / (row_bytes + range_bytes);
+    if (!most) throw std::invalid_argument("rows of " + std::to_string(last - first) + " columns are too long");
     for (int64_t done = 0; done < r.count; done += most, turn ^= 1) {
       const int64_t some = std::min(most, r.count - done);
       const Staging::Turn& own = staging_.turns[turn];
       check(cudaEventSynchronize(own.packed), "loading weights");
       for (int64_t row = 0; row < some; row++) {
-        const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + r.column) * item;
+        const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + first) * item;
         std::memcpy(own.host.as() + row * row_bytes, from, row_bytes);
-        weights_[id].hash += row_hash(from, row_bytes, row_offset + done + row);
+        weights_[id].hash += row_hash(from + (r.column - first) * item, m.k * item, row_offset + done + row);
       }
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
-      pack_rows(own.device.as(), r.source, m.k, (int)some, m, (int)(row_offset + done),
-                counts.as<unsigned long long>() + i, device_.queue());
+      unsigned long long* bad = counts.as<unsigned long long>() + i;
+      if (m.codes.bits)
+        quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, m,
+                      (int)(row_offset + done),
+                      reinterpret_cast<float*>(own.device.as() + kStagingBytes - some * range_bytes), bad,
+                      device_.queue());
+      else pack_rows(own.device.as(), r.source, m.k, (int)some, m, (int)(row_offset + done), bad, device_.queue());
       check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
     }
     row_offset += r.count;
@@ -88,6 +140,53 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
   device_.wait();
   check(cudaMemcpy(bad.data(), counts.as(), counts.size(), cudaMemcpyDeviceToHost), "loading weights");
   return {bad.begin(), bad.end()};
+}
+
+void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
+  const Matrix m = matrix(id);
+  check_rows(m, r.count, row_offset, r.column, r.columns, r.group);
+  if (m.codes.bits != r.bits || m.codes.floats)
+    throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
+  device_.use();
+  staging_.allocate();
+  const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.codes.groups,
+                stride = r.bits == 8 ? r.columns : (r.columns + 1) / 2;
+  // In a turn's memory: codes, then scales and offsets.
+  const size_t row_bytes = (m.k + 3) / 4 * 4 + 2 * own_groups * sizeof(uint16_t);
+  const int64_t most = kStagingBytes / row_bytes;
+  if (!most) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
+  int turn = 0;
+  for (int64_t done = 0; done < r.count; done += most, turn ^= 1) {
+    const int64_t some = std::min(most, r.count - done);
+    const Staging::Turn& own = staging_.turns[turn];
+    check(cudaEventSynchronize(own.packed), "loading weights");
+    const size_t codes_end = (some * m.k + 3) / 4 * 4;
+    uint8_t* codes = own.host.as<uint8_t>();
+    uint16_t *scales = reinterpret_cast<uint16_t*>(codes + codes_end), *offsets = scales + some * own_groups;
+    for (int64_t row = 0; row < some; row++, codes += m.k) {
+      const int64_t at = done + row;
+      const uint8_t* from = r.codes + at * stride;
+      const uint16_t *its_scales = r.scales + at * groups, *its_offsets = r.offsets + at * groups;
+      if (r.bits == 8) std::memcpy(codes, from + r.column, m.k);
+      else
+        for (int64_t i = 0; i < m.k; i++) codes[i] = from[(r.column + i) / 2] >> (r.column + i) % 2 * 4 & 15;
+      for (int64_t g = 0; g < own_groups; g++) {
+        const int64_t theirs = (r.column + g * m.codes.group) / r.group;
+        scales[row * own_groups + g] = its_scales[theirs], offsets[row * own_groups + g] = its_offsets[theirs];
+      }
+      weights_[id].hash += row_hash(from, stride, row_offset + at) +
+                           row_hash(its_scales, groups * sizeof(uint16_t), ~(row_offset + at)) +
+                           row_hash(its_offsets, groups * sizeof(uint16_t), row_offset + at);
+    }
+    const size_t bytes = codes_end + 2 * some * own_groups * sizeof(uint16_t);
+    check(cudaMemcpyAsync(own.device.as(), own.host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()),
+          "loading weights");
+    const uint16_t* placed = reinterpret_cast<const uint16_t*>(own.device.as() + codes_end);
+    place_rows(own.device.as<uint8_t>(), placed, placed + some * own_groups, (int)some, m, (int)(row_offset + done),
+               device_.queue());
+    check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
+  }
+  device_.wait();
 }
 
 int Weights::add_vector(const std::vector<float>& values) {
@@ -115,12 +214,13 @@ std::vector<float> Weights::read_row(int id, int64_t row) const {
 
 void Weights::pair(int id) {
   Weight& w = weights_.at(id);
-  const int n = paired_rows(w.matrix.n);
-  Memory memory(matrix_bytes(n, w.matrix.k, true), "weights");
-  const Matrix paired{n, w.matrix.k, nullptr, memory.as<uint16_t>()};
-  pair_rows(w.matrix, paired, device_.queue());
+  Weight paired{w.matrix, {}, w.hash};
+  paired.matrix.n = paired_rows(w.matrix.n);
+  paired.memory = Memory(matrix_bytes(paired.matrix), "weights");
+  place(paired);
+  pair_rows(w.matrix, paired.matrix, device_.queue());
   device_.wait();
-  w.matrix = paired, w.memory = std::move(memory);
+  w = std::move(paired);
 }
 
 const Matrix& Weights::matrix(int id) const {

@@ -9,6 +9,16 @@
 namespace as {
 namespace cuda {
 
+// Quantized rows in the host's memory, one after the other: codes of 8 bits a byte each, of 4 two in a byte, the even
+// column in the lower half; of `columns` columns, of which the matrix takes those from `column` on, in groups of
+// `group`; scales and offsets [count, groups] in bfloat16.
+struct HostCodes {
+  int bits;
+  const uint8_t* codes;
+  const uint16_t *scales, *offsets;
+  int64_t count, columns, column, group;
+};
+
 // Rows of a checkpoint's tensor in the host's memory: `columns` adjacent values each, `stride` values from one to the
 // next; the matrix takes those from `column` on.
 struct HostRows {
@@ -17,17 +27,21 @@ struct HostRows {
   int64_t count, stride, columns, column;
 };
 
-// "float32" or "bfloat16"; std::invalid_argument for anything else.
-bool is_bf16(const std::string& format);
-size_t matrix_bytes(int n, int k, bool bf16);
+// A matrix that there is no memory for yet. format: "float32", "bfloat16", "int8" or "int4"; group: of the latter two,
+// 0 for whole rows. std::invalid_argument for what the backend does not have.
+Matrix matrix_of(int n, int k, const std::string& format, int group);
+size_t matrix_bytes(const Matrix& matrix);
 
 class Weights {
  public:
   explicit Weights(const Device& device) : device_(device) {}
 
-  int add_matrix(int n, int k, const std::string& format);
-  // Fills rows from row_offset on. Returns how many values of each are NaN or infinite.
-  std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset);
+  int add_matrix(int n, int k, const std::string& format, int group);
+  // Fills rows from row_offset on. Returns how many values of each are NaN or infinite. group: by which whole rows are
+  // quantized, 0 for all of them.
+  std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
+  // The same of rows that InstantQuant has quantized.
+  void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);
   int add_vector(const std::vector<float>& values);
 
   // Ids count matrices and vectors together. std::invalid_argument for the other kind.
@@ -63,6 +77,10 @@ class Weights {
     }
     void allocate();
   };
+  static void place(Weight& w);
+  // std::invalid_argument unless columns [column, ...) of `count` rows, in groups of `group`, can be the matrix' rows.
+  static void check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
+                         int64_t group);
   const Device& device_;
   std::vector<Weight> weights_;
   Staging staging_;

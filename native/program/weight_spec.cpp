@@ -14,13 +14,13 @@ struct FormatSpec {
   Values values;
 };
 
-// w8a8 and w4a8 are stored as int8 and int4; activations are quantized too.
+// w8a8 and w4a8 are stored as int8 and int4, float8 as e4m3; activations are quantized too.
 constexpr FormatSpec kFormats[] = {
     {"float32", 32, Values::plain}, {"bfloat16", 16, Values::plain}, {"float16", 16, Values::plain},
     {"int8", 8, Values::integers},  {"int4", 4, Values::integers},   {"w8a8", 8, Values::integers},
     {"w4a8", 4, Values::integers},  {"int6", 6, Values::integers},   {"int5", 5, Values::integers},
     {"int3", 3, Values::integers},  {"int2", 2, Values::integers},   {"nf4", 4, Values::coded},
-    {"e2m1", 4, Values::coded},     {"e4m3", 8, Values::coded}};
+    {"e2m1", 4, Values::coded},     {"e4m3", 8, Values::coded},      {"float8", 8, Values::coded}};
 
 const FormatSpec& format_spec(const std::string& name) {
   std::string known;

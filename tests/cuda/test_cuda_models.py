@@ -87,9 +87,44 @@ def test_the_shipped_model(dtype):
         assert worst <= theirs or dtype == "float32"
 
 
+@pytest.mark.parametrize("fields", [{"weight_dtype": "int8"}, {"weight_dtype": "int4", "weight_group_size": 32},
+                                    {"weight_dtype": "w8a8"}, {"weight_dtype": "w4a8", "weight_group_size": 64}],
+                         ids=lambda fields: fields["weight_dtype"])
+def test_quantized_weights_are_near_the_cpus(fields):
+    """The same values, rounded to bfloat16 as activations are."""
+    directory = checkpoint("qwen2-gqa-tied")
+    with Driver(directory, **fields, **UNIT) as gpu, Driver(directory, **fields) as cpu:
+        assert gpu.info.weight_dtype == cpu.info.weight_dtype == fields["weight_dtype"]
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
+            assert np.abs(found - expected).max() < (0.1 if "int" in fields["weight_dtype"] else 0.5) * expected.std()
+
+
+def test_float8_is_near_bfloat16():
+    directory = checkpoint("qwen2-gqa-tied")
+    with Driver(directory, weight_dtype="float8", **UNIT) as gpu, Driver(directory, weight_dtype="float32") as cpu:
+        assert gpu.info.weight_dtype == "float8"
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
+            assert np.sqrt(np.mean((found - expected)**2)) < 0.15 * expected.std()
+
+
+@pytest.mark.parametrize("mode, tolerance", [("AsCacheQuantI8", 0.05), ("AsCacheQuantU4", 0.5)])
+def test_quantized_caches_are_near_the_cpus(mode, tolerance):
+    directory = checkpoint("qwen3-tied")
+    fields = {"cache_mode": mode, "weight_dtype": "float32"}
+    with Driver(directory, **fields, **UNIT) as gpu, Driver(directory, **fields) as cpu:
+        assert gpu.info.cache_dtype == cpu.info.cache_dtype
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
+            assert np.abs(found - expected).max() < tolerance * expected.std()
+
+
 @pytest.mark.parametrize("fields, missing", [
-    ({"weight_dtype": "int8"}, "a matrix of type int8 on CUDA"),
-    ({"cache_mode": "AsCacheQuantI8"}, "a cache of type int8 on CUDA"),
+    ({"weight_dtype": "w8a8", "weight_group_size": 32}, "a matrix of type w8a8:32 on CUDA"),
     ({"host_cache_memory": 1 << 26, "host_cache_dir": "/tmp"}, "host_cache_dir on CUDA"),
     ({"compute_unit": "CUDA:0,1"}, "more than one GPU"),
 ])

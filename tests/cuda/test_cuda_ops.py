@@ -400,10 +400,10 @@ def test_what_the_backend_does_not_have_is_refused_by_name():
     own.finish(own.attention(embedded(own, 4 * 8), 2, 1, 8, (own.vector(2),), sinks=True))
     with pytest.raises(ValueError, match="span_attention with .*sinks|sinks"):
         compiled(own)
-    with pytest.raises(ValueError, match="int8 are not available on CUDA"):
-        executor().add_matrix(4, 32, "int8")
-    with pytest.raises(ValueError, match="caches of type uint4 are not available on CUDA"):
-        compiled(small_model(), "uint4")
+    with pytest.raises(ValueError, match="nf4 are not available on CUDA"):
+        executor().add_matrix(4, 32, "nf4")
+    with pytest.raises(ValueError, match="caches of type float16 are not available on CUDA"):
+        compiled(small_model(), "float16")
     with pytest.raises(ValueError, match="there is no GPU 99: compute_unit may name 0 to"):
         from allspark_server import _cuda
 

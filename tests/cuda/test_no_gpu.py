@@ -10,7 +10,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.serving import shipped_model
 from allspark_server import Engine
-from allspark_server.runtime import native
+from allspark_server.runtime import device, native
 
 
 def config(**fields) -> AsModelConfig:
@@ -53,11 +53,17 @@ def test_a_machine_without_a_gpu_is_told_of():
     engine.close()
 
 
-def test_several_gpus_are_refused():
+def test_each_rank_has_a_gpu():
     engine = Engine()
-    with pytest.raises(AllSparkError, match="'CUDA:0,1', more than one GPU, is not available yet"):
+    with pytest.raises(AllSparkError, match="'CUDA:0,1' names 2 GPUs, and this group has 1 rank: .*--gpus 0,1") as caught:
         engine.install_model(config(compute_unit="CUDA:0,1"))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.close()
+    with pytest.raises(AllSparkError, match="names 1 GPU, and this group has 2 ranks"):
+        device.gpu_of(config(compute_unit="CUDA:0"), 1, 2)
+    with pytest.raises(AllSparkError, match="names GPU 3 twice: each rank needs its own"):
+        device.gpu_of(config(compute_unit="CUDA:3,1,3"), 0, 3)
+    assert [device.gpu_of(config(compute_unit="CUDA:3,1"), rank, 2) for rank in range(2)] == [3, 1]
 
 
 def test_gpus_of_a_group_are_its_ranks():
@@ -71,5 +77,45 @@ def test_memory_is_counted_without_a_gpu():
     assert cuda.matrix_bytes(3584, 18944, "bfloat16") == 2 * 3584 * 18944
     assert cuda.matrix_bytes(1, 1, "bfloat16") == 8192 and cuda.matrix_bytes(3, 7, "float32") == 84
     assert cuda.span_bytes(32, 128, "bfloat16") == 2 * 32 * 128 * 2 and cuda.span_bytes(16, 5, "float32") == 1024
-    with pytest.raises(ValueError, match="weights of type int4 are not available on CUDA yet"):
-        cuda.matrix_bytes(4, 4, "int4")
+    assert cuda.span_bytes(32, 128, "int8") == 2 * 32 * 128 + 16 * 32
+    assert cuda.span_bytes(32, 128, "uint4") == 32 * 128 + 16 * 32
+    assert cuda.matrix_bytes(3584, 18944, "int4", 64) == 3584 * 18944 // 2 + 4 * 3584 * 18944 // 64
+    assert cuda.matrix_bytes(1, 1, "int8", 0) == 4096 + 256
+    assert cuda.widened_bytes(64, 64, False, 8) == 0 and cuda.widened_bytes(64, 64, False, 4096) == 8192
+
+
+@pytest.mark.parametrize("given, refused", [
+    (("nf4",), "weights of type nf4 are not available on CUDA yet"),
+    (("int4", 24), "weights of type int4 in groups of 24 are not available on CUDA"),
+    (("float8", 64), "weights of type float8 have a scale for each row, and no groups"),
+    (("w4a8", 32), "weights of type w4a8 in groups of 32 are not available on CUDA"),
+])
+def test_formats_that_there_are_not_are_refused_by_name(given, refused):
+    cuda = pytest.importorskip("allspark_server._cuda")
+    with pytest.raises(ValueError, match=refused):
+        cuda.matrix_bytes(64, 96, *given)
+    with pytest.raises(ValueError, match="scales of weights of type int4 with scales=float16 are not available"):
+        cuda.matrix_bytes(64, 96, "int4", 32, scales="float16")
+
+
+def test_float8_is_for_gpus():
+    engine = Engine()
+    with pytest.raises(AllSparkError, match="weight_dtype='float8' is for GPUs") as caught:
+        engine.install_model(config(weight_dtype="float8"))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
+    with pytest.raises(AllSparkError, match="cache_dtype='float8' is for GPUs"):
+        engine.install_model(config(cache_dtype="float8"))
+    engine.close()
+    with pytest.raises(ValueError, match="weight_group_size=64 is for quantized weights, and weight_dtype is 'float8'"):
+        config(weight_dtype="float8", weight_group_size=64).validate()
+
+
+def test_what_a_gpu_has_of_formats():
+    from allspark_server.runtime.device import on_gpu
+    from allspark_server.weights.formats import ScaleLayout, WeightFormat
+
+    assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
+    assert on_gpu(WeightFormat("float8"))
+    assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
+    assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
+    assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))

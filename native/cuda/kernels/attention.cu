@@ -1,7 +1,8 @@
-// Attention by ordinary arithmetic: over float32 caches, and for heads that attention_mma.cu does not have. A warp has
-// a pair of a row and a query head; its lanes share the head's features.
+// Attention by ordinary arithmetic: over float32 and quantized caches, and for heads that attention_mma.cu does not
+// have. A warp has a pair of a row and a query head; its lanes share the head's features.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
@@ -9,15 +10,31 @@ namespace {
 
 constexpr int kWarps = 4, kFeatures = kLargestHead / 32;  // of a lane, at most
 
-template <typename T>
-__device__ float read(const T* p) {
-  if constexpr (sizeof(T) == 4) return *p;
-  else return from_bf16(*p);
-}
+// A key or a value in the cache.
+template <CacheType kType>
+struct Cached {
+  const char* row;
+  float scale, minimum;  // of quantized ones
+
+  __device__ Cached(const LayerCache& cache, const char* head, bool value, int place)
+      : row(head + ((value ? cache.span_size : 0) + place) * cache.row_bytes()), scale(0), minimum(0) {
+    if constexpr (kType == CacheType::int8 || kType == CacheType::uint4) {
+      const float* scales = reinterpret_cast<const float*>(head + cache.scales_at()) + place;
+      scale = scales[value ? 2 * cache.span_size : 0], minimum = scales[value ? 3 * cache.span_size : cache.span_size];
+    }
+  }
+  __device__ float operator[](int feature) const {
+    if constexpr (kType == CacheType::f32) return reinterpret_cast<const float*>(row)[feature];
+    else if constexpr (kType == CacheType::bf16) return from_bf16(reinterpret_cast<const uint16_t*>(row)[feature]);
+    else if constexpr (kType == CacheType::float8) return from_e4m3((uint8_t)row[feature]);
+    else if constexpr (kType == CacheType::int8) return fmaf((uint8_t)row[feature], scale, minimum);
+    else return fmaf((uint8_t)row[feature / 2] >> feature % 2 * 4 & 15, scale, minimum);
+  }
+};
 
 // A thread for each pair of features of the queries, and each value of the cache. rotates: queries, in place, and keys
 // as they enter the cache, as rope() does.
-template <typename T>
+template <CacheType kType>
 __global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
   after_previous();
   const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
@@ -47,10 +64,58 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
     turn(from, interleaved ? feature / 2 : feature % half, first, second);
     x = (interleaved ? feature % 2 : feature >= half) ? second : first;
   }
-  T* to = reinterpret_cast<T*>(const_cast<char*>(head_of(a.cache, span, head))) +
-          ((size_t)value * a.cache.span_size + place) * padded + feature;
-  if constexpr (sizeof(T) == 4) *to = x;
-  else *to = to_bf16(x);
+  char* to =
+      const_cast<char*>(head_of(a.cache, span, head)) + (value * a.cache.span_size + place) * a.cache.row_bytes();
+  if constexpr (kType == CacheType::f32) reinterpret_cast<float*>(to)[feature] = x;
+  else if constexpr (kType == CacheType::bf16) reinterpret_cast<uint16_t*>(to)[feature] = to_bf16(x);
+  else to[feature] = (char)to_e4m3(x);
+}
+
+// A warp for each key and value, which is in its place in `qkv` already: quantized as the CPU backend does
+// (cpu/cache.cpp).
+template <int kBits>
+__global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const int* where) {
+  after_previous();
+  constexpr int kPairs = kLargestHead / 64;  // of features, of a lane
+  const LayerCache& cache = a.cache;
+  const int row = blockIdx.x, at = where[row], lane = threadIdx.x, dim = cache.head_dim, size = cache.span_size;
+  const int head = blockIdx.y % cache.kv_heads, value = blockIdx.y / cache.kv_heads;
+  if (at < 0) return;
+  const int queries = a.width / dim - 2 * cache.kv_heads;
+  const float* from = a.qkv + (size_t)row * a.width + (size_t)(queries + value * cache.kv_heads + head) * dim;
+  float x[kPairs][2] = {}, low = INFINITY, high = -INFINITY;
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < kPairs; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      if (const int feature = (i * 32 + lane) * 2 + j; feature < dim) {
+        x[i][j] = from[feature];
+        low = fminf(low, x[i][j]), high = fmaxf(high, x[i][j]), bad |= !isfinite(x[i][j]);
+      }
+  low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
+  constexpr int kLevels = (1 << kBits) - 1;
+  const float step = (float)(((double)high - low) / kLevels);  // in double: the range may pass the largest float
+  const bool flat = bad || step < 1e-37f;                      // equal values, or nearly: the inverse would overflow
+  const float inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
+  char* to = const_cast<char*>(head_of(cache, at / size, head));
+  uint8_t* codes = reinterpret_cast<uint8_t*>(to + (value * size + at % size) * cache.row_bytes());
+#pragma unroll
+  for (int i = 0; i < kPairs; i++) {
+    const int pair = i * 32 + lane;
+    if (2 * pair >= cache.padded_dim) continue;
+    int q[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      q[j] = flat || 2 * pair + j >= dim
+                 ? 0
+                 : min(kLevels, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x[i][j]), half), inverse)));
+    if (kBits == 4) codes[pair] = (uint8_t)(q[0] | q[1] << 4);
+    else codes[2 * pair] = (uint8_t)q[0], codes[2 * pair + 1] = (uint8_t)q[1];
+  }
+  if (lane) return;
+  float* scales = reinterpret_cast<float*>(to + cache.scales_at()) + 2 * value * size + at % size;
+  scales[0] = bad ? NAN : flat ? 0 : step, scales[size] = bad ? NAN : low;
 }
 
 // What a pair has of some positions: the greatest score, the sum of weights, and a lane's features of the values.
@@ -66,21 +131,21 @@ struct Seen {
 };
 
 // One run: 32 positions at a time, one a lane as far as scores and weights go.
-template <typename T>
+template <CacheType kType>
 __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run,
                         const float (&query)[kFeatures]) {
-  const int lane = threadIdx.x % 32, dim = a.cache.head_dim, padded = a.cache.padded_dim, size = a.cache.span_size;
+  const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
   Seen seen;
   for (int begin = run * kRunTokens; begin < (run + 1) * kRunTokens && begin <= position; begin += 32) {
     float score = -INFINITY;
     for (int j = 0; j < 32 && begin + j <= position; j++) {
       const int at = begin + j;
-      const T* key = reinterpret_cast<const T*>(head_of(a.cache, table[at / size], kv_head)) + (at % size) * padded;
+      const Cached<kType> key(a.cache, head_of(a.cache, table[at / size], kv_head), false, at % size);
       float product = 0;
 #pragma unroll
       for (int i = 0; i < kFeatures; i++)
-        if (i * 32 + lane < dim) product = fmaf(query[i], read(key + i * 32 + lane), product);
+        if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
       product = warp_sum(product);
       if (j == lane && at >= least) score = finished_score(a, product);
     }
@@ -91,25 +156,25 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
     for (int i = 0; i < kFeatures; i++) seen.values[i] *= by;
     for (int j = 0; j < 32 && begin + j <= position; j++) {
       const int at = begin + j;
-      const T* value =
-          reinterpret_cast<const T*>(head_of(a.cache, table[at / size], kv_head)) + (size + at % size) * padded;
+      const Cached<kType> value(a.cache, head_of(a.cache, table[at / size], kv_head), true, at % size);
       const float its = __shfl_sync(0xffffffffu, weight, j);
 #pragma unroll
       for (int i = 0; i < kFeatures; i++)
-        if (i * 32 + lane < dim) seen.values[i] = fmaf(its, read(value + i * 32 + lane), seen.values[i]);
+        if (i * 32 + lane < dim) seen.values[i] = fmaf(its, value[i * 32 + lane], seen.values[i]);
     }
   }
   return seen;
 }
 
 // few: runs are shared by gridDim.z blocks, and left as partial results, unless there is but one.
-template <typename T>
+template <CacheType kType>
 __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const AttentionTile* tiles, bool few) {
   after_previous();
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, dim = a.cache.head_dim;
   const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
   const int* table = a.tables + rows.tile.table;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
+    if (!rows.has(pair, kv_head)) continue;
     const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
     float query[kFeatures];
 #pragma unroll
@@ -117,7 +182,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
     if (few && rows.first_run < rows.last_run) {
       for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
-        const Seen seen = see_run<T>(a, table, kv_head, position, run, query);
+        const Seen seen = see_run<kType>(a, table, kv_head, position, run, query);
         float* to = partial_of(a, blockIdx.x, kv_head, run);
         if (lane == 0) to[pair] = seen.most, to[kFewPairs + pair] = seen.sum;
 #pragma unroll
@@ -129,7 +194,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen total;
     for (int run = rows.first_run; run <= rows.last_run; run++)
-      total.merge(see_run<T>(a, table, kv_head, position, run, query));
+      total.merge(see_run<kType>(a, table, kv_head, position, run, query));
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
       if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], total.sum));
@@ -142,7 +207,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
   if (rows.first_run == rows.last_run) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
-  if (pair >= rows.count) return;
+  if (pair >= rows.count || !rows.has(pair, kv_head)) return;
   float most = -INFINITY, sum = 0, value = 0;
   constexpr int kAtOnce = 8;
   for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
@@ -169,8 +234,19 @@ size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim);
 void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue) {
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
-  const auto kernel = a.cache.bf16 ? store_kernel<uint16_t> : store_kernel<float>;
   const int queries = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
+  if (a.cache.quantized()) {
+    if (turn)
+      rope(const_cast<float*>(a.qkv), a.width, {0, queries + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
+           rows, queue);
+    const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
+    start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
+    launched("store_cache");
+    return;
+  }
+  const auto kernel = a.cache.type == CacheType::bf16     ? store_kernel<CacheType::bf16>
+                      : a.cache.type == CacheType::float8 ? store_kernel<CacheType::float8>
+                                                          : store_kernel<CacheType::f32>;
   const int items = (turn ? queries * (table.dim / 2) : 0) + 2 * a.cache.kv_heads * a.cache.padded_dim;
   start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved);
   launched("store_cache");
@@ -184,23 +260,30 @@ void merge(const Attention& a, const AttentionTile* tiles, int count, const Queu
   launched("attention's merge");
 }
 
+auto attend_kernel_of(CacheType type) {
+  if (type == CacheType::f32) return attend_kernel<CacheType::f32>;
+  if (type == CacheType::bf16) return attend_kernel<CacheType::bf16>;
+  if (type == CacheType::float8) return attend_kernel<CacheType::float8>;
+  return type == CacheType::int8 ? attend_kernel<CacheType::int8> : attend_kernel<CacheType::uint4>;
+}
+
 }  // namespace
 
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
   if (count == 0) return;
   const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, {}, queue);
+  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
-  else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
+  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, few, splits, queue);
+  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, few);
   launched("attention");
   if (few && splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue) {
+                      const Queue& queue) {
   if (!has_attend_mma(a)) return false;
-  attend_few_mma(a, tiles, count, splits, true, turn, ahead, queue);
+  attend_few_mma(a, tiles, count, splits, true, turn, queue);
   launched("attention");
   if (splits > 1) merge(a, tiles, count, queue);
   return true;

@@ -18,15 +18,21 @@ struct TileRows {
   AttentionTile tile;
   int group, count;         // query heads of a KV head; pairs that there are
   int first_run, last_run;  // that any of the pairs sees
+  int first_head, heads;    // of the first KV head those that others have; this rank's
 
-  __device__ TileRows(const Attention& a, const AttentionTile& t, int most) : tile(t), group(a.group) {
+  __device__ TileRows(const Attention& a, const AttentionTile& t, int most)
+      : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - t.first));
     const int least = t.start + t.first / group, greatest = t.start + (t.first + max(count, 1) - 1) / group;
     first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
     last_run = greatest / kRunTokens;
   }
   __device__ int row(int pair) const { return tile.row + (tile.first + pair) / group; }
-  __device__ int head(int pair, int kv_head) const { return kv_head * group + (tile.first + pair) % group; }
+  // Of this rank's query heads; without one, the pair is another rank's.
+  __device__ int head(int pair, int kv_head) const {
+    return kv_head * group + (tile.first + pair) % group - first_head;
+  }
+  __device__ bool has(int pair, int kv_head) const { return (unsigned)head(pair, kv_head) < (unsigned)heads; }
   __device__ int position(int pair) const { return tile.start + (tile.first + pair) / group; }
 };
 

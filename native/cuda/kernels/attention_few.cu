@@ -37,25 +37,19 @@ __device__ void turn_head(const float* head, int row, const Turn& turn, bool rot
     if (i >= 2 * half) put(i, head[i]);
 }
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. splits: by how many blocks
-// runs are shared; further ones ask for what comes next.
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const AttentionTile* tiles, int splits,
-                                                              bool own, bool rotates, Turn turn, Ahead ahead) {
+__global__ void __launch_bounds__(kThreads)
+    attend_few_kernel(Attention a, const AttentionTile* tiles, bool own, bool rotates, Turn turn) {
   constexpr int kStride = kDim + kPad, kSteps = kDim / 16, kPieces = kDim / 8;
   // Pairs of eight features: each warp has those that are its number and every fourth from there.
   constexpr int kDuos = kDim / 16, kOwn = (kDuos + kWarps - 1) / kWarps;
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
-  if (blockIdx.z >= splits) {
-    ask_for(ahead, (blockIdx.z - splits) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x,
-            (gridDim.z - splits) * gridDim.x * gridDim.y);
-    return;
-  }
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
-  const int first_run = rows.first_run + blockIdx.z, run_step = splits;
+  const int first_run = rows.first_run + blockIdx.z, run_step = gridDim.z;
   if (rows.count == 0 || first_run > rows.last_run) return;
   const int* table = a.tables + rows.tile.table;
   const int start = rows.tile.start, last = rows.position(rows.count - 1);
@@ -104,13 +98,13 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
   for (int i = 0; i < kEach; i++) {
     const int pair = i * kWarps + warp;
     heads[i] = a.qkv + (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim;
-    if (pair >= rows.count)
+    if (pair >= rows.count || !rows.has(pair, kv_head))
       for (int j = lane; j < kDim; j += 32) queries[pair * kStride + j] = 0;
   }
   await_previous();
 #pragma unroll
   for (int i = 0; i < kEach; i++)
-    if (const int pair = i * kWarps + warp; pair < rows.count)
+    if (const int pair = i * kWarps + warp; pair < rows.count && rows.has(pair, kv_head))
       turn_head<kDim>(heads[i], rows.row(pair), turn, rotates,
                       [&](int feature, float x) { queries[pair * kStride + feature] = to_bf16(x); });
   if (own) {
@@ -228,7 +222,7 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
       const int pair = lane / 4 + 8 * h;
-      if (pair >= rows.count) continue;
+      if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
       const bool alone = rows.first_run == rows.last_run;
       float* to = alone ? nullptr : partial_of(a, blockIdx.x, kv_head, run);
       if (!alone && warp == 0 && lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
@@ -252,21 +246,19 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
 
 template <int kDim>
 void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-               const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next, at least
+               const Queue& queue) {
   allow_shared(attend_few_kernel<kDim>, kShared<kDim>);
-  const int asking = ahead.bytes ? ceil_div(kAsking, count * a.cache.kv_heads) : 0;
-  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits + asking), kThreads, kShared<kDim>, a,
-        tiles, splits, own, turn != nullptr, turn ? *turn : Turn(), ahead);
+  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits), kThreads, kShared<kDim>, a, tiles, own,
+        turn != nullptr, turn ? *turn : Turn());
 }
 
 }  // namespace
 
 void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Ahead& ahead, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, ahead, queue);
-  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, ahead, queue);
-  else start_few<128>(a, tiles, count, splits, own, turn, ahead, queue);
+                    const Queue& queue) {
+  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, queue);
+  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, queue);
+  else start_few<128>(a, tiles, count, splits, own, turn, queue);
 }
 
 }  // namespace cuda

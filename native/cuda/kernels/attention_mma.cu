@@ -19,6 +19,7 @@ constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stag
 template <int kDim>
 __device__ void write_row(const Attention& a, const TileRows& rows, int pair, int kv_head,
                           const float (&values)[kDim / 8][4], int h, float sum) {
+  if (!rows.has(pair, kv_head)) return;
   const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int v = 0; v < kDim / 8; v++)
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int pair = warp * kPairs + lane / 4 + 8 * h;
-    const bool there = pair < rows.count;
+    const bool there = pair < rows.count && rows.has(pair, kv_head);
     positions[h] = there ? rows.position(pair) : -1;
     least[h] = a.window ? positions[h] - a.window + 1 : 0;
     const float* from =
@@ -184,7 +185,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_mma(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.bf16 && (dim == 64 || dim == 96 || dim == 128);
+  return a.cache.type == CacheType::bf16 && (dim == 64 || dim == 96 || dim == 128);
 }
 
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {

@@ -25,7 +25,7 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
                     size_t shared, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster.x, attributes[1].val.clusterDim.y = cluster.y;
   attributes[1].val.clusterDim.z = cluster.z;
@@ -54,18 +54,6 @@ __device__ inline void await_previous() {
 #endif
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
-
-// A block of threads' part of what is asked for, one of `parts`.
-__device__ inline void ask_for(const Ahead& ahead, int part, int parts) {
-#if __CUDA_ARCH__ >= 900
-  constexpr size_t kBytes = 4096;
-  for (size_t at = ((size_t)threadIdx.x * parts + part) * kBytes; at < ahead.bytes;
-       at += (size_t)blockDim.x * parts * kBytes)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(ahead.data) + at),
-                 "r"((int)min(kBytes, ahead.bytes - at))
-                 : "memory");
-#endif
-}
 
 // Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
 template <typename Kernel>

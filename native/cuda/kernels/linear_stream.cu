@@ -203,7 +203,7 @@ void start_stream(const Product& p, int rows, const Queue& queue) {
   allow_shared(linear_stream_kernel<S>, S::kShared);
   // A tile has two blocks of threads at most.
   const int blocks = std::min({S::tiles(p.w.n, rows), processors(), (int)kScratchBlocks});
-  start(queue, linear_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.n, p.w.k),
+  start(queue, linear_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Pieces(p.w.k, p.w.most_pieces),
         queue.scratch);
   launched("linear in bfloat16, weights streaming");
 }

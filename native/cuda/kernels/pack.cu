@@ -50,9 +50,31 @@ __global__ void pair_kernel(Matrix from, Matrix to) {
       reinterpret_cast<const uint4*>(from.tiles)[at / 8];
 }
 
+// A thread for each word of a row's codes, and behind these for each group: words are of one row, and its columns lie
+// alike in all rows.
+__global__ void pair_codes_kernel(Matrix from, Matrix to) {
+  after_previous();
+  const int bits = to.codes.bits, each = 32 / bits, blocks = blocks_of(to.k), words = blocks * kBlock / each;
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y, group = i - words;
+  const int half = from.n / 2, source = row / 16 * 8 + row % 8, other = source + (row % 16 < 8 ? 0 : half);
+  if (group >= to.codes.groups || source >= half) return;
+  if (group >= 0) {
+    to.codes.scales[scale_of(row, group, to.codes.groups)] = from.codes.scales[scale_of(other, group, to.codes.groups)];
+    return;
+  }
+  const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first
+  to.codes.words[word_of(bits, row, column, blocks)] = from.codes.words[word_of(bits, other, column, blocks)];
+}
+
 }  // namespace
 
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue) {
+  if (to.codes.bits) {
+    const int items = blocks_of(to.k) * kBlock * to.codes.bits / 32 + to.codes.groups;
+    start(queue, pair_codes_kernel, dim3(ceil_div(items, 128), to.n), 128, 0, from, to);
+    launched("pair_rows");
+    return;
+  }
   start(queue, pair_kernel, dim3(ceil_div(blocks_of(from.k) * 8, 128), to.n), 128, 0, from, to);
   launched("pair_rows");
 }

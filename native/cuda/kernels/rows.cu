@@ -1,5 +1,5 @@
 // Ops on rows one by one: embedding, norms, sums, gates.
-#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
@@ -9,6 +9,7 @@ constexpr int kThreads = 256;
 
 __device__ float value_of(const Matrix& m, int row, int column) {
   if (m.tiles) return from_bf16(m.tiles[tile_offset(row, column, blocks_of(m.k))]);
+  if (m.codes.bits) return value_of(m.codes, row, column, m.k);
   return m.values[(size_t)row * m.k + column];
 }
 
@@ -46,12 +47,7 @@ __device__ float block_sum(float x) {
 
 constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
 
-__global__ void __launch_bounds__(kNormThreads)
-    rms_norm_kernel(const float* x, Norm norm, int rows, Rows out, Ahead ahead) {
-  if (blockIdx.x >= rows) {
-    let_next_begin();
-    return ask_for(ahead, blockIdx.x - rows, gridDim.x - rows);
-  }
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
   float kept[kNormKept], weights[kNormKept];
@@ -172,9 +168,8 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next
-  start(queue, rms_norm_kernel, rows + (ahead.bytes ? kAsking : 0), kNormThreads, 0, x, norm, rows, out, ahead);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
+  start(queue, rms_norm_kernel, rows, kNormThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 

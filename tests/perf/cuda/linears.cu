@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
     const char* name;
     By by;
     int least, most;
-  } kernels[] = {{"mma", By::mma, 1, 16}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
+  } kernels[] = {{"mma", By::mma, 1, 32}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
                  {"wide", By::wide, 128, 4096}};
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
@@ -64,7 +64,7 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, nullptr, nullptr}, p.adds = shape.adds, p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds, p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {

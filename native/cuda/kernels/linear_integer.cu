@@ -1,0 +1,355 @@
+// Products in integers (linear_integer.h): activations are quantized, and multiplied by mma.sync, as
+// linear_quantized.cu does in bfloat16.
+#include "cuda/kernels/linear_integer.h"
+
+#include <algorithm>
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 512, kKept = 3;               // pieces of 16 columns that a thread keeps in registers
+constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
+
+// 16 columns of a row; zeros behind its end.
+__device__ void load_piece(const float* in, int k, int piece, float (&x)[16]) {
+  const int first = piece * 16;
+  if (k % 4 == 0 && first + 16 <= k) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float4 four = reinterpret_cast<const float4*>(in + first)[i];
+      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = first + i < k ? in[first + i] : 0.0f;
+  }
+}
+
+// A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
+// or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
+// zeros.
+template <bool kFloats>
+__global__ void __launch_bounds__(kThreads)
+    bytes_kernel(const float* rows, int k, int stride, Segments segments, ByteRows out) {
+  after_previous();
+  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
+  __shared__ float tops[kThreads / 32];
+  __shared__ int wrong[kThreads / 32], sums[kFloats ? 1 : kMostBlocks];
+  const int row = blockIdx.x, lane = threadIdx.x % 32, pieces = segments.blocks * 4;
+  const float* in = rows + (size_t)row * k;
+  float kept[kKept][16], top = 0;
+  bool bad = false;
+  const auto look = [&](const float(&x)[16]) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(x[i])), bad |= !isfinite(x[i]);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) load_piece(in, k, piece, kept[i]);
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (i * kThreads + threadIdx.x < pieces) look(kept[i]);
+  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
+    float x[16];
+    load_piece(in, k, piece, x);
+    look(x);
+  }
+  if (!kFloats)
+    for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
+  top = warp_max(top);
+  const unsigned bad_lanes = __ballot_sync(0xffffffffu, bad);
+  if (lane == 0) tops[threadIdx.x / 32] = top, wrong[threadIdx.x / 32] = bad_lanes != 0;
+  __syncthreads();
+  for (int w = 0; w < kThreads / 32; w++) top = fmaxf(top, tops[w]), bad |= wrong[w] != 0;
+  float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
+  if (bad) scale = NAN, inverse = 0;
+  else if (!(top > 1e-34f)) scale = inverse = 0;
+  if (threadIdx.x == 0) out.scales[row] = scale;
+  const auto store = [&](int piece, const float(&x)[16]) {
+    uint32_t words[4] = {};
+    int sum = 0;
+    if (inverse != 0) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          const float scaled = __fmul_rn(x[j / 2 * 8 + t * 2 + j % 2], inverse);
+          if constexpr (kFloats) {
+            words[t] |= (uint32_t)to_e4m3(scaled) << j * 8;
+          } else {
+            const int a = __float2int_rn(scaled);
+            words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+          }
+        }
+    }
+    const int block = piece / 4;
+    *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
+                              byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
+    if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
+  };
+#pragma unroll
+  for (int i = 0; i < kKept; i++)
+    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) store(piece, kept[i]);
+  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
+    float x[16];
+    load_piece(in, k, piece, x);
+    store(piece, x);
+  }
+  if (kFloats) return;
+  __syncthreads();
+  for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
+    if (segments.end(block) == block) out.sums[(size_t)block * stride + row] = (float)sums[block];
+}
+
+void quantize_activations(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const auto kernel = p.w.codes.floats ? bytes_kernel<true> : bytes_kernel<false>;
+  start(queue, kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
+  launched("quantizing activations");
+}
+
+constexpr int kMostWarps = 8;
+constexpr int kRowTile = 8, kStageRows = kRowTile * kByteRow;
+constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
+
+// d [16, 8] += a [16, 32] b [8, 32]^T
+__device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
+template <int kBits, int kTiles, int kColumnTiles>
+struct Shape {
+  static constexpr int kColumns = kTileRows * kColumnTiles;
+  static constexpr int kCodes = kColumnTiles * code_bytes(kBits) / 4, kScales = kColumns * 4;
+  static constexpr int kRowSums = kTiles * kRowTile * 4;
+  static constexpr int kStages = kTiles == 1 ? (kBits == 4 ? 9 : 7) : kTiles == 2 ? 5 : kTiles == 4 ? 4 : 3;
+  static constexpr int kStageBytes = kCodes + kScales + kTiles * kStageRows + kRowSums;
+  static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
+  static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
+
+  static size_t shared(int warps) { return warps * kWarpBytes + kSums * 4; }
+  static int most_warps() { return std::min<int>(kMostWarps, (kSharedBytes - kSums * 4) / kWarpBytes); }
+};
+
+// The blocks of K that a warp computes, for all columns that its block of threads has; and of each its group.
+struct Walk {
+  int tile, piece, group_blocks, block, end, group, group_end;
+
+  __device__ void begin_piece(const Pieces& k) {
+    block = piece * k.length, end = min(block + k.length, k.blocks);
+    group = block / group_blocks, group_end = (group + 1) * group_blocks;
+  }
+  __device__ void next(const Pieces& k, int warp, int warps) {
+    if (++block == group_end) group++, group_end += group_blocks;
+    if (block < end) return;
+    if ((piece += warps) >= k.count) piece = warp, tile += gridDim.x;
+    begin_piece(k);
+  }
+};
+
+template <int kBits, int kTiles, int kColumnTiles>
+__global__ void __launch_bounds__(32 * kMostWarps)
+    linear_kernel(const __grid_constant__ Product p, int rows, int tiles, Pieces k, Segments segments) {
+  using S = Shape<kBits, kTiles, kColumnTiles>;
+  extern __shared__ __align__(128) char shared[];
+  constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums, kColumns = S::kColumns;
+  constexpr int kRowsAt = S::kCodes + S::kScales, kRowSumsAt = kRowsAt + kTiles * kStageRows;
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
+  float* sums = totals + kSums;                      // of each warp's piece
+  char* const ring = reinterpret_cast<char*>(sums + warps * kSums) + warp * kStages * kBytes;
+  const uint32_t ring_at = shared_address(ring);
+  const int first_row = blockIdx.y * kTiles * kRowTile, stride = blocks_of(rows) * kBlock;
+  const Codes& codes = p.w.codes;
+  const char* x = reinterpret_cast<const char*>(p.bytes.values) + (size_t)(first_row / kBlock) * k.blocks * kByteBlock +
+                  first_row % kBlock * kByteRow;
+
+  Walk ahead{(int)blockIdx.x, warp, segments.group_blocks};
+  ahead.begin_piece(k);
+  const auto fetch_weights = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const int row_block = at.tile * kColumnTiles / 4, first = at.tile * kColumnTiles % 4;
+    const uint32_t to = ring_at + stage * kBytes + lane * 16;
+    const char* from = reinterpret_cast<const char*>(codes.words) +
+                       ((size_t)row_block * k.blocks + at.block) * code_bytes(kBits) + first * (code_bytes(kBits) / 4) +
+                       lane * 16;
+#pragma unroll
+    for (int i = 0; i < S::kCodes / 512; i++) copy_16(to + i * 512, from + i * 512);
+    if (lane < S::kScales / 16)
+      copy_16(to + S::kCodes,
+              reinterpret_cast<const char*>(codes.scales) +
+                  (((size_t)row_block * codes.groups + at.group) * kScaleWords + first * kTileRows) * 4 + lane * 16);
+  };
+  const auto fetch_rows = [&](const Walk& at, int stage) {
+    if (at.tile >= tiles) return;
+    const uint32_t to = ring_at + stage * kBytes + kRowsAt + lane * 16;
+    const char* from = x + (size_t)at.block * kByteBlock + lane * 16;
+#pragma unroll
+    for (int i = 0; i < kTiles * kStageRows / 512; i++)
+      copy_16(to + i * 512, from + i * 512, first_row + i * 8 + lane / 4 < rows);
+    if (lane < S::kRowSums / 16)
+      copy_16(to + kTiles * kStageRows,
+              reinterpret_cast<const char*>(p.bytes.sums + (size_t)at.block * stride + first_row) + lane * 16);
+  };
+  const auto fetch = [&](int stage) {
+    fetch_weights(ahead, stage), fetch_rows(ahead, stage);
+    commit_copies();
+    ahead.next(k, warp, warps);
+  };
+  // Weights are on their way before the kernel before this one has made the rows.
+  let_next_begin();
+  Walk first = ahead;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
+  await_previous();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
+    fetch_rows(ahead, i);
+    commit_copies();
+  }
+
+  int stage = 0;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (int round = 0; round * warps < k.count; round++) {
+      const int piece = round * warps + warp;
+      if (piece < k.count) {
+        int d[kColumnTiles][kTiles][4] = {};
+        float total[kColumnTiles][kTiles][4] = {};
+        const int begin = piece * k.length, blocks = min(k.length, k.blocks - begin);
+        int end = segments.end(begin);
+        for (int b = 0; b < blocks; b++) {
+          wait_copies<kStages - 2>();
+          __syncwarp();
+          fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
+          const char* at = ring + stage * kBytes;
+          uint32_t y[kTiles][4];
+#pragma unroll
+          for (int t = 0; t < kTiles; t++)
+            load_cores(y[t], ring_at + stage * kBytes + kRowsAt + t * kStageRows + byte_piece(lane % 8, lane / 8));
+#pragma unroll
+          for (int m = 0; m < kColumnTiles; m++) {
+            LaneCodes<kBits> own;
+#pragma unroll
+            for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+              own.loaded[i] = reinterpret_cast<const uint4*>(at)[(m * LaneCodes<kBits>::kLoads + i) * 32 + lane];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              uint32_t a[4];
+              integers<kBits>(own, half, a);
+#pragma unroll
+              for (int t = 0; t < kTiles; t++) multiply_add(d[m][t], a, y[t][half * 2], y[t][half * 2 + 1]);
+            }
+          }
+          if (begin + b == end) {
+            end = segments.end(end + 1);
+#pragma unroll
+            for (int m = 0; m < kColumnTiles; m++) {
+              const uint2 two = reinterpret_cast<const uint2*>(at + S::kCodes)[m * 8 + lane / 4];
+              const uint32_t scales[2] = {two.x, two.y};
+#pragma unroll
+              for (int t = 0; t < kTiles; t++) {
+                const float2 of_rows = reinterpret_cast<const float2*>(at + kRowSumsAt)[t * 4 + lane % 4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                  add_segment(total[m][t][i], scales[i / 2], d[m][t][i], i % 2 ? of_rows.y : of_rows.x);
+                  d[m][t][i] = 0;
+                }
+              }
+            }
+          }
+          stage = stage + 1 == kStages ? 0 : stage + 1;
+        }
+#pragma unroll
+        for (int m = 0; m < kColumnTiles; m++)
+#pragma unroll
+          for (int t = 0; t < kTiles; t++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+              sums[warp * kSums + (t * kRowTile + 2 * (lane % 4) + i % 2) * kColumns + m * kTileRows + lane / 4 +
+                   i / 2 * 8] = total[m][t][i];
+      }
+      __syncthreads();
+      const int pieces = min(warps, k.count - round * warps);
+      const bool last = (round + 1) * warps >= k.count;
+      for (int i = threadIdx.x; i < kSums; i += blockDim.x) {
+        float total = round ? totals[i] : sums[i];
+        for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
+        if (last && first_row + i / kColumns < rows) total = __fmul_rn(total, p.bytes.scales[first_row + i / kColumns]);
+        totals[i] = total;
+        if (last && !p.gated)
+          finish<1>(p, rows, p.w.n, &total,
+                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+      }
+      __syncthreads();
+      if (!last || !p.gated) continue;
+      for (int i = threadIdx.x; i < kSums / 2; i += blockDim.x) {
+        const int row = i / (kColumns / 2), c = i % (kColumns / 2), column = tile * (kColumns / 2) + c;
+        const float* gate = totals + row * kColumns + c / 8 * kTileRows + c % 8;
+        if (first_row + row < rows && column < p.y.width) finish_gated(p, first_row + row, column, gate[0], gate[8]);
+      }
+    }
+  }
+}
+
+template <int kBits, int kTiles, int kColumnTiles>
+void start_tiles(const Product& p, int rows, const Queue& queue) {
+  using S = Shape<kBits, kTiles, kColumnTiles>;
+  const auto kernel = linear_kernel<kBits, kTiles, kColumnTiles>;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int most_warps = S::most_warps();
+  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
+  const int tiles = ceil_div(p.w.n, S::kColumns), groups = ceil_div(rows, kTiles * kRowTile);
+  const size_t shared = S::shared(warps);
+  allow_shared(kernel, shared);
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32 * warps, shared);
+  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
+  // As many turns for every block of threads, if there are several.
+  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
+  start(queue, kernel, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k, Segments(p.w, k));
+  launched("linear in integers");
+}
+
+template <int kBits>
+void start_rows(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 2 && p.w.n < kManyColumns) start_tiles<kBits, 1, 1>(p, rows, queue);
+  else if (rows <= 8) start_tiles<kBits, 1, 2>(p, rows, queue);
+  else if (rows <= 16) start_tiles<kBits, 2, 2>(p, rows, queue);
+  else if (rows <= 32) start_tiles<kBits, 4, 2>(p, rows, queue);
+  else start_tiles<kBits, 8, 2>(p, rows, queue);
+}
+
+}  // namespace
+
+size_t byte_rows_bytes(int rows, int k) {
+  return (size_t)blocks_of(rows) * blocks_of(k) * (kByteBlock + kBlock * sizeof(float)) +
+         (size_t)blocks_of(rows) * kBlock * sizeof(float);
+}
+
+ByteRows byte_rows(char* memory, int rows, int k) {
+  const size_t blocks = (size_t)blocks_of(rows) * blocks_of(k);
+  float* sums = reinterpret_cast<float*>(memory + blocks * kByteBlock);
+  return {reinterpret_cast<uint8_t*>(memory), sums, sums + blocks * kBlock};
+}
+
+void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
+  quantize_activations(p, rows, queue);
+  if (by == By::any) by = rows <= 16 ? By::mma : By::split;
+  if (by != By::mma && queue.capability == 90) return linear_integer_split(p, rows, queue);
+  if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
+  else start_rows<8>(p, rows, queue);
+}
+
+void linear_float8(const Product& p, int rows, const Queue& queue) {
+  quantize_activations(p, rows, queue);
+  linear_float8_split(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

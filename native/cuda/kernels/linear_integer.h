@@ -1,0 +1,67 @@
+// Products of quantized weights with activations of 8 bits, in integers.
+//
+// Recipe: in each piece of K (tiles.h) the exact sum of code * activation over each group, or the part of it that the
+// piece has; as a float times the scale, and the sum of these activations times the offset, are added to the piece's
+// total, fused, groups in ascending order. Pieces are added in ascending order, and the sum is multiplied by the row's
+// scale.
+#pragma once
+#include "cuda/kernels/linear_float8.h"
+#include "cuda/kernels/quantized.cuh"
+
+namespace as {
+namespace cuda {
+
+// Activations lie in blocks of 64 rows x 64 columns, of each 16 columns bytes 4 t to 4 t + 3 being columns 2 t, 2 t + 1
+// and the same eight further: as codes of 8 bits do. Pieces of 16 change places with the row: wgmma's 64-byte swizzle.
+constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
+AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kByteRow + (piece ^ row % 8 / 2) * 16; }
+
+// The blocks of K that have a sum of their own: those of a group in a piece.
+struct Segments {
+  int group_blocks, piece_blocks, blocks;
+
+  Segments(const Matrix& w, const Pieces& k)
+      : group_blocks(w.codes.floats       ? kFloat8Blocks
+                     : w.codes.groups > 1 ? w.codes.group / kBlock
+                                          : k.blocks),
+        piece_blocks(k.length),
+        blocks(k.blocks) {}
+  AS_BOTH int group(int block) const { return block / group_blocks; }
+  // The last block of a block's segment.
+  AS_BOTH int end(int block) const {
+    int last = block / group_blocks * group_blocks + group_blocks - 1;
+    const int piece = block / piece_blocks * piece_blocks + piece_blocks - 1;
+    last = last < piece ? last : piece;
+    return last < blocks ? last : blocks - 1;
+  }
+};
+
+// What a lane has of a tile of 16 rows x 32 columns, as integers around zero: mma.sync's first operand.
+template <int kBits>
+__device__ __forceinline__ void integers(const LaneCodes<kBits>& own, int half, uint32_t (&a)[4]) {
+  if constexpr (kBits == 8) {
+    const uint4& four = own.loaded[half];
+    a[0] = four.x ^ 0x80808080u, a[1] = four.y ^ 0x80808080u, a[2] = four.z ^ 0x80808080u, a[3] = four.w ^ 0x80808080u;
+  } else {
+    const uint32_t words[2] = {half ? own.loaded[0].z : own.loaded[0].x, half ? own.loaded[0].w : own.loaded[0].y};
+#pragma unroll
+    for (int below = 0; below < 2; below++) {
+      // 128 + code - 8, and then less 128: no byte borrows from the next.
+      const uint32_t even = ((words[below] & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u,
+                     odd = ((words[below] >> 4 & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u;
+      a[below] = __byte_perm(even, odd, 0x6420), a[2 + below] = __byte_perm(even, odd, 0x7531);
+    }
+  }
+}
+
+// Adds a segment's sum to a piece's total.
+__device__ __forceinline__ void add_segment(float& total, uint32_t scales, int sum, float activations) {
+  total = __fmaf_rn(__uint_as_float(scales << 16), __int2float_rn(sum), total);
+  total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
+}
+
+// By wgmma: rows as linear_split() has them, of chips of capability 9.0.
+void linear_integer_split(const Product& p, int rows, const Queue& queue);
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,305 @@
+"""Quantized weights and caches on the GPU: recovered as the CPU backend does, products by every kernel with the same
+bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server import _native
+from gpu_toys import compiled, executor
+from reference.plan import DRAW
+from reference.test_cpu_ops import compiled as on_cpu
+from reference.toy import Toy, item, plan, start
+from test_cuda_ops import (HEADS, LENGTHS, SEED, VOCAB, as_bf16, compare, embedded, seed, small_model,  # noqa: F401
+                           step_of, tokens_of, toy)
+
+pytestmark = pytest.mark.cuda
+FORMATS = [("int4", 64), ("int4", 0), ("int4", 32), ("int8", 0), ("int8", 128), ("int8", 16)]
+INTEGERS = [("w8a8", 0), ("w8a8", 64), ("w4a8", 0), ("w4a8", 128)]  # and activations of 8 bits
+SIZES = [(1, 1), (3, 7), (41, 31), (97, 64), (130, 257), (67, 1091), (65, 2049), (200, 4100), (1030, 900)]
+EXACT = 2e-5
+PARTS = ((0, 1), (7, 2), (1, 8), (2, 9), (4, 17), (9, 33), (20, 65), (100, 128), (11, 190))  # first row, and how many
+
+
+def stored(values: np.ndarray, source: str) -> np.ndarray:
+    if source == "BF16":
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype({"F32": np.float32, "F16": np.float16}[source])
+
+
+def rows_of(backend, handle: int, n: int) -> np.ndarray:
+    return np.stack([backend.read_row(handle, row) for row in range(n)])
+
+
+@pytest.mark.parametrize("form, group", [*FORMATS, ("w8a8", 64)])
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+def test_weights_are_quantized_as_on_the_cpu(form, group, source):
+    """To the bit; equal values, zeros and wide ranges among them, and a slice of rows that are longer."""
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    for n, k in SIZES[:7]:
+        values = rng.normal(size=(n, k)) * 10.0 ** rng.integers(-4, 4, (n, 1))
+        values[0, :] = 0.25
+        values[n // 2, : k // 2] = 0
+        values[n - 1] *= np.where(np.arange(k) % 9, 1e-3, 1)
+        data = stored(values, source)
+        handles = [backend.add_matrix(n, k, form, group) for backend in (gpu, cpu)]
+        assert gpu.fill_matrix(handles[0], data, source) == cpu.fill_matrix(handles[1], data, source) == 0
+        assert rows_of(gpu, handles[0], n).tobytes() == rows_of(cpu, handles[1], n).tobytes(), (n, k)
+        assert gpu.source_hash(handles[0]) == cpu.source_hash(handles[1])
+    data = stored(rng.normal(size=(70, 512)), source)
+    halves = [data[:30], data[30:]]
+    handles = [backend.add_matrix(90, 256, form, group) for backend in (gpu, cpu)]
+    for backend, handle in zip((gpu, cpu), handles):
+        assert backend.fill_rows(handle, halves, source, 11, 128, group) == [0, 0]
+    assert rows_of(gpu, handles[0], 90)[11:81].tobytes() == rows_of(cpu, handles[1], 90)[11:81].tobytes()
+    assert not rows_of(gpu, handles[0], 90)[:11].any()
+    assert gpu.source_hash(handles[0]) == cpu.source_hash(handles[1])
+
+
+@pytest.mark.parametrize("form, group", [("int4", 64), ("int8", 0)])
+def test_values_that_are_not_finite(form, group):
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    values = rng.normal(size=(20, 200)).astype(np.float32)
+    values[3, 70], values[3, 71], values[7, 199] = np.nan, np.inf, -np.inf
+    found = []
+    for backend in (gpu, cpu):
+        handle = backend.add_matrix(20, 200, form, group)
+        assert backend.fill_matrix(handle, values, "F32") == 3
+        found.append(rows_of(backend, handle, 20))
+    np.testing.assert_array_equal(*found)
+    assert np.isnan(found[0]).sum() == (2 * 200 if group == 0 else 64 + 8)
+
+
+@pytest.mark.parametrize("form, bits, group", [("int4", 4, 64), ("int4", 4, 0), ("int8", 8, 32), ("int8", 8, 0)])
+def test_rows_that_are_quantized_already(form, bits, group):
+    rng, gpu, cpu = np.random.default_rng(SEED), executor(), _native.Executor()
+    for n, k in ((3, 7), (70, 257), (130, 640)):
+        q, scales, offsets, bad = cpu.quantize_rows(rng.normal(size=(n, k)).astype(np.float32), "F32", bits, group)
+        assert bad == 0
+        found = []
+        for backend in (gpu, cpu):
+            handle = backend.add_matrix(n + 5, k, form, group)
+            assert backend.fill_quantized(handle, q, scales, offsets, bits, k, group, 2) == 0
+            found.append(rows_of(backend, handle, n + 5)[2:n + 2].tobytes())
+        assert found[0] == found[1]
+
+
+def of_bytes(x: np.ndarray) -> np.ndarray:
+    """Rows of activations of 8 bits, recovered."""
+    top = np.abs(x).max(1, keepdims=True)
+    return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("form, group", [*FORMATS, *INTEGERS])
+def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
+    """By every kernel; and against float64."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, group)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5 + 0.01).astype(np.float32), "F32")
+    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias)
+    weights = rows_of(gpu, handle, n)
+    if (form, group) in INTEGERS:
+        expected = of_bytes(x) @ weights.astype(float).T + bias
+    else:
+        expected = as_bf16(x) @ as_bf16(weights).T + bias
+    error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
+    assert error < EXACT, error
+    for first, rows in PARTS:
+        for by in ("any", "mma", "split", "wide"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+
+
+def as_float8(x: np.ndarray) -> np.ndarray:
+    """Rows in e4m3 with a scale each, recovered."""
+    top = np.abs(x).max(1, keepdims=True)
+    scaled = (x * (np.float32(448) / top)).astype(float)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-30))), -6) - 3)
+    return np.clip(np.rint(scaled / step) * step, -448, 448).astype(np.float32) * (top / np.float32(448))
+
+
+@pytest.mark.parametrize("n, k", SIZES)
+def test_float8(n, k):
+    rng, gpu = np.random.default_rng(SEED), executor()
+    values = (rng.normal(size=(n, k)) * 10.0 ** rng.integers(-3, 3, (n, 1))).astype(np.float32)
+    handle = gpu.add_matrix(n, k, "float8")
+    assert gpu.fill_matrix(handle, values, "F32") == 0
+    weights = rows_of(gpu, handle, n)
+    np.testing.assert_array_equal(weights, as_float8(values))
+    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    every = gpu.multiply(handle, x, n, bias)
+    expected = as_float8(x).astype(float) @ rows_of(gpu, handle, n).astype(float).T
+    error = np.abs(every - bias - expected) / np.sqrt(np.mean(expected**2, 0))
+    print(f"error {error.max():.2e}")
+    assert error.max() < 2e-2
+    for first, rows in PARTS:
+        part = gpu.multiply(handle, x[first:first + rows], n, bias)
+        assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
+
+
+@pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
+def test_rows_of_activations_that_are_no_numbers(form):
+    """A row of zeros is zeros; one with a NaN or an infinity is NaN, and no other."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(70, 300, form, 0 if form == "float8" else 64)
+    gpu.fill_matrix(handle, rng.normal(size=(70, 300)).astype(np.float32), "F32")
+    x = rng.normal(size=(40, 300)).astype(np.float32)
+    x[3], x[7, 299], x[30, 0] = 0, np.nan, np.inf
+    for by in ("mma", "split"):
+        y = gpu.multiply(handle, x, 70, None, by)
+        assert not y[3].any() and np.isnan(y[[7, 30]]).all()
+        assert np.isfinite(np.delete(y, [7, 30], 0)).all()
+
+
+def test_a_matrix_that_is_widened_in_parts():
+    rng, gpu = np.random.default_rng(SEED), executor()
+    n, k = 70000, 4096
+    handle = gpu.add_matrix(n, k, "int4", 64)
+    gpu.fill_matrix(handle, np.tile((rng.normal(size=(700, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
+    x, bias = rng.normal(size=(300, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
+    assert gpu.multiply(handle, x, n, bias)[:5].tobytes() == gpu.multiply(handle, x[:5], n, bias, "mma").tobytes()
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "w8a8", "w4a8", "float8"])
+@pytest.mark.parametrize("hidden, inner", [(24, 37), (130, 8), (64, 200)])
+def test_what_is_computed_together(hidden, inner, form):
+    own = toy()
+
+    def matrix(n, k):
+        handle = own.program.add_matrix(n, k, form, 0)
+        own.weights[handle] = own.rng.normal(size=(n, k)) * k**-0.5
+        return handle
+
+    x = embedded(own, hidden)
+    normed = own.op("rms_norm", (x,), hidden, (own.vector(hidden),), eps=1e-6)
+    both = own.op("linear", (normed,), 2 * inner, (matrix(2 * inner, hidden), own.vector(2 * inner)))
+    own.op("add", (x, own.op("linear", (own.op("silu_mul", (both,), inner),), hidden, (matrix(hidden, inner),))))
+    own.finish(x)
+    compare(own, 5e-2 if form.startswith("int") else 0.3)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8"])
+def test_a_quantized_embedding(form):
+    own = toy()
+    table = own.program.add_matrix(VOCAB, 200, form, 64)
+    own.weights[table] = own.rng.normal(size=(VOCAB, 200))
+    own.finish(own.op("embedding", (), 200, (table,), 0, vocab_begin=0, scale=1.5))
+    compare(own)
+
+
+@pytest.mark.parametrize("form, cache", [("int4", "bfloat16"), ("int8", "int8"), ("w8a8", "uint4"),
+                                         ("float8", "bfloat16")])
+def test_same_request_same_bytes(form, cache):
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2)]
+    expected = []
+    for prompt in prompts:
+        expected += tokens_of(compiled(small_model(form, 64), cache, graphs=False), [prompt])
+    for graphs in (True, False):
+        assert tokens_of(compiled(small_model(form, 64), cache, graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(small_model(form, 64), cache, graphs=graphs), prompts, chunk=7) == expected
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+CACHES = ["int8", "uint4"]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_quantized_caches_are_the_cpus(heads, cache):
+    q_heads, kv_heads, dim = heads
+    rng, logits = np.random.default_rng(SEED + 1), []
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    own = toy()
+    own.finish(own.attention(embedded(own, (q_heads + 2 * kv_heads) * dim), *heads))
+    for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
+        logits.append(backend.step(data, True).logits)
+    rounded = dim in (64, 96, 128)  # what was recovered, and queries, to bfloat16
+    assert np.abs(logits[0] - logits[1]).max() < (5e-2 if rounded else 1e-3) * np.sqrt(np.mean(logits[1]**2))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("variant", [{"window": 20}, {"soft_cap": 1.5}], ids=lambda v: "+".join(v))
+def test_quantized_caches_with_rotated_keys_and(variant, cache):
+    rng, logits = np.random.default_rng(SEED + 1), []
+    data = step_of([rng.integers(0, VOCAB, n).tolist() for n in LENGTHS])
+    own = toy()
+    x = embedded(own, 8 * 64)
+    own.rotary(64)
+    own.op("rope", (x,), offset=0, heads=6, head_dim=64)
+    own.finish(own.attention(x, 4, 2, 64, **variant))
+    for backend in (compiled(own, cache), on_cpu(own, dtype=cache)):
+        logits.append(backend.step(data, True).logits)
+    # A rotated key's last bit may be another, and then a code.
+    assert np.abs(logits[0] - logits[1]).max() < (0.05 if cache == "int8" else 0.15) * np.sqrt(np.mean(logits[1]**2))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_cache_of_float8(heads):
+    """Against the reference with keys and values so rounded."""
+    q_heads, kv_heads, dim = heads
+    own = toy()
+    values = own.rng.normal(size=(VOCAB, (q_heads + 2 * kv_heads) * dim)).astype(np.float32)
+    kept = values[:, q_heads * dim:].astype(float)
+    step = 2.0 ** (np.maximum(np.floor(np.log2(np.abs(kept))), -6) - 3)
+    values[:, q_heads * dim:] = np.rint(kept / step) * step
+    own.finish(own.attention(own.embedding(VOCAB, values.shape[1], values), *heads))
+    compare(own, 5e-2, cache="float8")
+
+
+@pytest.mark.parametrize("cache", [*CACHES, "float8"])
+@pytest.mark.parametrize("dim", [24, 64, 128])
+@pytest.mark.parametrize("window", [0, 300])
+def test_bits_of_attention_do_not_depend_on_chunks(window, dim, cache):
+    results, length = [], 1290
+    prompt = np.random.default_rng(3).integers(0, VOCAB, length).tolist()
+    for chunk in (1290, 333, 47, -1):
+        own = Toy(7)
+        own.finish(own.attention(embedded(own, 9 * dim), 7, 1, dim, window=window))
+        gpu, begin = compiled(own, cache, long=True), 0
+        while begin < length:
+            count = min(length - 1 if chunk < 0 and begin == 0 else abs(chunk), length - begin)
+            last = begin + count == length
+            spans = list(range(-(-begin // 16), -(-(begin + count) // 16)))
+            result = gpu.step(plan([item(0, count, DRAW if last else 0, spans=spans)],
+                                   [] if begin else [start(0, prompt)]), True)
+            begin += count
+        results.append(result.logits.tobytes())
+    assert results[0] == results[1] == results[2] == results[3]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_keys_that_are_no_numbers(cache):
+    """They harm their own sequence alone."""
+    values = np.random.default_rng(SEED).normal(size=(VOCAB, 4 * 64))
+    own = toy()
+    own.finish(own.attention(own.embedding(VOCAB, 4 * 64, values), 2, 1, 64))
+    gpu = executor()
+    table = gpu.add_matrix(VOCAB, 4 * 64, "float32")
+    own.weights[table][7] = np.inf
+    gpu.fill_matrix(table, own.weights[table].astype(np.float32), "F32")
+    for width, rows, _ in own.program.tensors:
+        gpu.add_tensor(width, rows)
+    for op in own.program.ops:
+        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
+    gpu.allocate(64, 4, 64, 16, 16, cache)
+    work = [item(slot, 3, DRAW, spans=[slot]) for slot in range(3)]
+    result = gpu.step(plan(work, [start(i, [5, 6, 7 if i == 1 else 8], logprobs=False) for i in range(3)]))
+    assert result.status.tolist() == [0, 1, 0] and result.tokens[0] == result.tokens[2] >= 0
+
+
+def test_layouts_that_there_are_not_are_refused_by_name():
+    gpu = executor()
+    with pytest.raises(ValueError, match="in groups of 24 are not available on CUDA: of 16, 32 and multiples of 64"):
+        gpu.add_matrix(4, 96, "int4", 24)
+    with pytest.raises(ValueError, match="w8a8 in groups of 32 are not available on CUDA: of multiples of 64"):
+        gpu.add_matrix(4, 96, "w8a8", 32)
+    with pytest.raises(ValueError, match="weights of type int8 with zeros=points are not available on CUDA"):
+        gpu.add_matrix(4, 96, "int8", 32, zeros="points")
+    handle = gpu.add_matrix(4, 32, "int4", 32)
+    rows = np.zeros((4, 16), np.uint8), np.zeros((4, 1), np.uint16), np.zeros((4, 1), np.uint16)
+    with pytest.raises(ValueError, match="packed as words are not available on CUDA"):
+        gpu.fill_quantized(handle, *rows, 4, 32, 32, packing="words")
