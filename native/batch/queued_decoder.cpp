@@ -34,8 +34,9 @@ bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
     return false;  // told when its turn comes
   }
   slots_.begin(plan);
-  if (!plan.saved.empty() || !plan.restored.empty()) store_->copy(plan.saved, plan.restored);
-  steps_.push_back({slots_.batch()});
+  const bool copies = !plan.saved.empty() || !plan.restored.empty();
+  if (copies) store_->copy(plan.saved, plan.restored);
+  steps_.push_back({slots_.batch(), copies});
   if (!steps_.back().batch.rows.empty()) runner_.begin(steps_.back().batch, want_logits);
   return true;
 }
@@ -52,9 +53,13 @@ StepOutput QueuedDecoder::finish() {
   if (steps_.empty()) throw std::logic_error("finish() of a step that was not begun");
   const Step step = std::move(steps_.front());
   steps_.pop_front();
-  if (step.batch.rows.empty()) return {};
-  Drawn drawn = runner_.finish(step.batch);
-  return output_of(step.batch, drawn, slots_.accept(step.batch, drawn.samples, step.foretold));
+  StepOutput output;
+  if (!step.batch.rows.empty()) {
+    Drawn drawn = runner_.finish(step.batch);
+    output = output_of(step.batch, drawn, slots_.accept(step.batch, drawn.samples, step.foretold));
+  }
+  if (step.copies) output.copy_seconds = store_->finish();
+  return output;
 }
 
 }  // namespace as

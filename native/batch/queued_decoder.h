@@ -38,6 +38,7 @@ class QueuedDecoder {
  private:
   struct Step {
     Batch batch;
+    bool copies = false;    // of spans
     bool foretold = false;  // its tokens stand in histories already, as drawn_after()
   };
 

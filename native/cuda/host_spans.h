@@ -14,12 +14,14 @@ class HostSpans : public SpanStore {
  public:
   // layers: of a cache of so many spans; both must outlive this.
   HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans);
+  ~HostSpans() override;
 
   static size_t span_bytes(const std::vector<LayerCache>& layers);
 
   int spans() const override { return (int)keys_.size(); }
   // Queues the copies.
   void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) override;
+  double finish() override;
 
  private:
   void queue(const std::vector<SpanCopy>& copies, bool saves, size_t first);
@@ -29,8 +31,13 @@ class HostSpans : public SpanStore {
   size_t largest_ = 0;  // part of a span, of one layer
   std::vector<SpanKey> keys_;
   Memory memory_, parts_;
-  Memory turns_[2], copies_;  // of the host: one may still be read when the next is written
-  int turn_ = 0;
+  struct Turn {
+    Memory pairs;
+    cudaEvent_t began, ended;
+  };
+  Turn turns_[2];  // one may still be under way when the next is queued
+  Memory copies_;
+  int turn_ = 0, under_way_ = 0;
 };
 
 }  // namespace cuda
