@@ -77,12 +77,12 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   allocate_cache();
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
+  best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
   if (ranks_) bind_first_call();
   for (size_t i = 0; i < program.ops().size(); i++) i += bind(i);
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
-  best_ = Memory(outputs * kBestParts * sizeof(Best), "draws"),
   host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   launches_.push_back(
@@ -218,8 +218,8 @@ int CudaRunner::bind(size_t i) {
   if (op.is("embedding")) {
     const Rows y = partial_of(i).value_or(out(op).rows);
     add_launch([=, table = weights_.matrix(op.weights[0]), begin = op.integer("vocab_begin"),
-                factor = (float)op.number("scale"),
-                data = &*data_](const Size& size) { embed(table, data->tokens(), size.rows, begin, factor, y, queue); },
+                factor = (float)op.number("scale"), data = &*data_, drawn = best_.as<Best>()](
+                   const Size& size) { embed(table, data->tokens(), drawn, size.rows, begin, factor, y, queue); },
                kAllRows);
     return 0;
   }

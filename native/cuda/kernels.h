@@ -74,8 +74,26 @@ void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& qu
 void fill_bf16(void* data, size_t bytes, const Queue& queue);
 
 // ---- rows
-void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           const Queue& queue);
+// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
+// all are -infinite), and how many logits are NaN or +infinite.
+constexpr int kBestParts = 16;
+struct Best {
+  float logit;
+  int token, not_finite;
+};
+// What a row's parts are together.
+AS_BOTH inline Best together(const Best* parts) {
+  Best best = parts[0];
+  for (int i = 1; i < kBestParts; i++) {
+    best.not_finite += parts[i].not_finite;
+    if (parts[i].token >= 0 && (best.token < 0 || parts[i].logit > best.logit))
+      best.logit = parts[i].logit, best.token = parts[i].token;
+  }
+  return best;
+}
+// drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.
 struct Norm {
   const float* weight = nullptr;
@@ -169,6 +187,19 @@ struct LayerCache {
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 
+// A layer's part of spans: in the cache, and in the host's memory, where all parts of a span are adjacent. Parts are of
+// whole 16 bytes.
+struct SpanPart {
+  char *cache, *host;
+  size_t bytes, host_stride;
+};
+struct SpanPair {
+  int span, host;
+};
+// saves: to the host; else from there. largest: of the parts.
+void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
+                const Queue& queue);
+
 // Rows of one sequence, which attend together: of `count` adjacent rows of the step from `row` on, at positions from
 // `start` on, with the spans tables[table...]. Taken as pairs (row, query head of a KV head's group), the ones from
 // `first` on.
@@ -239,13 +270,7 @@ struct RankSum {
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 
 // ---- sampling
-// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
-// all are -infinite), and how many logits are NaN or +infinite.
-constexpr int kBestParts = 16;
-struct Best {
-  float logit;
-  int token, not_finite;
-};
+// Of the model's own logits.
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue);
 
 }  // namespace cuda

@@ -312,6 +312,14 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same.")
       .def(
+          "allocate_host_cache",
+          [](CudaExecutor& e, int spans) {
+            py::gil_scoped_release release;
+            e.allocate_host_cache(spans);
+          },
+          py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+      .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
+      .def(
           "step",
           [](CudaExecutor& e, const py::bytes& plan, bool want_logits) {
             const std::string bytes = plan;

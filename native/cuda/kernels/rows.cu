@@ -13,9 +13,16 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-__global__ void embed_kernel(Matrix table, const int* tokens, int vocab_begin, float scale, Rows out) {
+__global__ void embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale,
+                             Rows out) {
   after_previous();
-  const int row = blockIdx.x, id = tokens[row] - vocab_begin;
+  const int row = blockIdx.x;
+  int id = tokens[row];
+  if (id < 0) {
+    const Best best = together(drawn + (size_t)~id * kBestParts);
+    id = best.not_finite ? 0 : max(best.token, 0);
+  }
+  id -= vocab_begin;
   for (int i = threadIdx.x; i < table.k; i += kThreads)
     put(out, row, i, id >= 0 && id < table.n ? value_of(table, id, i) * scale : 0.0f);
 }
@@ -152,9 +159,9 @@ __global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, boo
 
 }  // namespace
 
-void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           const Queue& queue) {
-  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, vocab_begin, scale, out);
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue) {
+  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, drawn, vocab_begin, scale, out);
   launched("embedding");
 }
 
