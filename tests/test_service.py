@@ -380,7 +380,8 @@ def test_calls_that_wait_to_be_read_hold_little(tmp_path):
             for number in numbers:
                 while (size := min(16384, left[number] - 1, credit[number], credit[0])) > 0:
                     connection.sendall(_frame(_DATA, number, bytes(size)))
-                    left[number], credit[0], credit[number] = left[number] - size, credit[0] - size, credit[number] - size
+                    left[number] -= size
+                    credit[0], credit[number] = credit[0] - size, credit[number] - size
                     sent, quiet = sent + size, time.monotonic()
             with contextlib.suppress(TimeoutError):
                 received += connection.recv(1 << 16)

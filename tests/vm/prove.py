@@ -28,7 +28,8 @@ REPOSITORY = HERE.parent.parent
 MACHINE = HERE / "two-nodes.sh"
 #: of the environment's packages, those that no server needs
 LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplotlib*", "networkx*", "PIL", "pillow*",
-            "fontTools*", "anthropic*", "openai*", "pip*", "setuptools*", "hypothesis*", "_pytest", "pytest*", "grpc_tools*",
+            "fontTools*", "anthropic*", "openai*", "pip*", "setuptools*", "hypothesis*", "_pytest", "pytest*",
+            "grpc_tools*",
             "contourpy*", "pygments*", "mpmath*", "fschat*", "__editable__*", "__pycache__", "hf_xet*")
 HOST_PORTS = (50351, 50352)
 TOKEN = "a-token-of-the-proof"
@@ -80,8 +81,8 @@ def build(folder: Path) -> None:
 
 
 def compile_all(folder: Path, path: str) -> None:
-    """Byte code beside all modules of a folder, which is `path` in the machine. Its Python is of this one's version. The
-    services' users cannot write byte code, and to compile at each start takes minutes where everything is emulated."""
+    """Byte code beside all modules of a folder, which is `path` in the machine. Its Python is of this one's version.
+    Services cannot write byte code, and compiling at each start takes minutes where everything is emulated."""
     subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", "-s",
                     folder, "-p", path, folder], check=False, stdout=subprocess.DEVNULL)
 
