@@ -72,11 +72,13 @@ class Load:
             try:
                 ids = self._ids(stream)
             except Exception as error:  # any end but the right one counts
-                self.wrong.append(str(error))
+                self.wrong.append(f"stream {stream}: {error}")
+                print(self.wrong[-1], flush=True)
                 continue
             self.outputs += 1
             if ids != self.expected[stream]:
                 self.wrong.append(f"stream {stream}: {len(ids)} tokens that differ")
+                print(self.wrong[-1], flush=True)
 
     def stop(self) -> None:
         self._end.set()
