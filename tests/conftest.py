@@ -20,8 +20,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is firs
 
 from allspark_client import AbstractEngine  # noqa: E402
 
-# nohup and shells that run something in the background have signals ignored, which whatever tests start would inherit; a
-# handler ends with exec.
+# nohup and shells that run something in the background have signals ignored, which whatever tests start would inherit;
+# a handler ends with exec.
 for _number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
