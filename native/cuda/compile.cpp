@@ -157,7 +157,7 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
-  if (op.is("span_attention")) return bind_attention(op), 0;
+  if (op.is("span_attention")) return bind_attention(i), 0;
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) {
     if (!op.outputs.empty() && op.outputs[0] != op.inputs[0]) refuse("all_reduce into another tensor");
@@ -180,9 +180,12 @@ int CudaRunner::bind(size_t i) {
   }
   const Tensor x = in(op), y = out(op);
   if (op.is("rms_norm")) {
-    add_launch([=, norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
-               x.row_set);
+    add_launch(
+        [=, norm = norm_of(op, vector(op, 0)), next = next_product(i), this](const Size& size) {
+          const int rows = count(x, size);
+          rms_norm(x.values(), norm, rows, y.rows, ahead(next, rows), queue);
+        },
+        x.row_set);
   } else if (op.is("silu_mul")) {
     add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("add") || op.is("scale")) {
@@ -280,7 +283,25 @@ int CudaRunner::bind_linear(size_t i) {
   return sum ? (int)(*sum - i) : gated;
 }
 
-void CudaRunner::bind_attention(const OpNode& op) {
+// The matrix that the first product after ops[i] reads; -1: none.
+int CudaRunner::next_product(size_t i) const {
+  const auto& ops = program_.ops();
+  for (i++; i < ops.size(); i++)
+    if (ops[i].is("linear")) return weights_.matrix(ops[i].weights[0]).tiles ? ops[i].weights[0] : -1;
+  return -1;
+}
+
+// What kernels of few rows ask for before a product: memory would be idle meanwhile.
+Ahead CudaRunner::ahead(int matrix, int rows) const {
+  constexpr int kFewRows = 128;
+  static const size_t kMost = getenv("AS_AHEAD") ? (size_t)atoi(getenv("AS_AHEAD")) << 20 : 24 << 20;  // XXX
+  if (matrix < 0 || rows > kFewRows) return {};
+  const Matrix& m = weights_.matrix(matrix);
+  return {m.tiles, std::min(tiles_bytes(m.n, m.k), kMost)};
+}
+
+void CudaRunner::bind_attention(size_t i) {
+  const OpNode& op = program_.ops()[i];
   op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads"},
                 kName);
   Attention a;
@@ -290,13 +311,17 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
-  constexpr int kTilesAProcessor = 8;  // of warps that attend at once
+  constexpr int kTilesAProcessor = 3;  // that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
-  launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
+  launches_.push_back([=, data = &*data_, queue = device_.queue(), next = next_product(i), this](const Size& size) {
     if (!size.rows) return;
-    store_cache(a, data->where(), turn ? &*turn : nullptr, size.rows, queue);
+    const Turn* turned = turn ? &*turn : nullptr;
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
+    if (size.few && !size.many &&
+        store_and_attend(a, turned, data->few(), size.few, splits, ahead(next, size.rows), queue))
+      return;
+    store_cache(a, data->where(), turned, size.rows, queue);
     attend(a, data->few(), size.few, true, splits, queue);
     attend(a, data->many(), size.many, false, 1, queue);
   });

@@ -54,6 +54,11 @@ Device::Device(int index) : index_(index) {
                                 std::to_string(properties.major) + "." + std::to_string(properties.minor) +
                                 ": there are kernels for 8.0 (Ampere) and later; use compute_unit='CPU:0'");
   use();
+  if (capability_ == 90) {  // others have no kernel that wants it
+    sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
+    flags_ = Memory(kScratchBlocks * sizeof(int), "sums of products");
+    scratch_ = {sums_.as<float>(), flags_.as<int>()};
+  }
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }
 

@@ -14,34 +14,6 @@ namespace cuda {
 // Throws std::runtime_error saying what failed.
 void check(cudaError_t result, const char* what);
 
-class Device {
- public:
-  // Throws std::invalid_argument that says what to do: no driver, one that is too old, no such GPU, an unknown one.
-  explicit Device(int index);
-  ~Device();
-  Device(const Device&) = delete;
-  Device& operator=(const Device&) = delete;
-
-  // Before the runtime is called on a thread.
-  void use() const { check(cudaSetDevice(index_), "choosing the GPU"); }
-  void wait() const { check(cudaStreamSynchronize(stream_), "a step on the GPU"); }
-  int index() const { return index_; }
-  int capability() const { return capability_; }  // 90 is 9.0
-  int processors() const { return processors_; }
-  const std::string& name() const { return name_; }
-  cudaStream_t stream() const { return stream_; }
-  Queue queue() const { return {stream_, capability_}; }
-  size_t free_bytes() const;
-
- private:
-  int index_, capability_ = 0, processors_ = 0;
-  std::string name_;
-  cudaStream_t stream_ = nullptr;
-};
-
-// How many GPUs there are; throws as Device does.
-int device_count();
-
 // Memory of the GPU that is in use on this thread, or of the host that the GPU can copy from and to (pinned).
 class Memory {
  public:
@@ -71,6 +43,36 @@ class Memory {
   size_t bytes_ = 0;
   Where where_ = Where::device;
 };
+
+class Device {
+ public:
+  // Throws std::invalid_argument that says what to do: no driver, one that is too old, no such GPU, an unknown one.
+  explicit Device(int index);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // Before the runtime is called on a thread.
+  void use() const { check(cudaSetDevice(index_), "choosing the GPU"); }
+  void wait() const { check(cudaStreamSynchronize(stream_), "a step on the GPU"); }
+  int index() const { return index_; }
+  int capability() const { return capability_; }  // 90 is 9.0
+  int processors() const { return processors_; }
+  const std::string& name() const { return name_; }
+  cudaStream_t stream() const { return stream_; }
+  Queue queue() const { return {stream_, capability_, scratch_}; }
+  size_t free_bytes() const;
+
+ private:
+  int index_, capability_ = 0, processors_ = 0;
+  std::string name_;
+  cudaStream_t stream_ = nullptr;
+  Memory sums_, flags_;
+  Scratch scratch_;
+};
+
+// How many GPUs there are; throws as Device does.
+int device_count();
 
 }  // namespace cuda
 }  // namespace as

@@ -25,10 +25,26 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
 };
 
+// Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
+// launches.
+constexpr int kScratchBlocks = 144;
+constexpr size_t kScratchFloats = 192 * 256;
+struct Scratch {
+  float* sums = nullptr;
+  int* flags = nullptr;
+};
+
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
 struct Queue {
   cudaStream_t stream = nullptr;
   int capability = 0;
+  Scratch scratch;
+};
+
+// What comes next and can be read beforehand, into the second-level cache: kernels that leave memory idle ask for it.
+struct Ahead {
+  const void* data = nullptr;
+  size_t bytes = 0;
 };
 
 enum class Source { f32, f16, bf16 };
@@ -49,7 +65,7 @@ struct Norm {
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
@@ -73,8 +89,8 @@ constexpr int paired_rows(int n) { return (n / 2 + 7) / 8 * 16; }
 void pair_rows(const Matrix& from, const Matrix& to, const Queue& queue);
 void linear_f32(const Product& p, int rows, const Queue& queue);
 // The bits are the same by every kernel: mma.sync, or wgmma (chips of capability 9.0 alone) with pieces side by side
-// for some rows, or one after the other for many.
-enum class By { any, mma, split, wide };
+// for some rows or in a stream of weights, or one after the other for many.
+enum class By { any, mma, split, stream, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
 
 // ---- attention
@@ -143,6 +159,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
 // tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one of few are shared: 1 if
 // no tile has several.
 void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
+// Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
+bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+                      const Ahead& ahead, const Queue& queue);
 
 // ---- sampling
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:

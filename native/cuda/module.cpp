@@ -52,8 +52,9 @@ By by_name(const std::string& name) {
   if (name == "any") return By::any;
   if (name == "mma") return By::mma;
   if (name == "split") return By::split;
+  if (name == "stream") return By::stream;
   if (name == "wide") return By::wide;
-  throw std::invalid_argument("kernels are any, mma, split and wide, got " + name);
+  throw std::invalid_argument("kernels are any, mma, split, stream and wide, got " + name);
 }
 
 bool cache_is_bf16(const std::string& name) {
@@ -113,7 +114,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
-          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split and wide.");
+          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.");
 }
 
 }  // namespace

@@ -62,7 +62,9 @@ class CudaRunner : public Runner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
-  void bind_attention(const OpNode& op);
+  void bind_attention(size_t i);
+  int next_product(size_t i) const;
+  Ahead ahead(int matrix, int rows) const;
   void bind_rotary_table(const OpNode& op);
   // The add, if any, that alone reads what ops[linear] makes, and comes next.
   std::optional<size_t> sum_after(size_t linear) const;

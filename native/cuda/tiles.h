@@ -35,14 +35,18 @@ AS_BOTH inline size_t tile_offset(int row, int column, int column_blocks) {
 // Where piece `piece` of row `row` is in a block, in bytes.
 AS_BOTH constexpr int piece_offset(int row, int piece) { return row * kRowBytes + (piece ^ row % 8) * 16; }
 
-// A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by K alone: each is one chain
-// of tensor-core products in ascending order, and they are added in ascending order. So it does not matter who
-// computes which piece, and for how many rows at once.
+// A sum over K is cut into pieces of equal numbers of blocks (the last may be shorter), by the matrix' shape alone:
+// each is one chain of tensor-core products in ascending order, and they are added in ascending order. So it does not
+// matter who computes which piece, and for how many rows at once. Matrices of many rows, n, keep all processors busy
+// without: there a sum is one piece, and who goes on with somebody else's goes on from what that one left.
+constexpr int kManyColumns = 16384;  // of a result
+
 struct Pieces {
   int blocks, count, length;  // blocks of K; pieces; blocks of a piece
 
-  explicit Pieces(int k) : blocks(blocks_of(k)) {
-    length = (blocks + kMostPieces - 1) / kMostPieces;
+  Pieces(int n, int k) : blocks(blocks_of(k)) {
+    const int most = n < kManyColumns ? kMostPieces : 1;
+    length = (blocks + most - 1) / most;
     count = (blocks + length - 1) / length;
   }
 };

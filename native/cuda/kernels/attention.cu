@@ -144,12 +144,20 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
   if (pair >= rows.count) return;
   float most = -INFINITY, sum = 0, value = 0;
-#pragma unroll 4
-  for (int run = rows.first_run; run <= rows.last_run; run++) {
-    const float* from = partial_of(a, blockIdx.x, kv_head, run);
-    const float now = fmaxf(most, from[pair]), by = shrunk(most, now), run_by = shrunk(from[pair], now);
-    most = now, sum = merged(sum, by, from[kFewPairs + pair], run_by);
-    value = merged(value, by, from[2 * kFewPairs + i], run_by);
+  constexpr int kAtOnce = 8;
+  for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
+    float its_most[kAtOnce], its_sum[kAtOnce], its_value[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      const float* from = partial_of(a, blockIdx.x, kv_head, min(first + j, rows.last_run));
+      its_most[j] = from[pair], its_sum[j] = from[kFewPairs + pair], its_value[j] = from[2 * kFewPairs + i];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      if (first + j > rows.last_run) break;
+      const float now = fmaxf(most, its_most[j]), by = shrunk(most, now), run_by = shrunk(its_most[j], now);
+      most = now, sum = merged(sum, by, its_sum[j], run_by), value = merged(value, by, its_value[j], run_by);
+    }
   }
   put(a.out, rows.row(pair), rows.head(pair, kv_head) * dim + i % dim, share(value, sum));
 }
@@ -168,20 +176,34 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
   launched("store_cache");
 }
 
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  if (count == 0) return;
-  if (has_attend_mma(a)) {
-    attend_mma(a, tiles, count, few, splits, queue);
-  } else {
-    const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-    if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
-    else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
-  }
-  launched("attention");
-  if (!few || splits == 1) return;  // of a single run there is nothing to merge
+namespace {
+
+void merge(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   start(queue, merge_kernel, dim3(count, a.cache.kv_heads, ceil_div(kFewPairs * a.cache.head_dim, 256)), 256, 0, a,
         tiles);
   launched("attention's merge");
+}
+
+}  // namespace
+
+void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+  if (count == 0) return;
+  const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
+  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, {}, queue);
+  else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
+  else if (a.cache.bf16) start(queue, attend_kernel<uint16_t>, grid, 32 * kWarps, 0, a, tiles, few);
+  else start(queue, attend_kernel<float>, grid, 32 * kWarps, 0, a, tiles, few);
+  launched("attention");
+  if (few && splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+}
+
+bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
+                      const Ahead& ahead, const Queue& queue) {
+  if (!has_attend_mma(a)) return false;
+  attend_few_mma(a, tiles, count, splits, true, turn, ahead, queue);
+  launched("attention");
+  if (splits > 1) merge(a, tiles, count, queue);
+  return true;
 }
 
 }  // namespace cuda

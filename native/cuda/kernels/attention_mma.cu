@@ -1,6 +1,6 @@
 // Attention over bfloat16 caches by mma.sync (after Dao, "FlashAttention-2", 2023): a warp has 16 pairs of a row and a
-// query head, one warp of few pairs by itself, four of many with the same keys and values in shared memory. 64
-// positions at a time are copied ahead while the ones before are computed with.
+// query head, four of them the same keys and values in shared memory. 64 positions at a time are copied ahead while the
+// ones before are computed with. Few pairs: attention_few.cu.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
 
@@ -9,7 +9,8 @@ namespace cuda {
 namespace {
 
 constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kPad = 8;                   // values behind each row in shared memory: rows lie in different banks
+constexpr int kWarps = kManyPairs / kPairs;
+constexpr int kPad = 8;  // values behind each row in shared memory: rows lie in different banks
 
 template <int kDim>
 constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stages of keys and values
@@ -25,19 +26,16 @@ __device__ void write_row(const Attention& a, const TileRows& rows, int pair, in
     for (int i = 0; i < 2; i++) put(a.out, row, column + v * 8 + i, share(values[v][2 * h + i], sum));
 }
 
-template <int kDim, int kWarps>
+template <int kDim>
 __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
-  constexpr bool kFew = kWarps == 1;
   constexpr int kStride = kDim + kPad, kTensor = kTokens * kStride * 2;  // bytes of keys, or of values
   constexpr int kSteps = kDim / 16, kValues = kDim / 8;
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const TileRows rows(a, tiles[blockIdx.x], kFew ? kFewPairs : kManyPairs);
+  const TileRows rows(a, tiles[blockIdx.x], kManyPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
-  const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
-  if (first_run > rows.last_run) return;
   const int last = rows.position(rows.count - 1);
 
   // This thread's two pairs: lane / 4 of the warp's, and 8 further.
@@ -80,11 +78,6 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
     }
     commit_copies();
   };
-  // Positions of the blocks, run by run.
-  const auto after = [&](int begin) {
-    const int next = begin + kTokens;
-    return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
-  };
 
   float total[kValues][4], total_most[2] = {-INFINITY, -INFINITY}, total_sum[2] = {};
 #pragma unroll
@@ -92,19 +85,18 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 #pragma unroll
     for (int i = 0; i < 4; i++) total[v][i] = 0;
 
-  int begin = first_run * kRunTokens, stage = 0;
+  int begin = rows.first_run * kRunTokens, stage = 0;
   fetch(begin, 0);
-  for (int run = first_run; run <= rows.last_run; run += run_step) {
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
     float out[kValues][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 #pragma unroll
     for (int v = 0; v < kValues; v++)
 #pragma unroll
       for (int i = 0; i < 4; i++) out[v][i] = 0;
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<0>();
-      if (kFew) __syncwarp();
-      else __syncthreads();
-      if (const int next = after(begin); next <= last) fetch(next, stage ^ 1);
+      __syncthreads();
+      if (begin + kTokens <= last) fetch(begin + kTokens, stage ^ 1);
       const uint32_t keys = base + stage * 2 * kTensor, values = keys + kTensor;
       float scores[kTokens / 8][4];
 #pragma unroll
@@ -165,50 +157,27 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
     }
-    // Of a row's run: what it leaves for the merge, its result if there is no other run, or a part of the total.
+    // Of a row's run: a part of the total.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      const int pair = warp * kPairs + lane / 4 + 8 * h;
-      if constexpr (kFew) {
-        if (pair >= rows.count) continue;
-        if (rows.first_run == rows.last_run) {
-          write_row<kDim>(a, rows, pair, kv_head, out, h, sum[h]);
-          continue;
-        }
-        float* to = partial_of(a, blockIdx.x, kv_head, run);
-        if (lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
+      const float now = fmaxf(total_most[h], most[h]), by = shrunk(total_most[h], now), run_by = shrunk(most[h], now);
+      total_most[h] = now, total_sum[h] = merged(total_sum[h], by, sum[h], run_by);
 #pragma unroll
-        for (int v = 0; v < kValues; v++)
-          *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + v * 8 + lane % 4 * 2) =
-              make_float2(out[v][2 * h], out[v][2 * h + 1]);
-      } else {
-        const float now = fmaxf(total_most[h], most[h]), by = shrunk(total_most[h], now), run_by = shrunk(most[h], now);
-        total_most[h] = now, total_sum[h] = merged(total_sum[h], by, sum[h], run_by);
+      for (int v = 0; v < kValues; v++)
 #pragma unroll
-        for (int v = 0; v < kValues; v++)
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; i++) total[v][i] = merged(total[v][i], by, out[v][i], run_by);
-      }
+        for (int i = 2 * h; i < 2 * h + 2; i++) total[v][i] = merged(total[v][i], by, out[v][i], run_by);
     }
   }
-  if constexpr (!kFew) {
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-      if (const int pair = warp * kPairs + lane / 4 + 8 * h; pair < rows.count)
-        write_row<kDim>(a, rows, pair, kv_head, total, h, total_sum[h]);
-  }
+  for (int h = 0; h < 2; h++)
+    if (const int pair = warp * kPairs + lane / 4 + 8 * h; pair < rows.count)
+      write_row<kDim>(a, rows, pair, kv_head, total, h, total_sum[h]);
 }
 
 template <int kDim>
-void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  if (few) {
-    allow_shared(attend_mma_kernel<kDim, 1>, kShared<kDim>);
-    start(queue, attend_mma_kernel<kDim, 1>, dim3(count, a.cache.kv_heads, splits), 32, kShared<kDim>, a, tiles);
-  } else {
-    constexpr int kWarps = kManyPairs / kPairs;
-    allow_shared(attend_mma_kernel<kDim, kWarps>, kShared<kDim>);
-    start(queue, attend_mma_kernel<kDim, kWarps>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
-  }
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
+  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
 }
 
 }  // namespace
@@ -218,10 +187,10 @@ bool has_attend_mma(const Attention& a) {
   return a.cache.bf16 && (dim == 64 || dim == 96 || dim == 128);
 }
 
-void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
-  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
-  else start_dim<128>(a, tiles, count, few, splits, queue);
+void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
+  else start_dim<128>(a, tiles, count, queue);
 }
 
 }  // namespace cuda

@@ -8,7 +8,10 @@ namespace cuda {
 // Whether there is a kernel for this cache: bfloat16, heads of 64, 96 or 128 features.
 bool has_attend_mma(const Attention& a);
 // attend() but for merging what few tiles leave.
-void attend_mma(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
+// own: rows enter the cache, too.
+void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
+                    const Ahead& ahead, const Queue& queue);
+void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

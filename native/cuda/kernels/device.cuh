@@ -55,6 +55,18 @@ __device__ inline void await_previous() {
 }
 __device__ inline void after_previous() { let_next_begin(), await_previous(); }
 
+// A block of threads' part of what is asked for, one of `parts`.
+__device__ inline void ask_for(const Ahead& ahead, int part, int parts) {
+#if __CUDA_ARCH__ >= 900
+  constexpr size_t kBytes = 4096;
+  for (size_t at = ((size_t)threadIdx.x * parts + part) * kBytes; at < ahead.bytes;
+       at += (size_t)blockDim.x * parts * kBytes)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(ahead.data) + at),
+                 "r"((int)min(kBytes, ahead.bytes - at))
+                 : "memory");
+#endif
+}
+
 // Raises a kernel's limit of shared memory, which with what it has itself may be 48 KiB.
 template <typename Kernel>
 void allow_shared(Kernel kernel, size_t bytes) {

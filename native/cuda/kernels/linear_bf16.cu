@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 
 template <int kTiles>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.n, p.w.k);
   const int most_warps = Shape<kTiles>::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
@@ -165,11 +165,18 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
 
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   if (queue.capability != 90) by = By::mma;
+  // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
+  const bool stream = p.w.n >= kManyColumns;
   if (by == By::any) {
     const int wide_tiles = ceil_div(rows, kWideRows) * ceil_div(p.w.n, kWideColumns);
-    by = rows <= 8 ? By::mma : rows <= 256 || wide_tiles < 3 * processors() / 2 ? By::split : By::wide;
+    if (rows > 256 && wide_tiles >= 3 * processors() / 2) by = By::wide;
+    else if (stream) by = By::stream;
+    else by = rows <= 8 ? By::mma : By::split;
   }
+  if (by == By::split && stream) by = By::stream;
+  if (by == By::stream && !stream) by = By::split;
   if (by == By::split) return linear_split(p, rows, queue);
+  if (by == By::stream) return linear_stream(p, rows, queue);
   if (by == By::wide) return linear_wide(p, rows, queue);
   if (rows <= 8) start_tiles<1>(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
 template <int kRows, int kGroups>
 void start_split(const Product& p, int rows, const Queue& queue) {
   using S = Shape<kRows, kGroups>;
-  const Pieces k(p.w.k);
+  const Pieces k(p.w.n, p.w.k);
   allow_shared(linear_split_kernel<kRows, kGroups>, S::kShared);
   start_clusters(queue, linear_split_kernel<kRows, kGroups>,
                  dim3(k.count, ceil_div(p.w.n, S::kColumns), ceil_div(rows, kRows)), dim3(k.count), S::kThreads,

@@ -143,7 +143,7 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   allow_shared(linear_wide_kernel, kSharedBytes);
   const int pairs = ceil_div(p.w.n, kPair * kColumns);
   start_clusters(queue, linear_wide_kernel, dim3(kPair, pairs * ceil_div(rows, kRows)), dim3(kPair), kThreads,
-                 kSharedBytes, p, rows, Pieces(p.w.k));
+                 kSharedBytes, p, rows, Pieces(p.w.n, p.w.k));
   launched("linear in bfloat16, many rows");
 }
 

@@ -39,25 +39,37 @@ __device__ float block_sum(float x) {
 
 constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
 
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
-  after_previous();
+__global__ void __launch_bounds__(kNormThreads)
+    rms_norm_kernel(const float* x, Norm norm, int rows, Rows out, Ahead ahead) {
+  if (blockIdx.x >= rows) {
+    let_next_begin();
+    return ask_for(ahead, blockIdx.x - rows, gridDim.x - rows);
+  }
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
-  float kept[kNormKept];
+  float kept[kNormKept], weights[kNormKept];
   float sum = 0;
+  let_next_begin();
+#pragma unroll
+  for (int i = 0; i < kNormKept; i++) {  // nobody makes these: no need to wait for the kernel before
+    const int at = i * kNormThreads + threadIdx.x;
+    weights[i] = at < width ? norm.weight[at] : 0.0f;
+  }
+  await_previous();
 #pragma unroll
   for (int i = 0; i < kNormKept; i++) {
     const int at = i * kNormThreads + threadIdx.x;
     kept[i] = at < width ? in[at] : 0.0f;
-    sum = fmaf(kept[i], kept[i], sum);
   }
+#pragma unroll
+  for (int i = 0; i < kNormKept; i++) sum = fmaf(kept[i], kept[i], sum);
   for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads) sum = fmaf(in[at], in[at], sum);
   const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum) / width + norm.eps);
   const float one = norm.unit_offset ? 1.0f : 0.0f;
 #pragma unroll
   for (int i = 0; i < kNormKept; i++) {
     const int at = i * kNormThreads + threadIdx.x;
-    if (at < width) put(out, row, at, kept[i] * factor * (norm.weight[at] + one));
+    if (at < width) put(out, row, at, kept[i] * factor * (weights[i] + one));
   }
   for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads)
     put(out, row, at, in[at] * factor * (norm.weight[at] + one));
@@ -153,8 +165,9 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  start(queue, rms_norm_kernel, rows, kNormThreads, 0, x, norm, out);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue) {
+  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next
+  start(queue, rms_norm_kernel, rows + (ahead.bytes ? kAsking : 0), kNormThreads, 0, x, norm, rows, out, ahead);
   launched("rms_norm");
 }
 

@@ -1,0 +1,99 @@
+// Products of Qwen2.5-7B's shapes by every kernel, alone: microseconds and the part of what reading the weights takes.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/linears.cu
+//        native/cuda/kernels/linear_{bf16,split,stream,wide,f32}.cu native/cuda/kernels/pack.cu -o linears
+//   linears [rows,rows...]
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "cuda/kernels.h"
+
+using namespace as::cuda;
+
+static void check(cudaError_t result) {
+  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
+}
+
+template <typename T>
+static T* memory(size_t bytes) {
+  void* data = nullptr;
+  check(cudaMalloc(&data, bytes));
+  check(cudaMemset(data, 0, bytes));
+  return static_cast<T*>(data);
+}
+
+int main(int argc, char** argv) {
+  const struct {
+    const char* name;
+    int n, k;
+    bool gated, adds;
+  } shapes[] = {{"qkv", 4608, 3584, false, false},
+                {"o", 3584, 3584, false, true},
+                {"gate_up", 37888, 3584, true, false},
+                {"down", 3584, 18944, false, true},
+                {"head", 152064, 3584, false, false}};
+  const struct {
+    const char* name;
+    By by;
+    int least, most;
+  } kernels[] = {{"mma", By::mma, 1, 16}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
+                 {"wide", By::wide, 128, 4096}};
+  std::vector<int> all;
+  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
+       at = std::strtok(nullptr, ","))
+    all.push_back(std::atoi(at));
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Queue queue{stream, 90, {}};
+  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * 4)};
+  const int most_rows = 4096;
+  uint16_t* x = memory<uint16_t>(tiles_bytes(most_rows, 18944));
+  float* y = memory<float>((size_t)most_rows * 152064 * 4 / 8);
+  uint16_t* gated = memory<uint16_t>(tiles_bytes(most_rows, 18944));
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
+  for (const auto& shape : shapes) {
+    const size_t bytes = tiles_bytes(shape.n, shape.k);
+    const int copies = bytes > (200 << 20) ? 1 : (int)((400 << 20) / bytes) + 1, launches = bytes > (200 << 20) ? 10 : 32;
+    std::vector<uint16_t*> weights;
+    for (int i = 0; i < copies; i++) weights.push_back(memory<uint16_t>(bytes));
+    for (int rows : all) {
+      if (shape.n > 100000 && rows > 256) continue;
+      std::printf("%-8s %4d rows:", shape.name, rows);
+      for (const auto& kernel : kernels) {
+        if (rows < kernel.least || rows > kernel.most) continue;
+        Product p;
+        p.w = {shape.n, shape.k, nullptr, nullptr}, p.adds = shape.adds, p.gated = shape.gated;
+        p.x = {nullptr, x, shape.k};
+        p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
+        const auto run = [&] {
+          for (int i = 0; i < launches; i++) p.w.tiles = weights[i % copies], linear_bf16(p, rows, queue, kernel.by);
+        };
+        run();
+        check(cudaStreamSynchronize(stream));
+        cudaGraph_t graph;
+        cudaGraphExec_t replay;
+        check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        run();
+        check(cudaStreamEndCapture(stream, &graph));
+        check(cudaGraphInstantiate(&replay, graph, 0));
+        float best = 1e9;
+        for (int i = 0; i < 3; i++) {
+          float ms;
+          check(cudaEventRecord(begin, stream));
+          check(cudaGraphLaunch(replay, stream));
+          check(cudaEventRecord(end, stream));
+          check(cudaEventSynchronize(end));
+          check(cudaEventElapsedTime(&ms, begin, end));
+          best = ms < best ? ms : best;
+        }
+        cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
+        const double us = 1e3 * best / launches;
+        std::printf("  %s %.1f (%.2f)", kernel.name, us, bytes / 4.44e6 / us);
+      }
+      std::printf("\n");
+    }
+    for (uint16_t* w : weights) cudaFree(w);
+  }
+}
