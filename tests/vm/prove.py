@@ -137,7 +137,7 @@ class Load:
         from allspark_client import ClientEngine
 
         addresses = [f"localhost:{port}" for port in HOST_PORTS]
-        with ClientEngine(addresses, tls={"ca": str(self._certificate)}, token=TOKEN, reconnect_timeout=180) as client:
+        with ClientEngine(addresses, tls={"ca": str(self._certificate)}, token=TOKEN, reconnect_timeout=900) as client:
             while not self._end.is_set():
                 prompt = (number + self.finished) % PROMPTS
                 try:
