@@ -395,9 +395,10 @@ void CudaRunner::bind_attention(const OpNode& op) {
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
-    store_cache(a, data->where(), turned, size.rows, queue);
-    attend(a, data->few(), size.few, true, splits, queue);
-    attend(a, data->many(), size.many, false, 1, queue);
+    const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
+    store_cache(a, data->where(), turned, !turns, size.rows, queue);
+    attend_few(a, data->few(), size.few, splits, queue);
+    attend_many(a, data->many(), size.many, turns ? turned : nullptr, queue);
   });
 }
 

@@ -222,7 +222,7 @@ struct Attention {
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
-constexpr int kManyPairs = 64;   // pairs of other tiles
+constexpr int kManyPairs = 128;  // pairs of other tiles
 constexpr int kLargestHead = 256;
 size_t partial_floats(int head_dim);  // of one run of one tile and KV head
 
@@ -232,12 +232,15 @@ struct Turn {
   bool interleaved = false;
 };
 // Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. turn: null,
-// or what happens to keys on their way there, and to queries where they are.
-void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue);
-// tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one of few are shared: 1 if
-// no tile has several.
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
-// Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
+// or what happens to keys on their way there, and, if `queries`, to queries where they are.
+void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue);
+// tiles: of at most kFewPairs. splits: by how many blocks the runs of one are shared: 1 if no tile has several.
+void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue);
+// tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
+void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
+bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+// store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
+// no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue);
 

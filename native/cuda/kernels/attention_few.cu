@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first_run = rows.first_run + blockIdx.z, run_step = gridDim.z;
   if (rows.count == 0 || first_run > rows.last_run) return;
   const int* table = a.tables + rows.tile.table;
+  const float factor = score_factor(a);
   const int start = rows.tile.start, last = rows.position(rows.count - 1);
 
   const uint32_t base = shared_address(shared);
@@ -164,13 +165,13 @@ __global__ void __launch_bounds__(kThreads)
           const int token = (warp * 2 + t) * 8 + lane % 4 * 2;
           const auto seen = [&](int i) {
             const int at = begin + token + i;
-            return at <= positions[h] && at >= least[h] ? finished_score(a, own[t][2 * h + i]) : -INFINITY;
+            return at <= positions[h] && at >= least[h] ? capped(a, own[t][2 * h + i]) : -INFINITY;
           };
           *reinterpret_cast<float2*>(scores + (lane / 4 + 8 * h) * kScoreStride + token) =
               make_float2(seen(0), seen(1));
         }
       __syncthreads();
-      float s[kTokens / 8][4], now[2] = {most[0], most[1]};
+      float s[kTokens / 8][4], now[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
@@ -184,6 +185,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int h = 0; h < 2; h++) {
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+        now[h] = fmaxf(most[h], now[h] * factor);
         const float by = shrunk(most[h], now[h]);
         most[h] = now[h], sum[h] *= by;
 #pragma unroll
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int h = i / 2;
-          s[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(s[t][i] - most[h]);
+          s[t][i] = weight_of(s[t][i], factor, most[h]);
           sum[h] += s[t][i];
         }
 #pragma unroll

@@ -16,11 +16,7 @@ template <int kRows, int kGroups>
 struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
   [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
-  static constexpr int kStages = kGroups == 2 && kRows <= 64
-                                     ? (108 << 10) / (kGroups * kBlockBytes + kRows * kBlock * 2)
-                                 : kRows <= 16 ? 5
-                                 : kRows <= 64 ? 4
-                                               : 3;  // so that several blocks fit a processor
+  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
   static constexpr int kPartBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kPartBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
   static constexpr int kShared = kStages * kStageBytes;
@@ -153,10 +149,6 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_split(const Product& p, int rows, const Queue& queue) {
-  static const bool two = getenv("AS_GROUPS");  // XXX
-  if (two && rows <= 16) return start_split<16, 2>(p, rows, queue);
-  if (two && rows <= 32) return start_split<32, 2>(p, rows, queue);
-  if (two && rows <= 64) return start_split<64, 2>(p, rows, queue);
   if (rows <= 16) start_split<16, 1>(p, rows, queue);
   else if (rows <= 32) start_split<32, 1>(p, rows, queue);
   else if (rows <= 64) start_split<64, 1>(p, rows, queue);
