@@ -100,6 +100,7 @@ Drawn CudaRunner::finish(const Batch& batch) {
   auto best = drawn_here.begin();
   for (size_t i = 0; i < outputs; i++) {
     if (drawn_by_[i] != DrawnBy::best) continue;
+    std::fill_n(drawn.samples[i].top_ids, kMaxTopLogprobs, -1);
     if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
     else drawn.samples[i].token = best->token;
     ++best;
