@@ -30,7 +30,7 @@ class Device(Protocol):
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
     ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
-    behind."""
+    behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
@@ -39,6 +39,7 @@ class Device(Protocol):
     profiled: bool
     adapts: bool
     windows: bool
+    host_memory: bool
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """AllSparkError for what is not built yet. forms: of matrices."""
@@ -81,7 +82,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = windows = True
+    profiled = adapts = windows = host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -145,7 +146,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = windows = False
+    profiled = adapts = windows = host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
@@ -168,8 +169,8 @@ class Gpu:
             missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
-        if config.host_cache_memory:
-            missing.append("host_cache_memory")
+        if config.host_cache_dir:
+            missing.append("host_cache_dir")
         if config.speculation == "draft":
             missing.append("speculation='draft'")
         if missing:

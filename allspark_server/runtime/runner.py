@@ -105,7 +105,7 @@ class ModelRunner:
         fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
         self._span_bytes = sum(each.span_bytes(device) for each in models)
         self.host_spans = self._count_host_spans()
-        if not config.host_cache_dir:
+        if device.host_memory and not config.host_cache_dir:
             fixed += config.host_cache_memory
         with planning():
             spans = self._spans(device.available(self.world), fixed)

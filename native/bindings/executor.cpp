@@ -486,11 +486,11 @@ void bind_executor(py::module_& m) {
           "submit",
           [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan, std::shared_ptr<Window> window,
              int kind, const py::bytes& prefix, int profiling) {
-            s.submit([executor, plan = std::string(plan), window, kind, prefix = std::string(prefix), profiling] {
-              if (window) window->publish(kind, prefix + plan);
-              if (profiling >= 0) executor->set_profiling(profiling);
-              return executor->step(plan, false);
-            });
+            const std::string bytes = plan;
+            s.submit({executor, bytes, [executor, window, kind, command = std::string(prefix) + bytes, profiling] {
+                        if (window) window->publish(kind, command);
+                        if (profiling >= 0) executor->set_profiling(profiling);
+                      }});
           },
           py::arg("executor"), py::arg("plan"), py::arg("window") = nullptr, py::arg("kind") = 0,
           py::arg("prefix") = py::bytes(), py::arg("profiling") = -1,

@@ -77,12 +77,12 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   allocate_cache();
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
+  best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
   if (ranks_) bind_first_call();
   for (size_t i = 0; i < program.ops().size(); i++) i += bind(i);
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
-  best_ = Memory(outputs * kBestParts * sizeof(Best), "draws"),
   host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   launches_.push_back(
@@ -205,7 +205,7 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
-  if (op.is("span_attention")) return bind_attention(i), 0;
+  if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) return bind_all_reduce(i);
   if (op.is("sample")) return 0;
@@ -218,19 +218,16 @@ int CudaRunner::bind(size_t i) {
   if (op.is("embedding")) {
     const Rows y = partial_of(i).value_or(out(op).rows);
     add_launch([=, table = weights_.matrix(op.weights[0]), begin = op.integer("vocab_begin"),
-                factor = (float)op.number("scale"),
-                data = &*data_](const Size& size) { embed(table, data->tokens(), size.rows, begin, factor, y, queue); },
+                factor = (float)op.number("scale"), data = &*data_, drawn = best_.as<Best>()](
+                   const Size& size) { embed(table, data->tokens(), drawn, size.rows, begin, factor, y, queue); },
                kAllRows);
     return 0;
   }
   const Tensor x = in(op), y = out(op);
   if (op.is("rms_norm")) {
-    add_launch(
-        [=, norm = norm_of(op, vector(op, 0)), next = next_product(i), this](const Size& size) {
-          const int rows = count(x, size);
-          rms_norm(x.values(), norm, rows, y.rows, ahead(next, rows), queue);
-        },
-        x.row_set);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+               x.row_set);
   } else if (op.is("silu_mul")) {
     add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("add") || op.is("scale")) {
@@ -297,7 +294,7 @@ void CudaRunner::bind_first_call() {
   calls_++, next_call_++;
   RankSum nothing;
   nothing.peers = ranks_->exchange.peers(), nothing.peers.step = data_->step(), nothing.calls = calls_;
-  launches_.push_back([=, queue = device_.queue()](const Size&) { sum_ranks(nothing, 0, {}, queue); });
+  launches_.push_back([=, queue = device_.queue()](const Size&) { sum_ranks(nothing, 0, queue); });
 }
 
 std::optional<Rows> CudaRunner::partial_of(size_t i) const {
@@ -326,10 +323,10 @@ int CudaRunner::bind_all_reduce(size_t i) {
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  launches_.push_back([=, next = next_product(last), queue = device_.queue()](const Size& size) {
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
     if (!there && rows) to_tiles(x.values(), rows, partial, queue);
-    sum_ranks(sum, rows, ahead(next, rows), queue);
+    sum_ranks(sum, rows, queue);
   });
   return (int)(last - i);
 }
@@ -378,26 +375,7 @@ int CudaRunner::bind_linear(size_t i) {
   return sum ? (int)(*sum - i) : gated;
 }
 
-// The matrix that the first product after ops[i] reads; -1: none.
-int CudaRunner::next_product(size_t i) const {
-  const auto& ops = program_.ops();
-  for (i++; i < ops.size(); i++)
-    if (ops[i].is("linear")) return weights_.matrix(ops[i].weights[0]).kind == Kind::f32 ? -1 : ops[i].weights[0];
-  return -1;
-}
-
-// What kernels of few rows ask for before a product: memory would be idle meanwhile.
-Ahead CudaRunner::ahead(int matrix, int rows) const {
-  constexpr int kFewRows = 128;
-  static const size_t kMost = getenv("AS_AHEAD") ? (size_t)atoi(getenv("AS_AHEAD")) << 20 : 24 << 20;  // XXX
-  if (matrix < 0 || rows > kFewRows) return {};
-  const Matrix& m = weights_.matrix(matrix);
-  const void* data = m.tiles ? static_cast<const void*>(m.tiles) : m.codes.words;
-  return {data, std::min(matrix_bytes(m), kMost)};
-}
-
-void CudaRunner::bind_attention(size_t i) {
-  const OpNode& op = program_.ops()[i];
+void CudaRunner::bind_attention(const OpNode& op) {
   op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
                  "q_head_begin", "kv_begin"},
                 kName);
@@ -411,17 +389,16 @@ void CudaRunner::bind_attention(size_t i) {
   turn_.reset();
   constexpr int kTilesAProcessor = 3;  // that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
-  launches_.push_back([=, data = &*data_, queue = device_.queue(), next = next_product(i), this](const Size& size) {
+  launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (size.few && !size.many &&
-        store_and_attend(a, turned, data->few(), size.few, splits, ahead(next, size.rows), queue))
-      return;
-    store_cache(a, data->where(), turned, size.rows, queue);
-    attend(a, data->few(), size.few, true, splits, queue);
-    attend(a, data->many(), size.many, false, 1, queue);
+    if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
+    const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
+    store_cache(a, data->where(), turned, !turns, size.rows, queue);
+    attend_few(a, data->few(), size.few, splits, queue);
+    attend_many(a, data->many(), size.many, turns ? turned : nullptr, queue);
   });
 }
 

@@ -15,7 +15,7 @@ size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace
 
-Draws::Draws(const Device& device, float* logits, const Best* best, int vocab_size, int max_outputs, Masks* masks)
+Draws::Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks)
     : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMostEdits)) {
   const size_t rows = max_outputs;
   const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {

@@ -14,9 +14,10 @@ enum class DrawnBy : uint8_t { nobody, best, draws, host };
 
 class Draws {
  public:
-  // logits: [max_outputs, vocab_size] on the device, and best: of each of their rows (best_tokens). masks: null, or
+  // logits: [max_outputs, vocab_size] on the device, and best: of each of their rows (best_tokens),
+  // which becomes what is drawn. masks: null, or
   // those that draws name. All must outlive this.
-  Draws(const Device& device, float* logits, const Best* best, int vocab_size, int max_outputs, Masks* masks);
+  Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks);
 
   // Queues the outputs of a batch that are to be drawn here, waiting for masks while the device works. Those that only
   // the host can draw become its.

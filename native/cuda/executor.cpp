@@ -48,15 +48,35 @@ void CudaExecutor::allocate(const Limits& limits, int masks) {
   if (window_) ranks.emplace(Ranks{*exchange_, *window_});
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
                                          ranks ? &*ranks : nullptr);
-  decoder_.emplace(*runner_, nullptr, nullptr,
-                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
-                              limits.span_size, limits.num_spans, program_.windows(), masks, runner_->hidden_states()});
+  slot_limits_ = SlotLimits{};
+  slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
+  slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
+  slot_limits_.span_size = limits.span_size, slot_limits_.num_spans = limits.num_spans;
+  slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
+  slot_limits_.hidden_states = runner_->hidden_states();
+  decoder_.emplace(*runner_, nullptr, slot_limits_);
+}
+
+void CudaExecutor::allocate_host_cache(int spans) {
+  if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
+  host_spans_ = std::make_unique<HostSpans>(device_, runner_->layers(), slot_limits_.num_spans, spans);
+  slot_limits_.host_spans = spans;
+  decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
+
+bool CudaExecutor::begin(const std::string& plan) {
+  if (!decoder_) throw std::invalid_argument("allocate() before step()");
+  return decoder_->begin(plan);
+}
+
+void CudaExecutor::draw() { decoder_->draw(); }
+
+StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
 std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by) {
   const Matrix& m = weights_.matrix(id);
@@ -120,7 +140,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};
-  cuda::sum_ranks(sum, rows, {}, device_.queue());
+  cuda::sum_ranks(sum, rows, device_.queue());
   device_.wait();
   check(cudaMemcpy(y, total.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
   check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");

@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "batch/decoder.h"
+#include "batch/queued_decoder.h"
+#include "cuda/host_spans.h"
 #include "cuda/runner.h"
 
 namespace as {
@@ -31,7 +32,14 @@ class CudaExecutor : public StepModel {
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
   // name.
   void allocate(const Limits& limits, int masks);
+  // A second tier of the cache, after allocate() and before any step.
+  void allocate_host_cache(int spans);
+  size_t host_cache_bytes(int spans) const { return runner_ ? spans * HostSpans::span_bytes(runner_->layers()) : 0; }
   StepOutput step(const std::string& plan, bool want_logits) override;
+  bool begin(const std::string& plan) override;
+  void draw() override;
+  bool done() const override { return decoder_->done(); }
+  StepOutput finish() override;
   void set_profiling(bool) override {}  // there is no profile yet
   std::shared_ptr<Masks> masks() const { return masks_; }
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
@@ -52,7 +60,9 @@ class CudaExecutor : public StepModel {
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0;
   std::unique_ptr<CudaRunner> runner_;
-  std::optional<Decoder> decoder_;
+  SlotLimits slot_limits_;
+  std::unique_ptr<HostSpans> host_spans_;
+  std::optional<QueuedDecoder> decoder_;
 };
 
 }  // namespace cuda

@@ -40,13 +40,13 @@ std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::ar
                                int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   std::vector<HostRows> rows;
   const Matrix& m = e.weights().matrix(id);
-  const int64_t group = group_size.value_or(m.kind == Kind::codes ? m.codes.group : 0);
+  const int64_t group = group_size.value_or(m.codes.bits ? m.codes.group : 0);
   for (const py::array& a : arrays) {
     const Source type = source_of(source, a);
     if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
     if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
       throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
-    if (m.kind == Kind::codes && !group_size && a.shape(1) != m.k)
+    if (m.codes.bits && !group_size && a.shape(1) != m.k)
       throw std::invalid_argument("fill_matrix: " + std::to_string(a.shape(1)) + " columns do not fit a matrix of " +
                                   std::to_string(m.k));
     rows.push_back({a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column});
@@ -311,6 +311,14 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same.")
+      .def(
+          "allocate_host_cache",
+          [](CudaExecutor& e, int spans) {
+            py::gil_scoped_release release;
+            e.allocate_host_cache(spans);
+          },
+          py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+      .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
       .def(
           "step",
           [](CudaExecutor& e, const py::bytes& plan, bool want_logits) {

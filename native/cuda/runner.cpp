@@ -25,11 +25,13 @@ bool is_greedy(const SamplingParams& p, const Output& out) {
 }  // namespace
 
 CudaRunner::~CudaRunner() {
+  cudaStreamSynchronize(device_.stream());  // a step may have been begun
   for (auto& [size, replay] : replays_)
     if (replay.graph) cudaGraphExecDestroy(replay.graph);
+  if (drawn_) cudaEventDestroy(drawn_);
 }
 
-Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
+void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
   const bool heads = !heads_from_ || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
@@ -40,29 +42,43 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
   const Size size = data_->copy(batch, fits ? padded : 0, device_);
   if (fits) replay(size);
   else launch(size, heads);
+  begun_ = {heads && !batch.outputs.empty(), want_logits};
+}
 
-  Drawn drawn;
-  drawn.samples.resize(batch.outputs.size());
+bool CudaRunner::draw(const Batch& batch) {
+  device_.use();
+  drawing_ = begun_;
   copy_hidden(batch);
-  const size_t outputs = batch.outputs.size();
   share_draws(batch);
-  if (heads && outputs) {
+  if (drawing_.heads) {
     if (draws_) draws_->queue(batch, drawn_by_);
-    check(cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * kBestParts * sizeof(Best), cudaMemcpyDeviceToHost,
-                          device_.stream()),
+    check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
+                          cudaMemcpyDeviceToHost, device_.stream()),
           "copying draws");
-    copy_logits(batch, want_logits);
+    copy_logits(batch, drawing_.want_logits);
   }
-  device_.wait();
-  if (ranks_) ranks_->exchange.check_waits();
+  if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
+  check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
+  if (ranks_) return false;  // they have to agree first
+  return std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::host) == drawn_by_.end();
+}
 
+bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotReady; }
+
+Drawn CudaRunner::finish(const Batch& batch) {
+  device_.use();
+  check(cudaEventSynchronize(drawn_), "a step on the GPU");
+  if (ranks_) ranks_->exchange.check_waits();
+  Drawn drawn;
+  const size_t outputs = batch.outputs.size();
+  drawn.samples.resize(outputs);
   if (hidden_rows_) {
     drawn.hidden_width = tensors_[hidden_].rows.width;
     drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
   }
-  if (!heads || !outputs) return drawn;
+  if (!drawing_.heads) return drawn;
   const int width = in(program_.ops().back()).rows.width;
-  if (want_logits) {
+  if (drawing_.want_logits) {
     drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
     drawn.logit_width = width;
   }
@@ -76,13 +92,7 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
     if (drawn_by_[i] == DrawnBy::host) any = true;
     else rest.outputs[i].wanted = Wanted::nothing;
     if (drawn_by_[i] != DrawnBy::best) continue;
-    const Best* parts = host_best_.as<Best>() + i * kBestParts;
-    Best best = parts[0];
-    for (const Best* part = parts + 1; part < parts + kBestParts; part++) {
-      best.not_finite += part->not_finite;
-      if (part->token >= 0 && (best.token < 0 || part->logit > best.logit))
-        best.logit = part->logit, best.token = part->token;
-    }
+    Best best = together(host_best_.as<Best>() + i * kBestParts);
     if (best.token >= 0) best.token += begin;
     drawn_here.push_back(best);
   }
@@ -174,6 +184,7 @@ void CudaRunner::launch(const Size& size, bool heads) {
 
 // A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.
 void CudaRunner::replay(const Size& size) {
+  if (!graphs_ && !replays_.count(size)) return launch(size, true);
   const auto [found, first] = replays_.try_emplace(size);
   if (first) return launch(size, true);
   Replay& replay = found->second;
@@ -190,6 +201,11 @@ void CudaRunner::replay(const Size& size) {
     check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
     const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
     cudaGraphDestroy(graph);
+    if (made == cudaErrorMemoryAllocation) {  // steps go on without more graphs
+      cudaGetLastError();
+      graphs_ = false, replays_.erase(found);
+      return launch(size, true);
+    }
     check(made, "making a graph of a step");
   }
   check(cudaGraphLaunch(replay.graph, device_.stream()), "replaying a step");

@@ -5,8 +5,8 @@
 #include <optional>
 #include <vector>
 
-#include "batch/batch.h"
 #include "batch/logit_sampler.h"
+#include "batch/queued_decoder.h"
 #include "comm/communicator.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
@@ -37,7 +37,7 @@ bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_red
 // Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 
-class CudaRunner : public Runner {
+class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
   // Matrices of gates are paired (Weights::pair). ranks: null where there is one rank.
@@ -45,8 +45,12 @@ class CudaRunner : public Runner {
              LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr);
   ~CudaRunner() override;
 
-  Drawn run(const Batch& batch, bool want_logits) override;
+  void begin(const Batch& batch, bool want_logits) override;
+  bool draw(const Batch& batch) override;
+  bool done() const override;
+  Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size(); }
+  const std::vector<LayerCache>& layers() const { return layers_; }
   bool hidden_states() const { return heads_from_ > 0; }
 
  private:
@@ -75,9 +79,7 @@ class CudaRunner : public Runner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
-  void bind_attention(size_t i);
-  int next_product(size_t i) const;
-  Ahead ahead(int matrix, int rows) const;
+  void bind_attention(const OpNode& op);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
@@ -115,7 +117,13 @@ class CudaRunner : public Runner {
   size_t heads_from_ = 0;  // launches from here on make logits; 0: unknown
   int hidden_ = -1;        // the tensor of hidden states
   size_t hidden_rows_ = 0;
+  struct Step {
+    bool heads, want_logits;  // heads: whether it comes to logits
+  };
+  Step begun_{}, drawing_{};
+  cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
   std::map<Size, Replay> replays_;
+  bool graphs_ = true;  // there is memory for more
 };
 
 }  // namespace cuda

@@ -37,12 +37,13 @@ class StepData {
 
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
-  int* host(size_t offset) const { return host_memory_.as<int>() + offset; }
+  int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
 
   const int span_size_, group_;
   int steps_ = 0;
   size_t step_, tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
-  Memory host_memory_, device_memory_;
+  Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written
+  int turn_ = 0;
 };
 
 }  // namespace cuda

@@ -25,15 +25,24 @@ Matrix matrix_of(int n, int k, const std::string& format, int group) {
     if (format == "bfloat16") m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
     return m;
   }
-  if (format != "int8" && format != "int4")
-    throw std::invalid_argument("weights of type " + format +
-                                " are not available on CUDA yet: float32, bfloat16, int8 and int4 are");
-  if (group < 0 || !has_group(group ? group : k, k))
+  const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
+             eight = format == "int8" || format == "w8a8" || floats;
+  if (!integers && !eight && format != "int4")
     throw std::invalid_argument(
-        "weights in groups of " + std::to_string(group) +
-        " are not available on CUDA: of 16, 32 and multiples of 64 they are, and of whole rows");
-  m.kind = Kind::codes;
-  m.codes.bits = format == "int8" ? 8 : 4, m.codes.group = group && group < k ? group : k;
+        "weights of type " + format +
+        " are not available on CUDA yet: float32, bfloat16, int8, int4, w8a8, w4a8 and float8 are");
+  if (floats && group) throw std::invalid_argument("weights of type float8 have a scale for each row, and no groups");
+  if (group < 0 || !has_group(group ? group : k, k) || (integers && group && group < k && group % kBlock))
+    throw std::invalid_argument("weights of type " + format + " in groups of " + std::to_string(group) +
+                                " are not available on CUDA: of " + (integers ? "" : "16, 32 and ") +
+                                "multiples of 64 they are, and of whole rows");
+  if ((integers || floats) && k > kMostIntegers)
+    throw std::invalid_argument("matrix of " + std::to_string(k) +
+                                " input features: sums of 8-bit products are exact up to " +
+                                std::to_string(kMostIntegers));
+  m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
+  if (m.kind == Kind::codes && !getenv("AS_PIECES")) m.most_pieces = most_pieces(n);  // XXX
+  m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
   m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
   return m;
 }

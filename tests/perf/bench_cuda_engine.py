@@ -30,6 +30,7 @@ WAYS = {
     "logprobs 5": dict(top_p=0.9, temperature=0.05, logprobs=True, top_logprobs=5),
 }
 PROMPT, TOKENS, SKIPPED = 128, 400, 40
+ONE = 0, 1, "", "bfloat16", "bfloat16"  # rank, of bfloat16 (bench_cuda.Model)
 
 
 class Sampled(Model):
@@ -56,7 +57,7 @@ class Sampled(Model):
 
 
 def draws(name: str, batches: list[int]) -> None:
-    model = Sampled(name, 2048, max(batches), 512)
+    model = Sampled(name, 2048, max(batches), 512, *ONE)
     for batch in batches:
         found: dict[str, list[float]] = {}
         for _ in range(3):
@@ -147,7 +148,7 @@ def engine(name: str, asked: list[tuple[int, dict]]) -> None:
             print(f"engine, {batch} of {fields}: {rates[-1]:,.0f} tokens/s, first token after {1e3 * first:.1f} ms",
                   flush=True)
         found.close()
-    model = Sampled(name, 2048, max(batch for batch, _ in asked), PROMPT + TOKENS + 16)
+    model = Sampled(name, 2048, max(batch for batch, _ in asked), PROMPT + TOKENS + 16, *ONE)
     for (batch, fields), rate in zip(asked, rates):
         model.begin(batch, PROMPT + TOKENS // 2, fields)
         native = batch / model.steps(batch, 60)

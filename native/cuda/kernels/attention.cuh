@@ -40,19 +40,29 @@ __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_
   return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
 }
 
-// A score, in powers of two.
-__device__ inline float finished_score(const Attention& a, float product) {
-  float score = product * a.scale;
-  if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
-  return score * kLog2E;
+// A score is a product, or what soft_cap makes of it, times a factor: a power of two's exponent.
+__device__ inline float capped(const Attention& a, float product) {
+  return a.soft_cap > 0 ? tanhf(product * a.scale / a.soft_cap) : product;
+}
+__device__ inline float score_factor(const Attention& a) { return (a.soft_cap > 0 ? a.soft_cap : a.scale) * kLog2E; }
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The weight of what has this score (before the factor), relative to the greatest (after it); none: of what is not
+// seen.
+__device__ inline float weight_of(float score, float factor, float most) {
+  return power_of_two(__fmaf_rn(score, factor, most == -INFINITY ? 0.0f : -most));
 }
 
 // What is left of sums whose maximum was `old` when it becomes `now`.
-__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : exp2f(old - now); }
+__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
 __device__ inline float merged(float total, float by, float run, float run_by) {
   return __fmaf_rn(run, run_by, __fmul_rn(total, by));
 }
-__device__ inline float share(float value, float sum) { return sum > 0 ? value / sum : 0.0f; }
+// A sum that is no number stays none.
+__device__ inline float share(float value, float sum) { return sum == 0 ? 0.0f : value / sum; }
 
 // A run's partial result of a tile and KV head: maxima and sums of its pairs, then values [pair][head_dim].
 __device__ inline float* partial_of(const Attention& a, int tile, int kv_head, int run) {

@@ -660,6 +660,8 @@ __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
     to.top_ids[threadIdx.x] = id, to.top_logprobs[threadIdx.x] = there ? (float)(logits[id] - log_norm) : 0.0f;
   }
   if (threadIdx.x) return;
+  // The next step's rows find it where they find likeliest tokens.
+  if (numbers && draw.target < 0) task.best[draw.row * kBestParts] = {INFINITY, token, 0};
   to.token = numbers ? token : -1;
   to.logprob = numbers && draw.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
   to.status = numbers ? SampleStatus::kOk : SampleStatus::kNotFinite;

@@ -44,7 +44,7 @@ AS_BOTH constexpr int groups_of(int chunk) { return chunk == 256 ? kGroups : 1; 
 struct DrawTask {
   float* logits = nullptr;  // [rows, width]; left as they are
   int width = 0, chunk = 0, chunks = 0;
-  const Best* best = nullptr;       // of each row of the logits: of what the model gave
+  Best* best = nullptr;             // of each row of the logits; becomes what is drawn
   const uint32_t* masks = nullptr;  // [masks, mask_words]
   int mask_words = 0;
   const RowDraw* draws = nullptr;

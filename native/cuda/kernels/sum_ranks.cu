@@ -13,9 +13,8 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
-constexpr int kBlocks = 2;   // of threads, of a processor
-constexpr int kAsking = 64;  // further blocks, that ask for what comes next
-constexpr int kLooks = 64;   // at a flag, between two at the clock
+constexpr int kBlocks = 2;  // of threads, of a processor
+constexpr int kLooks = 64;  // at a flag, between two at the clock
 
 __device__ uint64_t nanoseconds() {
   uint64_t now;
@@ -116,11 +115,7 @@ __device__ float block_sum(float x) {
 // kRanks: at most.
 template <bool kTiles, int kRanks, bool kWhole>
 __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
-    sum_kernel(const __grid_constant__ RankSum s, int rows, int blocks, Ahead ahead) {
-  if (blockIdx.x >= blocks) {
-    let_next_begin();
-    return ask_for(ahead, blockIdx.x - blocks, gridDim.x - blocks);
-  }
+    sum_kernel(const __grid_constant__ RankSum s, int rows) {
   const int width = s.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
   const auto weights_of = [&](int column, float(&weights)[kEight]) {
     read_eight<kWhole>(s.norm.weight, column, width, weights);
@@ -134,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   await_previous();
   meet(s.peers, (uint32_t)*s.peers.step * s.calls + s.call + 1);
   const size_t half = s.call % 2 * s.peers.half;
-  for (int row = blockIdx.x; row < rows; row += blocks) {
+  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
     float* y = s.y.values + (size_t)row * width;
     float squares = 0, kept[kEight];
     for (int column = first; column < width; column += stride) {
@@ -169,16 +164,12 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
 
 }  // namespace
 
-void sum_ranks(const RankSum& sum, int rows, const Ahead& ahead, const Queue& queue) {
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const int threads = std::clamp(ceil_div(sum.y.width, 32 * kEight) * 32, 32, kThreads);
   const int blocks = std::clamp(rows, 1, kBlocks * processors());  // one to meet, whatever there is to add
   const bool whole = sum.y.width % kEight == 0;
   const auto choose = [&](auto few, auto some, auto many) {
-    start(queue,
-          sum.peers.world <= 2   ? few
-          : sum.peers.world <= 4 ? some
-                                 : many,
-          blocks + (ahead.bytes ? kAsking : 0), threads, 0, sum, rows, blocks, ahead);
+    start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);
   };
   constexpr int kMost = kMostRanks;
   if (sum.bf16 && whole) choose(sum_kernel<true, 2, true>, sum_kernel<true, 4, true>, sum_kernel<true, kMost, true>);
