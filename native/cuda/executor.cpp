@@ -90,6 +90,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
+  check(cudaStreamSynchronize(nullptr),
+        "copying rows");  // they may be on their way yet, which other streams do not await
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
@@ -123,6 +125,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
       weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
     check(cudaMemcpy(to.as(), from, size, cudaMemcpyHostToDevice), "copying rows");
+    check(cudaStreamSynchronize(nullptr), "copying rows");
   };
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
