@@ -37,13 +37,13 @@ def unit(ranks: int) -> dict[str, str]:
 
 
 def on_gpus(ranks: int, directory=None, **fields) -> Driver:
-    """On GPUs of their own: what one thread does on a GPU may wait for all that runs there, as for a rank that waits."""
+    """On GPUs of their own: what a thread does on a GPU may wait for all that runs there, as for a rank that waits."""
     from allspark_server import _cuda
 
     if _cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    return Driver(directory or shipped_model(), ranks, engine_max_length=512, cache_memory=64 << 20, max_step_tokens=256,
-                  **{**unit(ranks), **fields})
+    return Driver(directory or shipped_model(), ranks, engine_max_length=512, cache_memory=64 << 20,
+                  **{"max_step_tokens": 256, **unit(ranks), **fields})
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -186,7 +186,8 @@ def collect(asked) -> tuple[list, list]:
 def test_a_group_of_two_processes_and_a_killed_rank():
     """Same bytes alone and together, with graphs and prefix cache; and after a rank was killed in the middle."""
     words = ["--gpus", unit(2)["compute_unit"].removeprefix("CUDA:")]
-    with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0], reconnect_timeout=120) as engine:
+    with background_group(words, timeout=120) as group, \
+            ClientEngine(group.addresses[0], reconnect_timeout=120) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,
                                            cache_memory=256 << 20, **unit(2)))
         engine.start_model("m")
