@@ -36,12 +36,16 @@ def unit(ranks: int) -> dict[str, str]:
     return {"compute_unit": "CUDA:" + ",".join(str(rank % count) for rank in range(ranks))}
 
 
-def on_gpus(ranks: int, directory=None, **fields) -> Driver:
-    """On GPUs of their own: what a thread does on a GPU may wait for all that runs there, as for a rank that waits."""
+def needs(gpus: int) -> None:
     from allspark_server import _cuda
 
-    if _cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    if _cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+
+
+def on_gpus(ranks: int, directory=None, **fields) -> Driver:
+    """On GPUs of their own: what a thread does on a GPU may wait for all that runs there, as for a rank that waits."""
+    needs(ranks)
     return Driver(directory or shipped_model(), ranks, engine_max_length=512, cache_memory=64 << 20,
                   **{"max_step_tokens": 256, **unit(ranks), **fields})
 
@@ -71,6 +75,19 @@ def test_ranks_are_added_in_order(ranks, width, rounded):
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
         few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
+
+
+@pytest.mark.parametrize("n, k", [(3584, 448), (100, 200), (53, 70), (260, 1030)])
+def test_partial_sums_are_the_products_rounded(n, k):
+    """By every kernel, of few rows and many."""
+    gpu, rng = executor(), np.random.default_rng(SEED)
+    handle = gpu.add_matrix(n, k, "bfloat16")
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+    for rows in (1, 5, 17, 100, 300, 700):
+        x = rng.normal(size=(rows, k)).astype(np.float32)
+        for by in ("any", "mma", "split", "stream", "wide"):
+            whole, rounded = gpu.multiply(handle, x, n, by=by), gpu.multiply(handle, x, n, by=by, rounded=True)
+            assert bf16(whole).tobytes() == rounded.tobytes(), (rows, by)
 
 
 # -- whole models ------------------------------------------------------------------------------------------------------
@@ -185,6 +202,7 @@ def collect(asked) -> tuple[list, list]:
 
 def test_a_group_of_two_processes_and_a_killed_rank():
     """Same bytes alone and together, with graphs and prefix cache; and after a rank was killed in the middle."""
+    needs(2)
     words = ["--gpus", unit(2)["compute_unit"].removeprefix("CUDA:")]
     with background_group(words, timeout=120) as group, \
             ClientEngine(group.addresses[0], reconnect_timeout=120) as engine:
@@ -205,6 +223,7 @@ def test_a_group_of_two_processes_and_a_killed_rank():
 
 def test_three_processes_share_gpus():
     """Heads that do not divide evenly; greedy ids are those of three ranks of CPUs, up to near-ties."""
+    needs(2)
     words = ["--gpus", unit(3)["compute_unit"].removeprefix("CUDA:")]
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,
