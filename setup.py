@@ -286,6 +286,7 @@ def requirements() -> dict:
         "scipy>=1.10",
         "torch==2.13.0",
         "transformers>=5.20",
+        "peft>=0.18",
         "hypothesis>=6.90",
         "jsonschema>=4.20",
         "sentencepiece>=0.2",

@@ -284,6 +284,12 @@ def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dt
     return Greedy(tokens, gaps)
 
 
+@functools.cache
+def greedy_of(name: str, length: int = 90) -> Greedy:
+    """reference_greedy of 256 tokens after prompt_of(length, seed=1), of the checkpoint of this name."""
+    return reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
+
+
 def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> float:
     """The largest difference in the logits' standard deviations; AssertionError when it reaches `tolerance`."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -18,6 +19,12 @@ import pytest
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
 
 from allspark_client import AbstractEngine  # noqa: E402
+
+# nohup and shells that run something in the background have signals ignored, which whatever tests start would inherit;
+# a handler ends with exec.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 ENGINES = ("engine", "client-1", "client-2", "async-1")
 
