@@ -93,7 +93,8 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
     memory = GaugeMetricFamily("allspark_rank_memory_bytes", "A rank's memory by NUMA node", labels=["rank", "node"])
     misplaced = GaugeMetricFamily("allspark_rank_misplaced_share", "Part of a rank's memory that is on other nodes "
                                   "than it should be", labels=["rank"])
-    gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU", labels=["rank", "gpu", "state"])
+    gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU",
+                             labels=["rank", "gpu", "state"])
     for number, rank in enumerate(ranks):
         name = str(number)
         if gpu := rank.get("gpu"):

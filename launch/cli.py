@@ -428,7 +428,8 @@ def topology(options: argparse.Namespace) -> int:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
                   "memory_node": r.memory_node, "memory_nodes": list(r.memory_nodes), "gpu": r.gpu}
                  for r in placement.ranks]
-        print(json.dumps({**machine.to_dict(), "gpu_links": [{"gpus": pair, "link": link} for pair, link in links.items()],
+        print(json.dumps({**machine.to_dict(), "gpu_links": [{"gpus": pair, "link": link}
+                                                                  for pair, link in links.items()],
                           "ranks": ranks, "oversubscribed": placement.oversubscribed,
                           "warnings": placement.warnings}, indent=2))
         return 0

@@ -184,7 +184,7 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
 
 
 def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
-    """The GPUs, their driver, its device files, and what this installation has for them; nothing where there are none."""
+    """The GPUs, their driver, its device files, what this installation has for them; nothing where there are none."""
     if not machine.gpus:
         return []
     found = []
@@ -196,8 +196,8 @@ def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
     names = ", ".join(f"{gpu.index}: {gpu.model or gpu.address}" for gpu in usable)
     found.append(Finding("ok", "GPUs", f"{names or 'none that this process may use'}; driver {version[1]}"))
     if len(usable) < len(machine.gpus):
-        found.append(Finding("note", "GPUs", f"{len(machine.gpus) - len(usable)} of {len(machine.gpus)} are hidden from "
-                             "this process", "docker run --gpus all; CUDA_VISIBLE_DEVICES"))
+        found.append(Finding("note", "GPUs", f"{len(machine.gpus) - len(usable)} of {len(machine.gpus)} are hidden "
+                             "from this process", "docker run --gpus all; CUDA_VISIBLE_DEVICES"))
     files = ["/dev/nvidiactl", "/dev/nvidia-uvm", *(gpu.device for gpu in usable if gpu.device)]
     missing = [file for file in files if not Path(root, file.lstrip("/")).exists()]
     if missing:

@@ -96,8 +96,8 @@ def nvidia_smi(*words: str) -> str:
     if path is None:
         return ""
     try:
-        done = subprocess.run([path, *words], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
-                              timeout=NVIDIA_SMI_SECONDS)
+        done = subprocess.run([path, *words], capture_output=True, text=True, errors="replace",
+                              stdin=subprocess.DEVNULL, timeout=NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -106,8 +106,8 @@ def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, u
     for rank, gpu in enumerate(gpus):
         attached = next((n for n in topology.nodes if gpu in known and n.id == known[gpu].node), None)
         if attached is not None and not attached.cores:
-            result.warnings.append(f"GPU {gpu} is attached to NUMA node {attached.id}, which has no CPU that this process "
-                                   "may use")
+            result.warnings.append(f"GPU {gpu} is attached to NUMA node {attached.id}, which has no CPU that this "
+                                   "process may use")
         nodes.append(attached if attached is not None and attached.cores else others[rank % len(others)])
     for rank, (gpu, node) in enumerate(zip(gpus, nodes)):
         part, count = nodes[:rank].count(node), nodes.count(node)

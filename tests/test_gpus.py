@@ -1,5 +1,5 @@
-"""GPUs as the launcher sees them, on fabricated machines: topology, placement, doctor, command lines, metrics. No GPU is
-needed."""
+"""GPUs as the launcher sees them, on fabricated machines: topology, placement, doctor, command lines, metrics. No GPU
+is needed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_gpus_their_nodes_and_links(root):
 
 def test_links_by_pci_bridges(tmp_path):
     for address, path in ((0, "0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0"),
-                          (1, "0000:16/0000:16:01.0/0000:17:01.0/0000:19:00.0"), (2, "0000:16/0000:16:02.0/0000:20:00.0"),
+                          (1, "0000:16/0000:16:01.0/0000:17:01.0/0000:19:00.0"),
+                          (2, "0000:16/0000:16:02.0/0000:20:00.0"),
                           (3, "0000:40/0000:40:02.0/0000:41:00.0")):
         add_gpu(tmp_path, path, 0)
     found = gpus.links(gpus.read_gpus(tmp_path))

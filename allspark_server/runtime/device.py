@@ -259,8 +259,8 @@ def step_tokens(config: AsModelConfig) -> int:
 
 
 def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int, window=None) -> Device:
-    """What compute_unit says. window: to the other ranks. AllSparkError that says what to do if there is no such GPU, or
-    there are not as many as ranks."""
+    """What compute_unit says. window: to the other ranks. AllSparkError that says what to do if there is no such GPU,
+    or there are not as many as ranks."""
     if not config.on_gpus:
         return Cpus(cpus, threads)
     return Gpu(gpu_of(config, rank, world), threads, config.device_ids if world > 1 else (), window)

@@ -39,8 +39,8 @@ class Peer:
         """Whether its packages are importable there, and it computes on GPUs, or CPUs if there are none; learns their
         version."""
         try:
-            done = subprocess.run([self.python, str(self.script), "--probe", *_on(gpus)], capture_output=True, text=True,
-                                  timeout=PROBE_SECONDS)
+            done = subprocess.run([self.python, str(self.script), "--probe", *_on(gpus)], capture_output=True,
+                                  text=True, timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(f"--peer {self.name}={self.python}: {error}") from None
         self.version = done.stdout.strip().splitlines()[-1] if done.returncode == 0 and done.stdout.strip() else ""

@@ -127,6 +127,7 @@ void Exchange::leave() {
     if (r != peers_.rank)
       check(cudaMemcpy(left_of(peers_.flags[r]) + peers_.rank * sizeof one, &one, sizeof one, cudaMemcpyDefault),
             "leaving other ranks");
+  check(cudaStreamSynchronize(nullptr), "leaving other ranks");
   for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
   const auto began = std::chrono::steady_clock::now();
   while (true) {

@@ -1,5 +1,6 @@
 #include "cuda/executor.h"
 
+#include <cstring>
 #include <stdexcept>
 
 namespace as {
@@ -78,7 +79,7 @@ void CudaExecutor::draw() { decoder_->draw(); }
 
 StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
-std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by) {
+std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded) {
   const Matrix& m = weights_.matrix(id);
   std::vector<float> y((size_t)rows * m.n);
   if (!rows) return y;
@@ -90,9 +91,13 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");
+  // They may be on their way yet, and other streams do not wait for that.
+  check(cudaStreamSynchronize(nullptr), "copying rows");
   Product p;
   p.w = m, p.bias = bias ? added.as<float>() : nullptr;
   p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
+  const Memory pieces(rounded ? tiles_bytes(rows, m.n) : 0, "activations");
+  if (rounded) p.y = {nullptr, pieces.as<uint16_t>(), m.n};
   p.widened = widened.as<uint16_t>();
   if (m.takes_bytes()) p.bytes = byte_rows(bytes.as(), rows, m.k);
   if (m.takes_tiles()) {
@@ -108,6 +113,16 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
     linear_f32(p, rows, device_.queue());
   }
   device_.wait();
+  if (rounded) {
+    std::vector<uint16_t> values(pieces.size() / sizeof(uint16_t));
+    check(cudaMemcpy(values.data(), pieces.as(), pieces.size(), cudaMemcpyDeviceToHost), "copying rows");
+    for (int row = 0; row < rows; row++)
+      for (int column = 0; column < m.n; column++) {
+        const uint32_t bits = (uint32_t)values[tile_offset(row, column, blocks_of(m.n))] << 16;
+        std::memcpy(&y[(size_t)row * m.n + column], &bits, sizeof bits);
+      }
+    return y;
+  }
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   return y;
 }
@@ -123,6 +138,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
       weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
     check(cudaMemcpy(to.as(), from, size, cudaMemcpyHostToDevice), "copying rows");
+    check(cudaStreamSynchronize(nullptr), "copying rows");
   };
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();

@@ -45,7 +45,8 @@ class CudaExecutor : public StepModel {
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
-  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by);
+  // rounded: to bfloat16, as the products of ranks leave their partial sums.
+  std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded = false);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds, float* y,
                  float* normed);

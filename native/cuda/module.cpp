@@ -156,7 +156,7 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
       .def(
           "multiply",
           [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias,
-             const std::string& by) {
+             const std::string& by, bool rounded) {
             const Matrix& m = e.weights().matrix(id);
             if (x.ndim() != 2 || x.shape(1) != m.k || out_features != m.n ||
                 (bias && (bias->ndim() != 1 || bias->shape(0) != m.n)))
@@ -164,11 +164,13 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
                                           " takes x [rows, " + std::to_string(m.k) + "], out_features " +
                                           std::to_string(m.n) + " and no bias or one of " + std::to_string(m.n));
             const std::vector<float> y =
-                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), by_name(by));
+                e.multiply(id, x.data(), bias ? bias->data() : nullptr, (int)x.shape(0), by_name(by), rounded);
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
-          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.")
+          py::arg("rounded") = false,
+          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide. rounded: to "
+          "bfloat16, as ranks leave partial sums.")
       .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {

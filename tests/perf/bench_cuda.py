@@ -1,8 +1,9 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
 of the ceiling. `python bench_cuda.py [7b|0.5b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
-[format=int4:64] [cache=bfloat16]`
+[format=int4:64] [cache=bfloat16] [threads=1]`
 
-ranks: GPUs 0 ... of one host, each with a process of its own; ceilings are then theirs together."""
+ranks: GPUs 0 ... of one host, each with a process of its own, or with threads=1 a thread of this one; ceilings are then
+theirs together."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -22,6 +24,7 @@ SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
     "7b": (3584, 28, 28, 4, 128, 18944, 152064),
     "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
 }
+MAPPED = []  # windows' memory stays as long as the process
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
@@ -34,7 +37,7 @@ def window_of(rank: int, ranks: int, path: str):
         file.truncate(size * ranks)
         mapped = mmap.mmap(file.fileno(), size * ranks)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
-    window_of.mapped = mapped   # as long as the process
+    MAPPED.append(mapped)
     return _native.Window(rank, ranks, [address + r * size for r in range(ranks)], True, 120.0)
 
 
@@ -165,19 +168,26 @@ def main(arguments: list[str]) -> None:
     ranks, rank = int(asked.get("ranks", 1)), int(asked.get("rank", 0))
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         path = asked.get("window", file.name)
+
+        def compute(rank: int) -> None:
+            model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length,
+                          rank, ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
+            run(model, decode, contexts, prefill, chunk, print if rank == 0 else lambda *_, **__: None)
+            if model.window:
+                model.window.close()
+
+        if "threads" in asked:
+            with ThreadPoolExecutor(ranks) as pool:
+                return list(pool.map(compute, range(ranks)))
         others = [subprocess.Popen([sys.executable, __file__, *arguments, f"rank={r}", f"window={path}"],
                                    stdout=subprocess.DEVNULL, env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
                   for r in range(1, ranks) if rank == 0]
-        model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length, rank,
-                      ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
-        run(model, decode, contexts, prefill, chunk)
+        compute(rank)
         for other in others:
             other.wait()
-        if model.window:
-            model.window.close()
 
 
-def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: int) -> None:
+def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: int, print) -> None:
     bandwidth, rate = model.ranks * BANDWIDTH, model.ranks * RATE
     for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
         seconds = model.decode(batch, context)

@@ -92,7 +92,7 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
   for (int i = threadIdx.x % 128; i < kBlock * kPieces; i += 128) {
     const int pair = i / kPieces, piece = i % kPieces;
     float x[8] = {}, y[8] = {};
-    if (first + pair < rows.count) {
+    if (first + pair < rows.count && rows.has(first + pair, kv_head)) {
       const int row = rows.row(first + pair);
       const float* head = a.qkv + (size_t)row * a.width + rows.head(first + pair, kv_head) * kDim;
       read_eight(head, piece * 8, kDim, x), read_eight(head, kHalf + piece * 8, kDim, y);
@@ -210,7 +210,7 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = pair_ + 8 * h;
-      const bool there = pair < rows_.count;
+      const bool there = pair < rows_.count && rows_.has(pair, kv_head);
       const int row = there ? rows_.row(pair) : 0, column = rows_.head(pair, kv_head) * kDim;
 #pragma unroll
       for (int v = 0; v < kDim / 8; v += 4) {

@@ -194,6 +194,11 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
       if (!there(h, i)) continue;
       float4 values = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
       if (p.bias) values = sum_of(values, bias[4 * i]);
+      if (p.y.tiles) {
+        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * i, blocks_of(p.y.width))) =
+            make_uint2(two_bf16(values.x, values.y), two_bf16(values.z, values.w));
+        continue;
+      }
       if (p.adds) values = sum_of(before[h][i], values);
       to[(size_t)h * stride + 4 * i] = values;
     }
@@ -351,7 +356,7 @@ constexpr Choice kByOne[] = {kChoice<256, true>, kChoice<240, true>, kChoice<224
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.tiles || p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
   // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
   const int clusters = Kernel<192, false>::clusters();
   const Choice* best = nullptr;

@@ -102,8 +102,8 @@ def _version(module: str, distribution: str) -> str:
 
 def main(packages: dict[str, str], formats: list[PeerFormat],
          load: Callable[[Job, PeerFormat], AbstractContextManager[Model]], on_gpus: bool = False) -> None:
-    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block. on_gpus: it
-    computes on them; those that it is to use are the only ones that it sees."""
+    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block. on_gpus:
+    it computes on them; those that it is to use are the only ones that it sees."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--probe", action="store_true")
     parser.add_argument("--checkpoint", type=Path)

@@ -1,5 +1,5 @@
-"""vLLM on GPUs. Needs: vllm (the wheel of PyPI), and what it brings. With VLLM_BATCH_INVARIANT=1 in the environment it is
-measured in the mode in which a request's tokens do not depend on the batch, as they never do here.
+"""vLLM on GPUs. Needs: vllm (the wheel of PyPI), and what it brings. With VLLM_BATCH_INVARIANT=1 in the environment it
+is measured in the mode in which a request's tokens do not depend on the batch, as they never do here.
 
 Its offline interface hides the steps: decode is the time of a whole run without that of a run of one token.
 """
