@@ -79,12 +79,13 @@ class Cpus:
         self.isa = self._native.isa()
 
     def check(self, config, forms, cache_dtype):
-        if any(form.dtype == "float8" for form in forms):
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
-                                                               "; on CPUs use 'int8', or 'w8a8'")
+        wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
         if cache_dtype == "float8":
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "cache_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
-                                                               "; on CPUs use cache_mode='AsCacheQuantI8'")
+            wanted.append("cache_dtype='float8'")
+        if wanted:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"{wanted[0]} is for GPUs (compute_unit='CUDA:0'); on CPUs use weight_dtype='int8' or "
+                                "'w8a8', cache_mode=AsCacheQuantI8")
 
     def available(self, world):
         return available_memory(world)

@@ -13,7 +13,6 @@ void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, i
                     const Ahead& ahead, const Queue& queue);
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
-
 // The same of quantized caches: heads of 64, 96 or 128 features.
 bool has_attend_quantized(const Attention& a);
 void attend_quantized(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits,
