@@ -140,25 +140,6 @@ def test_float8(n, k):
         assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
 
 
-@pytest.mark.parametrize("k", [130, 3000])
-@pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int8", 0)])
-def test_products_with_many_columns(k, form, group):
-    """Whose sums are one piece; blocks of threads share tiles."""
-    rng, gpu, n = np.random.default_rng(SEED), executor(), 17000
-    handle = gpu.add_matrix(n, k, form, group)
-    gpu.fill_matrix(handle, np.tile((rng.normal(size=(170, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
-    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
-    every = gpu.multiply(handle, x, n, bias)
-    weights = np.stack([gpu.read_row(handle, row) for row in range(170)])
-    expected = np.tile(as_bf16(x) @ as_bf16(weights).T, (1, 100)) + bias
-    error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
-    assert error < EXACT, error
-    for first, rows in PARTS:
-        for by in ("any", "mma", "split", "stream", "wide"):
-            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
-            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
-
-
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
 def test_rows_of_activations_that_are_no_numbers(form):
     """A row of zeros is zeros; one with a NaN or an infinity is NaN, and no other."""
