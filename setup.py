@@ -230,7 +230,8 @@ class BuildExt(build_ext):
             includes.append(str(static.parents[1] / "include"))
             chips = [flag for chip in CHIPS for flag in ("-gencode", chip)]
             flags = ["-std=c++17", "-O3", *chips, "-ccbin", compiler[-1], "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-            jobs += [(source, temporary / "cuda", [str(nvcc), *flags])
+            # Draws have the host's bits: no product is contracted with a sum.
+            jobs += [(source, temporary / "cuda", [str(nvcc), *flags, *(["-fmad=false"] if source.stem == "draw" else [])])
                      for source in sorted((ROOT / "native/cuda/kernels").glob("*.cu"))]
             libraries += [str(static), "-ldl", "-lrt"]
         else:
@@ -285,6 +286,7 @@ def requirements() -> dict:
         "scipy>=1.10",
         "torch==2.13.0",
         "transformers>=5.20",
+        "peft>=0.18",
         "hypothesis>=6.90",
         "jsonschema>=4.20",
         "sentencepiece>=0.2",

@@ -502,6 +502,7 @@ class ClientEngine(AbstractEngine):
                 _fail(request, f"{error}; {why}")
             else:
                 resumable.append(request)
+        resumable.sort(key=lambda request: -request.losses)     # who got nothing of the last ones is first at the next
         if resumable:
             threading.Thread(target=self._resume, args=(resumable, session.address, str(error)), daemon=True,
                              name="allspark-resume").start()

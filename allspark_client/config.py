@@ -466,8 +466,6 @@ _ONLY = {
 def check_available(config: AsModelConfig | GenerateConfig) -> None:
     """Raise ALLSPARK_INVALID_CALL_ERROR for what has a name in the API but is not built yet."""
     if isinstance(config, AsModelConfig):
-        if config.on_gpus and len(config.device_ids) > 1:
-            raise not_available(f"compute_unit={config.compute_unit!r}, more than one GPU,")
         for name, (only, why) in _ONLY.items():
             value = getattr(config, name)
             if value != only:

@@ -6,16 +6,18 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
 from allspark_client.config import AsModelConfig, ASGenerationConfigBuilder
-from allspark_client.errors import AllSparkError, AsStatus, not_available
+from allspark_client.errors import AllSparkError, AsStatus
 from allspark_client.runtime_config import AsModelRuntimeConfigBuilder
 from allspark_client.types import RoPEScaleMethod, TargetDevice
 from allspark_server.models import Graph, ModelConfig, read_config
+from allspark_server.models.adapters import with_adapters
 from allspark_server.runtime.memory import physical_cores
 from allspark_server.runtime.native import native_library
 from allspark_server.vocabularies import JSON, vocabulary_file
@@ -24,6 +26,7 @@ from allspark_server.weights.checkpoint import OpenedModel, open_model
 from allspark_server.weights.files import open_regular, read_json
 from allspark_server.weights.formats import Quantization, StoredQuantization, quantization_of
 from allspark_server.weights.loader import unquantized_type
+from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.safetensors import ITEM_BYTES
 
 logger = logging.getLogger(__name__)
@@ -169,14 +172,17 @@ class HuggingFaceModel:
         stays unquantized. Loading gives the very weights that quantizing the checkpoint at load does. skip_if_exists:
         if there are files of this name and format.
         engine, multinode_mode: of DashInfer's signature; what is written never depends on the number of ranks.
+        lora_cfg: {"input_base_dir": DIR, "lora_names": [NAME, ...], "lora_only": False}: PEFT's adapters DIR/NAME go
+        beside the model's files, where load_lora(model, NAME) finds them; lora_only: nothing else is written.
         text_graph: write the op list as text.
         """
-        if lora_cfg:
-            raise not_available("Serializing with LoRA")
+        adapters = self._adapters(lora_cfg) if lora_cfg else {}
         how = self._quantization(enable_quant, weight_only_quant, customized_quant_config)
         if self.in_memory:
-            return self._serialize_to_memory(how, text_graph)
-        return self._serialize(Path(model_output_dir), how, skip_if_exists, text_graph)
+            return self._serialize_to_memory(how, text_graph, adapters)
+        if not (lora_cfg and lora_cfg.get("lora_only", False)):
+            self._serialize(Path(model_output_dir), how, skip_if_exists, text_graph)
+        return self._copy_adapters(adapters, Path(model_output_dir))
 
     def serialize(self, engine: Any, model_output_dir: str | os.PathLike = "", enable_quant: bool = False,
                   weight_only_quant: bool = False, customized_quant_config: dict | None = None,
@@ -191,13 +197,13 @@ class HuggingFaceModel:
                             customized_quant_config: dict | None = None, text_graph: bool = False,
                             multinode_mode: bool = True, lora_cfg: Any = None) -> "HuggingFaceModel":
         """The same into files that live in memory (/dev/shm), which free_memory_serialize_file() removes."""
-        if lora_cfg:
-            raise not_available("Serializing with LoRA")
+        adapters = self._adapters(lora_cfg) if lora_cfg else {}
         return self._serialize_to_memory(
-            self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph
+            self._quantization(enable_quant, weight_only_quant, customized_quant_config), text_graph, adapters
         )
 
-    def _serialize_to_memory(self, how: Quantization | None, text_graph: bool) -> "HuggingFaceModel":
+    def _serialize_to_memory(self, how: Quantization | None, text_graph: bool,
+                             adapters: dict[str, LoraAdapter]) -> "HuggingFaceModel":
         self.free_memory_serialize_file()
         needed, free = self._serialized_bytes(how), (
             shutil.disk_usage(MEMORY_FOLDER).free if MEMORY_FOLDER.is_dir() else 0
@@ -208,7 +214,31 @@ class HuggingFaceModel:
                                 f"{free} free: use serialize_to_path")
         folder = tempfile.mkdtemp(prefix="allspark-", dir=MEMORY_FOLDER)
         self._memory = weakref.finalize(self, shutil.rmtree, folder, True)
-        return self._serialize(Path(folder), how, False, text_graph)
+        return self._serialize(Path(folder), how, False, text_graph)._copy_adapters(adapters, Path(folder))
+
+    def _adapters(self, config: dict) -> dict[str, LoraAdapter]:
+        """Those that a lora_cfg names, checked against the model."""
+        if not isinstance(config, dict):
+            raise TypeError(f"lora_cfg must be a dict, not {type(config).__name__}")
+        known = ("input_base_dir", "lora_names", "lora_only")
+        for name in config.keys() - set(known):
+            raise ValueError(f"lora_cfg: {name!r} is not known; allowed: {', '.join(known)}")
+        names = config.get("lora_names", [])
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) and Path(n).name == n for n in names):
+            raise ValueError(f"lora_cfg: lora_names={names!r}: expected names of directories in input_base_dir")
+        if self.in_memory and config.get("lora_only", False):
+            raise ValueError("lora_cfg: lora_only=True needs a directory: in memory the model is serialized, too")
+        graph, targets = with_adapters(self._opened().graph)
+        base = Path(config.get("input_base_dir", "."))
+        return {name: open_adapter(base / name, graph, targets, sys.maxsize) for name in names}
+
+    def _copy_adapters(self, adapters: dict[str, LoraAdapter], directory: Path) -> "HuggingFaceModel":
+        try:
+            for name, adapter in adapters.items():
+                adapter.copy_to(directory / name)
+        except OSError as error:
+            raise AllSparkError(AsStatus.ALLSPARK_IO_ERROR, f"cannot write to {directory}: {error}") from error
+        return self
 
     def _quantization(self, enable: bool, weight_only: bool, customized: dict | None) -> Quantization | None:
         """None: no quantization; as in DashInfer, weight_only_quant alone asks for none."""

@@ -93,8 +93,12 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
     memory = GaugeMetricFamily("allspark_rank_memory_bytes", "A rank's memory by NUMA node", labels=["rank", "node"])
     misplaced = GaugeMetricFamily("allspark_rank_misplaced_share", "Part of a rank's memory that is on other nodes "
                                   "than it should be", labels=["rank"])
+    gpus = GaugeMetricFamily("allspark_rank_gpu_memory_bytes", "Memory of a rank's GPU", labels=["rank", "gpu", "state"])
     for number, rank in enumerate(ranks):
         name = str(number)
+        if gpu := rank.get("gpu"):
+            gpus.add_metric([name, str(gpu["index"]), "used"], gpu["total"] - gpu["free"])
+            gpus.add_metric([name, str(gpu["index"]), "free"], gpu["free"])
         steps.add_metric([name], rank.get("steps", 0))
         for part, value in parts_of(rank).items():
             seconds.add_metric([name, part], value)
@@ -103,4 +107,4 @@ def _ranks(ranks: list[dict[str, Any]]) -> Iterator[Metric]:
             memory.add_metric([name, str(node)], size)
         if pages:
             misplaced.add_metric([name], rank.get("misplaced_bytes", 0) / max(1, sum(pages.values())))
-    yield from (seconds, steps, memory, misplaced)
+    yield from (seconds, steps, memory, misplaced, gpus)

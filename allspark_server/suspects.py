@@ -11,11 +11,12 @@ from .scheduler import Sequence, State
 
 #: s without a first token of another one before one is tried for the last time. Whoever kills servers from outside often
 #: does so when something happens: that must not be taken for the request's doing.
-CALM_SECONDS = 0.25
+CALM_SECONDS = 1.0
 
 
 class Suspects:
-    """In the order in which they came; those that ended a server alone come last, each at a calm time."""
+    """In the order in which they came; those that ended a server alone at calm times only: the first of them before all
+    others, while nothing has happened yet."""
 
     def __init__(self) -> None:
         self._first: deque[Sequence] = deque()
@@ -28,7 +29,6 @@ class Suspects:
     def add(self, sequence: Sequence) -> None:
         """One more; it is blocked."""
         (self._first if sequence.owner.request.deaths < MOST_DEATHS else self._last).append(sequence)
-        self._calm_at = time.monotonic() + CALM_SECONDS
 
     @property
     def next(self) -> Optional[Sequence]:
@@ -37,8 +37,9 @@ class Suspects:
             while waiting and (waiting[0].state is State.ENDED or waiting[0].planned >= len(waiting[0].tokens)):
                 waiting.popleft()
                 self._calm_at = time.monotonic() + CALM_SECONDS
-        if self._last and self._last[0].slot >= 0:
+        begun = next((waiting[0] for waiting in (self._last, self._first) if waiting and waiting[0].slot >= 0), None)
+        if begun is not None:
+            return begun
+        if self._last and time.monotonic() >= self._calm_at:
             return self._last[0]
-        if self._first:
-            return self._first[0]
-        return self._last[0] if self._last and time.monotonic() >= self._calm_at else None
+        return self._first[0] if self._first else None

@@ -132,8 +132,8 @@ class Agents:
         self._began = False
 
     def connect(self) -> list[Agent]:
-        """Those that are there; starts the others. Raises ValueError if one does not come at the first time; later
-        those that were lost are left out."""
+        """Those that are there; starts the others. Raises RuntimeError if one does not come at the first time,
+        ValueError if it is another version's; later those that were lost are left out."""
         for agent in self.all:
             if agent.why_lost():
                 self._close(agent)
@@ -154,9 +154,10 @@ class Agents:
                     raise ValueError(f"hosts: {agent.name} has allspark {agent.hello['version']}, and this host "
                                      f"{__version__}; they must be the same")
             elif not self._began:
-                raise ValueError(f"hosts: the agent on {agent.name} does not start by {' '.join(self._shell)}"
-                                 f"{agent.last_words() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} "
-                                 "with allspark must be there, and no password be asked for")
+                # It may be a host that is not up yet: starting again later can help.
+                raise RuntimeError(f"hosts: the agent on {agent.name} does not start by {' '.join(self._shell)}"
+                                   f"{agent.last_words() or f': no answer for {START_SECONDS:g} s'}; {sys.executable} "
+                                   "with allspark must be there, and no password be asked for")
             else:
                 logger.warning("host %s is not there; the group is started without it%s", agent.name,
                                agent.last_words())

@@ -14,9 +14,9 @@ from typing import Iterator
 
 from allspark_server import access, logs
 
-from . import batch, bench, doctor, drawing, fastchat_worker, http, pool
+from . import batch, bench, doctor, drawing, fastchat_worker, gpus, http, pool
 from .mpi import MpiNotFound
-from .placement import place
+from .placement import place, place_on_gpus
 from .options import GroupOptions, set_fields
 from .serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
 from .supervisor import GroupFailed
@@ -217,7 +217,7 @@ def _placement_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--memory-nodes", type=_numbers, default=[], metavar="LIST",
                    help="nodes of memory alone (CXL, say) that ranks may use once their own is full (default: none)")
     g.add_argument("--gpus", type=_numbers, default=None, metavar="LIST",
-                   help="compute on these GPUs, one rank each (one, so far)")
+                   help="compute on these GPUs, such as 0,1: a rank for each, on the CPUs of its node")
     g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
                    help="compute threads of a rank (default: every physical core of its share)")
     g.add_argument("--use-siblings", action="store_true", help="put threads on second hardware threads too")
@@ -414,23 +414,44 @@ def convert(options: argparse.Namespace) -> int:
 
 def topology(options: argparse.Namespace) -> int:
     machine = read_topology()
-    placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
-                      options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+    if options.gpus and options.numa_nodes is None:
+        placement = place_on_gpus(machine, options.gpus, options.cpus_per_rank, options.use_siblings)
+    else:
+        placement = place(machine, options.ranks or int(os.environ.get("AS_NUMA_NUM") or 0), options.numa_nodes,
+                          options.cpus_per_rank, options.use_siblings, options.memory_nodes)
+    # Its numbers are not CUDA's where the environment hides some.
+    told = "" if "CUDA_VISIBLE_DEVICES" in os.environ or not machine.gpus else gpus.nvidia_smi("topo", "-m")
+    links = gpus.links(machine.gpus, gpus.nvlinks_of(told))
     if options.plot:
         drawing.save(options.plot, machine, placement)
     if options.json:
         ranks = [{"rank": r.rank, "node": r.node, "cpus": list(r.cpus), "bound_cpus": list(r.bound_cpus),
-                  "memory_node": r.memory_node, "memory_nodes": list(r.memory_nodes)} for r in placement.ranks]
-        print(json.dumps({**machine.to_dict(), "ranks": ranks, "oversubscribed": placement.oversubscribed,
+                  "memory_node": r.memory_node, "memory_nodes": list(r.memory_nodes), "gpu": r.gpu}
+                 for r in placement.ranks]
+        print(json.dumps({**machine.to_dict(), "gpu_links": [{"gpus": pair, "link": link} for pair, link in links.items()],
+                          "ranks": ranks, "oversubscribed": placement.oversubscribed,
                           "warnings": placement.warnings}, indent=2))
         return 0
     print_topology(machine)
+    print_gpus(machine, links)
     print(f"\n{'rank':>4}  {'node':>4}  {'threads':>7}  CPUs")
     for r in placement.ranks:
         print(f"{r.rank:>4}  {r.node:>4}  {len(r.cpus):>7}  {format_list(r.cpus)}")
     for warning in placement.warnings:
         print(f"note: {warning}")
     return 0
+
+
+def print_gpus(machine: Topology, links: dict[tuple[int, int], str]) -> None:
+    """The GPUs as a table, and how pairs of them are linked."""
+    if not machine.gpus:
+        return
+    print(f"\n{'GPU':>4}  {'node':>4}  {'address':<14} {'link':<18} model")
+    for gpu in machine.gpus:
+        print(f"{gpu.index if gpu.index >= 0 else '-':>4}  {gpu.node if gpu.node >= 0 else '-':>4}  {gpu.address:<14} "
+              f"{gpu.link or '-':<18} {gpu.model or 'no driver'}")
+    for (a, b), link in links.items():
+        print(f"GPU {a} - GPU {b}: {link} ({gpus.LINKS.get(link, 'NVLinks')})")
 
 
 def print_topology(machine: Topology) -> None:

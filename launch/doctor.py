@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from . import gpus, sysfs
 from .mpi import find_mpi, installations, MpiNotFound
 from .topology import Node, Topology, format_list, read_topology
 
@@ -48,7 +50,7 @@ def examine() -> list[Finding]:
     """Every check, in the order in which a start would meet them."""
     machine = read_topology()
     return [*_python(), *_native(), *_processor(), *_mpi(), *_numactl(), *nodes_of(machine), *kernel_of(machine),
-            *_memory(), *_limits(), *_shared_memory(machine)]
+            *_memory(), *_limits(), *_shared_memory(machine), *gpus_of(machine)]
 
 
 def _python() -> list[Finding]:
@@ -179,6 +181,61 @@ def _node(n: Node, machine: Topology) -> list[Finding]:
         found.append(Finding("note", "NUMA", text, "memory modules on that socket" if not n.memory_total else
                              "widen the container's cpuset (docker run --cpuset-mems)"))
     return found
+
+
+def gpus_of(machine: Topology, root: str = "/") -> list[Finding]:
+    """The GPUs, their driver, its device files, and what this installation has for them; nothing where there are none."""
+    if not machine.gpus:
+        return []
+    found = []
+    version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", sysfs.text(Path(root, "proc/driver/nvidia/version")))
+    if version is None:
+        return [Finding("note", "GPUs", f"{len(machine.gpus)} NVIDIA GPU(s), and no driver that is loaded",
+                        "install NVIDIA's driver, until nvidia-smi lists them; groups on CPUs need none")]
+    usable = sorted((gpu for gpu in machine.gpus if gpu.index >= 0), key=lambda gpu: gpu.index)
+    names = ", ".join(f"{gpu.index}: {gpu.model or gpu.address}" for gpu in usable)
+    found.append(Finding("ok", "GPUs", f"{names or 'none that this process may use'}; driver {version[1]}"))
+    if len(usable) < len(machine.gpus):
+        found.append(Finding("note", "GPUs", f"{len(machine.gpus) - len(usable)} of {len(machine.gpus)} are hidden from "
+                             "this process", "docker run --gpus all; CUDA_VISIBLE_DEVICES"))
+    files = ["/dev/nvidiactl", "/dev/nvidia-uvm", *(gpu.device for gpu in usable if gpu.device)]
+    missing = [file for file in files if not Path(root, file.lstrip("/")).exists()]
+    if missing:
+        found.append(Finding("missing", "GPUs", f"there is no {', '.join(missing)}: programs cannot reach the driver",
+                             "as root: nvidia-modprobe -u -c=0; in a container: --gpus all"))
+    elif root == "/":
+        found += _cuda(usable)
+    return found + _persistence(gpus.nvidia_smi("--query-gpu=index,persistence_mode", "--format=csv,noheader"))
+
+
+def _cuda(usable: list[gpus.Gpu]) -> list[Finding]:
+    """The CUDA backend of this installation, whether the driver takes it, and whether GPUs reach each other."""
+    try:
+        from allspark_server import _native  # noqa: F401  its types are the backend's
+        from allspark_server import _cuda as cuda
+    except ImportError as error:
+        return [Finding("note", "CUDA", f"this installation has no CUDA backend ({error})",
+                        "pip install '.[cuda]' and build with ALLSPARK_CUDA=1, where there is no CUDA toolkit")]
+    built, driver = cuda.CUDA_VERSION // 1000, cuda.driver_version() // 1000
+    if driver < built:
+        return [Finding("missing", "CUDA", f"the driver is for CUDA {driver}, and this build needs one for {built}",
+                        "update the driver, or build with an older nvcc")]
+    found = [Finding("ok", "CUDA", f"built with {built}, the driver is for {driver}")]
+    for a, b in itertools.combinations((gpu.index for gpu in usable), 2):
+        try:
+            cuda.check_peer(a, b)
+        except (ValueError, RuntimeError) as error:
+            found.append(Finding("note", "GPUs", str(error), "groups of several GPUs need it; nvidia-smi topo -p2p r"))
+    return found
+
+
+def _persistence(told: str) -> list[Finding]:
+    """told: what nvidia-smi says of persistence_mode, a line for each GPU."""
+    off = [line.split(",")[0].strip() for line in told.splitlines() if line.rstrip().endswith("Disabled")]
+    if not off:
+        return []
+    return [Finding("note", "GPUs", f"persistence mode of GPU {', '.join(off)} is off: after an idle time the driver "
+                    "starts anew, which takes seconds", "as root: systemctl enable --now nvidia-persistenced")]
 
 
 def _limits() -> list[Finding]:

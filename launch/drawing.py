@@ -72,7 +72,8 @@ def _node(picture: _Picture, machine: Topology, node: Node, placement: Placement
     lines = [f"memory {node.memory_total / 2**30:.1f} GiB, {node.memory_free / 2**30:.1f} free" if node.has_memory
              else "no memory", *(f"L{c.level} {c.size // 1024:,} KiB for CPUs {format_list(c.cpus)}"
                                  for c in machine.caches_of(node))]
-    lines += [f"GPU {gpu.address}" for gpu in machine.gpus if gpu.node == node.id]
+    lines += [f"GPU {gpu.index if gpu.index >= 0 else '-'} {gpu.model} {gpu.address}".replace("  ", " ")
+              for gpu in machine.gpus if gpu.node == node.id]
     lines += [f"rank {rank.rank}: {len(rank.cpus)} threads"
               + (f", memory of node {rank.memory_node}" if rank.memory_node not in (None, node.id) else "")
               for rank in placement.ranks if rank.node == node.id]

@@ -22,6 +22,7 @@ class RankPlacement:
     whole_node: bool            # the rank has its node's CPUs to itself
     more_memory: tuple[int, ...] = ()   # nodes of memory alone that it may use, too, once its own is full
     host: str = ""              # another host's name
+    gpu: int | None = None      # that computes
 
     @property
     def memory_nodes(self) -> tuple[int, ...]:
@@ -80,6 +81,44 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
             one = _place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings)
             result.ranks.append(replace(one, more_memory=more[node.id]))
             rank += 1
+    _obey_limits(result, topology, cpus_per_rank)
+    return result
+
+
+def place_on_gpus(topology: Topology, gpus: list[int], cpus_per_rank: int = 0, use_siblings: bool = False,
+                  share: bool = False) -> Placement:
+    """A rank for each GPU, in their order, on cores of the NUMA node that it is attached to; where the kernel does not
+    tell, on the nodes in turn. share: GPUs may be named twice.
+
+    Raises ValueError if there is no such GPU, or as place() does."""
+    known = {gpu.index: gpu for gpu in topology.gpus if gpu.index >= 0}
+    for i, gpu in enumerate(gpus):
+        if gpu in gpus[:i] and not share:
+            raise ValueError(f"gpus={gpus} names GPU {gpu} twice: each rank needs its own")
+        if topology.gpus and gpu not in known:
+            raise ValueError(f"gpus={gpus}: there is no GPU {gpu}; this process may use {format_list(known) or 'none'} "
+                             "(see allspark topology)")
+    others = [topology.node(n) for n in topology.default_nodes]
+    if not others:
+        raise ValueError("this process may use no CPU at all")
+    result = Placement([])
+    nodes = []
+    for rank, gpu in enumerate(gpus):
+        attached = next((n for n in topology.nodes if gpu in known and n.id == known[gpu].node), None)
+        if attached is not None and not attached.cores:
+            result.warnings.append(f"GPU {gpu} is attached to NUMA node {attached.id}, which has no CPU that this process "
+                                   "may use")
+        nodes.append(attached if attached is not None and attached.cores else others[rank % len(others)])
+    for rank, (gpu, node) in enumerate(zip(gpus, nodes)):
+        part, count = nodes[:rank].count(node), nodes.count(node)
+        one = _place_rank(topology, result, node, rank, part, count, cpus_per_rank, use_siblings)
+        result.ranks.append(replace(one, gpu=gpu))
+    _obey_limits(result, topology, cpus_per_rank)
+    return result
+
+
+def _obey_limits(result: Placement, topology: Topology, cpus_per_rank: int) -> None:
+    """No more threads than the cgroup has CPUs for, unless they were asked for."""
     if topology.cpu_quota and not cpus_per_rank:
         _obey_quota(result, topology.cpu_quota)
     threads = sum(len(r.cpus) for r in result.ranks)
@@ -87,7 +126,6 @@ def place(topology: Topology, ranks: int = 0, nodes: list[int] | None = None, cp
         result.oversubscribed = True
         result.warnings.append(f"the cgroup allows {topology.cpu_quota:g} CPUs but the ranks have {threads} threads; "
                                "waiting threads will sleep at once instead of spinning")
-    return result
 
 
 def nearest_memory(topology: Topology, nodes: list[int], memory_nodes: list[int]) -> dict[int, tuple[int, ...]]:

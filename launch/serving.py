@@ -26,7 +26,7 @@ from .mpi import Installation, clean_environment, find_mpi, group_command, mpi_e
 from .notify import Notifier
 from .options import GroupOptions
 from .output import unblocked
-from .placement import Placement, place
+from .placement import Placement, place, place_on_gpus
 from .supervisor import Start, Supervisor
 from .topology import Topology, format_list, read_topology
 
@@ -52,7 +52,8 @@ class GroupPlan:
 
     def describe(self) -> list[str]:
         """One line for each rank: where it runs."""
-        return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}NUMA node {r.node}, CPUs {format_list(r.cpus)}"
+        return [f"rank {r.rank}: {f'host {r.host}, ' if r.host else ''}{f'GPU {r.gpu}, ' if r.gpu is not None else ''}"
+                f"NUMA node {r.node}, CPUs {format_list(r.cpus)}"
                 + (f", memory of node {', '.join(map(str, r.memory_nodes))}" if r.memory_nodes else "")
                 for r in self.placement.ranks]
 
@@ -125,8 +126,6 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
             logger.error("the lost group's requests will end: its %d ranks cannot be placed again: %s", keep, error)
     ranks = options.ranks
     if options.gpus:
-        if len(options.gpus) > 1:
-            raise ValueError(f"gpus={options.gpus}: a group of several GPUs is not available yet; start one for each")
         if ranks not in (0, len(options.gpus)):
             raise ValueError(f"ranks={ranks} and gpus={options.gpus}: there is one rank for each GPU")
         ranks = len(options.gpus)
@@ -141,6 +140,10 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     bind_memory = memory_policy_allowed()
     if agents is not None:
         placement = _place_on_hosts(replace(options, numa_nodes=numa_nodes), topology, ranks, bind_memory, agents)
+    elif options.gpus and numa_nodes is None:
+        from allspark_server.runtime.device import SHARED_GPUS
+        placement = place_on_gpus(topology, options.gpus, options.cpus_per_rank, options.use_siblings,
+                                  os.environ.get(SHARED_GPUS) == "1")
     else:
         placement = place(topology, ranks, numa_nodes, options.cpus_per_rank, options.use_siblings,
                           options.memory_nodes)
@@ -180,7 +183,10 @@ def plan_group(options: GroupOptions, inner: str = "", keep: int = 0, agents: Ag
     several_hosts = len({rank.host for rank in placement.ranks}) > 1
     command = group_command(mpi, placement, sys.executable, words, bind_memory=bind_memory or several_hosts,
                             rank_words=everywhere)
-    return GroupPlan(placement, mpi, command, mpi_environment(mpi, several_hosts))
+    environment = mpi_environment(mpi, several_hosts)
+    if options.gpus:
+        environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"     # numbers are those of `allspark topology`
+    return GroupPlan(placement, mpi, command, environment)
 
 
 def supervise(options: GroupOptions, *, ready_file: str = "", parent_pid: int = 0, show=None,

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from allspark_server.runtime.memory import cgroup_cpus
 
+from . import sysfs
+from .gpus import Gpu, read_gpus
+
 
 def parse_list(text: str) -> list[int]:
     """The kernel's list format ("0-3,8,10-11") as sorted integers; "" gives []."""
@@ -53,13 +56,6 @@ class Cache:
     level: int
     size: int
     cpus: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU by its PCI address; node: the NUMA node that it is attached to, -1 if the kernel does not tell."""
-    address: str
-    node: int
 
 
 @dataclass
@@ -133,30 +129,19 @@ class Topology:
             "allowed_cpus": format_list(self.allowed_cpus), "offline_cpus": format_list(self.offline_cpus),
             "cpu_quota": self.cpu_quota, "memory_limit": self.memory_limit,
             "caches": [{"level": c.level, "size": c.size, "cpus": format_list(c.cpus)} for c in self.caches],
-            "gpus": [{"address": gpu.address, "node": gpu.node} for gpu in self.gpus],
+            "gpus": [{"index": gpu.index, "address": gpu.address, "node": gpu.node, "model": gpu.model,
+                      "link": gpu.link} for gpu in self.gpus],
         }
-
-
-def _text(path: Path, default: str = "") -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return default
-
-
-def _number(path: Path, default: int) -> int:
-    text = _text(path)
-    return int(text) if re.fullmatch(r"-?\d+", text) else default
 
 
 def _meminfo(path: Path) -> tuple[int, int]:
     """(total, free + reclaimable file pages) in bytes of a node's meminfo; (0, 0) if there is none."""
-    values = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"([\w()]+):\s+(\d+)\s*kB", _text(path))}
+    values = {m[1]: int(m[2]) * 1024 for m in re.finditer(r"([\w()]+):\s+(\d+)\s*kB", sysfs.text(path))}
     return values.get("MemTotal", 0), values.get("MemFree", 0) + values.get("Inactive(file)", 0)
 
 
 def _status_list(root: Path, key: str) -> list[int] | None:
-    match = re.search(rf"^{key}:\s*(\S*)$", _text(root / "proc/self/status"), re.M)
+    match = re.search(rf"^{key}:\s*(\S*)$", sysfs.text(root / "proc/self/status"), re.M)
     return parse_list(match[1]) if match else None
 
 
@@ -164,16 +149,16 @@ def _memory_limit(root: Path) -> int:
     """Bytes that the cgroups of this process allow, 0 where there is no limit; both cgroup versions."""
     base = root / "sys/fs/cgroup"
     memory = 0
-    own = re.search(r"^0::(/.*)$", _text(root / "proc/self/cgroup"), re.M)
+    own = re.search(r"^0::(/.*)$", sysfs.text(root / "proc/self/cgroup"), re.M)
     folder = base / own[1].strip("/") if own else base
     while True:                                             # a parent's limit holds as well
-        limit = _number(folder / "memory.max", 0)
+        limit = sysfs.number(folder / "memory.max", 0)
         if limit:
             memory = min(memory, limit) if memory else limit
         if folder == base or base not in folder.parents:
             break
         folder = folder.parent
-    limit = _number(base / "memory/memory.limit_in_bytes", 0)
+    limit = sysfs.number(base / "memory/memory.limit_in_bytes", 0)
     if 0 < limit < 1 << 60:                                 # version 1 says "no limit" with a huge number
         memory = min(memory or limit, limit)
     return memory
@@ -187,8 +172,8 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
     """
     root = Path(root)
     cpu_dir, node_dir = root / "sys/devices/system/cpu", root / "sys/devices/system/node"
-    present = parse_list(_text(cpu_dir / "present")) or list(range(os.cpu_count() or 1))
-    online = parse_list(_text(cpu_dir / "online")) or present
+    present = parse_list(sysfs.text(cpu_dir / "present")) or list(range(os.cpu_count() or 1))
+    online = parse_list(sysfs.text(cpu_dir / "online")) or present
     if affinity is None:
         affinity = sorted(os.sched_getaffinity(0)) if root == Path("/") else _status_list(root, "Cpus_allowed_list")
     allowed = sorted(set(online if affinity is None else affinity) & set(online))
@@ -199,13 +184,13 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
     for node_id in ids:
         folder = node_dir / f"node{node_id}"
         total, free = _meminfo(folder / "meminfo")
-        cpus = [c for c in parse_list(_text(folder / "cpulist")) if c in set(online)]
-        distances = [int(d) for d in _text(folder / "distance").split()]
+        cpus = [c for c in parse_list(sysfs.text(folder / "cpulist")) if c in set(online)]
+        distances = [int(d) for d in sysfs.text(folder / "distance").split()]
         nodes.append(Node(node_id, cpus, [], total, free, memories is None or node_id in memories,
                           dict(zip(ids, distances))))
     if not nodes:                                           # a kernel without NUMA, or a sandbox that hides it
         total = free = 0
-        for line in _text(root / "proc/meminfo").splitlines():
+        for line in sysfs.text(root / "proc/meminfo").splitlines():
             key, _, value = line.partition(":")
             if key in ("MemTotal", "MemAvailable"):
                 amount = int(value.split()[0]) * 1024
@@ -214,7 +199,8 @@ def read_topology(root: str | os.PathLike = "/", affinity: list[int] | None = No
     for node in nodes:
         node.cores = _cores(cpu_dir, [c for c in node.cpus if c in set(allowed)])
     return Topology(nodes, allowed, sorted(set(present) - set(online)), cgroup_cpus(root), _memory_limit(root),
-                    _caches(cpu_dir, online), _gpus(root))
+                    _caches(cpu_dir, online),
+                    read_gpus(root, os.environ.get("CUDA_VISIBLE_DEVICES") if root == Path("/") else None))
 
 
 def _caches(cpu_dir: Path, cpus: list[int]) -> list[Cache]:
@@ -222,20 +208,11 @@ def _caches(cpu_dir: Path, cpus: list[int]) -> list[Cache]:
     found: dict[tuple[int, tuple[int, ...]], Cache] = {}
     for cpu in cpus:
         for folder in sorted((cpu_dir / f"cpu{cpu}" / "cache").glob("index[0-9]*")):
-            size = re.fullmatch(r"(\d+)K", _text(folder / "size"))
-            level, shared = _number(folder / "level", 0), tuple(parse_list(_text(folder / "shared_cpu_list")))
-            if size and level and _text(folder / "type") != "Instruction":
+            size = re.fullmatch(r"(\d+)K", sysfs.text(folder / "size"))
+            level, shared = sysfs.number(folder / "level", 0), tuple(parse_list(sysfs.text(folder / "shared_cpu_list")))
+            if size and level and sysfs.text(folder / "type") != "Instruction":
                 found.setdefault((level, shared), Cache(level, int(size[1]) * 1024, shared))
     return list(found.values())
-
-
-def _gpus(root: Path) -> list[Gpu]:
-    """NVIDIA's display and 3D controllers."""
-    found = []
-    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
-        if _text(device / "vendor") == "0x10de" and _text(device / "class")[:6] in ("0x0300", "0x0302"):
-            found.append(Gpu(device.name, _number(device / "numa_node", -1)))
-    return found
 
 
 def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:
@@ -243,8 +220,8 @@ def _cores(cpu_dir: Path, cpus: list[int]) -> list[Core]:
     groups: dict[tuple, list[int]] = {}
     for cpu in cpus:
         folder = cpu_dir / f"cpu{cpu}" / "topology"
-        package, core = _number(folder / "physical_package_id", 0), _number(folder / "core_id", -1)
-        siblings = _text(folder / "thread_siblings_list") or _text(folder / "core_cpus_list")
+        package, core = sysfs.number(folder / "physical_package_id", 0), sysfs.number(folder / "core_id", -1)
+        siblings = sysfs.text(folder / "thread_siblings_list") or sysfs.text(folder / "core_cpus_list")
         # core_id alone is not unique (it repeats in each die of some machines); the sibling list is.
         groups.setdefault((package, core, siblings or str(cpu)), []).append(cpu)
     cores = [Core(package, core, tuple(sorted(members))) for (package, core, _), members in groups.items()]

@@ -57,7 +57,7 @@ def unit_files(pool: Pool, config_dir: Path) -> dict[str, str]:
         "stop_seconds": "infinity" if longest == math.inf else str(math.ceil(longest) + STOP_SECONDS),
         "groups": f"SupplementaryGroups={' '.join(groups)}" if groups else "",
         "filter": "SystemCallFilter=@chown" if groups else "",    # to give sockets to their groups
-        "protect_home": "read-only" if any(_below(path, _HOMES) for m in members for path in _paths(m)) else "yes",
+        "protect_home": "read-only" if any(map(_needs_homes, members)) else "yes",
         "devices": _GPU_DEVICES if any(member.gpus for member in members) else _NO_DEVICES,
         "writable": _line("ReadWritePaths", {path for m in members for path in _written(m)}),
         "network": "" if any(map(_needs_network, members)) else "IPAddressDeny=any\nIPAddressAllow=localhost",
@@ -101,10 +101,15 @@ def _below(path: str, folders: tuple[str, ...]) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in folders)
 
 
+def _needs_homes(member: GroupOptions) -> bool:
+    """Whether it reads something there, or reaches other hosts by ssh, whose keys are there."""
+    return bool(member.hosts) or any(_below(path, _HOMES) for path in _paths(member))
+
+
 def _needs_network(member: GroupOptions) -> bool:
-    """Whether it serves other hosts, or loads a model from the Hub."""
+    """Whether it serves or has other hosts, or loads a model from the Hub."""
     from allspark_server.hub import is_hub_id
-    if any(is_hub_id(str(model.get("model_path", ""))) for model in _models(member)):
+    if member.hosts or any(is_hub_id(str(model.get("model_path", ""))) for model in _models(member)):
         return True
     return any(not access.is_unix(a) and not access.is_loopback(a) for a in [*member.address, member.http] if a)
 

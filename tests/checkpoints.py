@@ -24,8 +24,6 @@ import transformers
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-#: what suites of the whole engine compute on: ALLSPARK_TEST_UNIT=CUDA:0 runs them on a GPU
-UNIT = {"compute_unit": os.environ.get("ALLSPARK_TEST_UNIT", "CPU:0")}
 VOCAB = 1031  # prime: divides among no number of ranks
 NEAR_TIE = 2e-4  # of the logits' standard deviation: beyond this, float32 may pick either of the two best
 LOGIT_TOLERANCE = 1e-4  # of the logits' standard deviation
@@ -284,6 +282,12 @@ def reference_greedy(directory: Path, prompt: list[int], n: int, dtype: torch.dt
         gaps.append(float((best[0] - best[1]) / logits.std()))
         ids = torch.tensor([tokens[-1:]])
     return Greedy(tokens, gaps)
+
+
+@functools.cache
+def greedy_of(name: str, length: int = 90) -> Greedy:
+    """reference_greedy of 256 tokens after prompt_of(length, seed=1), of the checkpoint of this name."""
+    return reference_greedy(checkpoint(name), prompt_of(length, seed=1), 256)
 
 
 def check_logits(found: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> float:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -18,6 +19,12 @@ import pytest
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # read when grpc is first imported
 
 from allspark_client import AbstractEngine  # noqa: E402
+
+# nohup and shells that run something in the background have signals ignored, which whatever tests start would inherit;
+# a handler ends with exec.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 ENGINES = ("engine", "client-1", "client-2", "async-1")
 
@@ -78,20 +85,23 @@ def engine_of() -> Iterator[Callable[[str], AbstractEngine]]:
 
 
 def _start(name: str, stack: contextlib.ExitStack) -> AbstractEngine:
+    from units import GPUS
+
     if name == "engine":
         from allspark_server import Engine
 
+        if len(GPUS) > 1:
+            pytest.skip("an Engine computes in this process, on one GPU")
         return Engine()
     from allspark_client import ClientEngine
     from allspark_launch.serving import background_group
     from blocking import BlockingEngine
 
-    from checkpoints import UNIT
-
     kind, ranks = name.split("-")
-    if int(ranks) > 1 and UNIT["compute_unit"] != "CPU:0":
-        pytest.skip("a group of several GPUs is not available yet")
-    group = stack.enter_context(background_group(["--ranks", ranks], timeout=60.0))
+    if GPUS and int(ranks) != len(GPUS):
+        pytest.skip(f"each rank has a GPU, and ALLSPARK_TEST_UNIT names {len(GPUS)}")
+    words = ["--gpus", ",".join(GPUS)] if GPUS else ["--ranks", ranks]
+    group = stack.enter_context(background_group(words, timeout=60.0))
     return (BlockingEngine if kind == "async" else ClientEngine)(group.addresses[0])
 
 

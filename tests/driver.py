@@ -45,7 +45,8 @@ class Driver:
         self.runners = [ModelRunner(self.config, rank=rank, world=world, window=window)
                         for rank, window in enumerate(windows(world))]
         spans = min(self._each(lambda runner: runner.load()))
-        self.infos = self._each(lambda runner: runner.allocate_cache(spans, [each.digest for each in self.runners]))
+        digests, addresses = [each.digest for each in self.runners], [each.address for each in self.runners]
+        self.infos = self._each(lambda runner: runner.allocate_cache(spans, digests, addresses=addresses))
         self.info = self.infos[0]
 
     def _each(self, work):

@@ -237,6 +237,7 @@ def write_safetensors(path: Path, tensors: dict) -> None:
         offset += array.nbytes
         data.append(array.tobytes())
     text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # as the library does: tensors are aligned
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(data))
 
 

@@ -159,11 +159,14 @@ def test_a_group(capsys, tmp_path):
 
 def test_choice_of_peers(adapters):
     assert [p.name for p in peers.choose([], adapters)] == ["fake"]
+    assert peers.choose([], adapters, [0, 1]) == []
     assert peers.choose(["none"], adapters) == []
     chosen = peers.choose([f"fake={sys.executable}"], adapters)[0]
     assert chosen.python == sys.executable and chosen.version == f"numpy {np.__version__}"
-    with pytest.raises(ValueError, match="not importable.*no_such_module"):
+    with pytest.raises(ValueError, match="cannot be run.*no_such_module"):
         peers.choose(["absent"], adapters)
+    with pytest.raises(ValueError, match="peer_fake.py computes on CPUs"):
+        peers.choose(["fake"], adapters, [0])
     with pytest.raises(ValueError, match="known: absent, fake"):
         peers.choose(["other"], adapters)
     with pytest.raises(ValueError, match="fake=/nowhere/python"):

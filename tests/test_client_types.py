@@ -316,10 +316,7 @@ INERT = (
     [
         *[
             a.AsModelConfig("m", "p", **v)
-            for v in (
-                {"compute_unit": "CUDA:0,1"},
-                *INERT,
-            )
+            for v in INERT
         ],
         *[
             a.GenerateConfig(**v)

@@ -27,7 +27,8 @@ from allspark_client import (
     RequestStatInfo,
     TargetDevice,
 )
-from checkpoints import UNIT, VOCAB, check_greedy, prompt_of, reference_greedy
+from checkpoints import VOCAB, check_greedy, prompt_of, reference_greedy
+from units import UNIT
 
 Status = GenerateRequestStatus
 SUCCESS = AsStatus.ALLSPARK_SUCCESS
@@ -517,7 +518,7 @@ def test_operator_times(engine):
 def test_not_available_yet(engine, tiny_model):
     for call in (engine.unload_device_mem, engine.load_device_mem):
         refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="not available yet")
-    config = AsModelConfig(model_name="later", model_path=str(tiny_model), compute_unit="CUDA:0,1")
+    config = AsModelConfig(model_name="later", model_path=str(tiny_model), swap_threshold=0)
     refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config, match="not available yet")
 
 

@@ -131,7 +131,7 @@ def test_a_stop_waits_for_requests_and_systemd_hears_of_it(group):
         wait_until(lambda: b"STATUS=serving: 10 requests" in served.told, 10)
         served.write(drain_limit=50, ranks=2)
         served.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: served.told.count(b"READY=1") == 2, 30)
+        wait_until(lambda: served.told.count(b"READY=1") == 2, 10)
         served.process.terminate()
         wait_until(lambda: any(text.startswith(b"STATUS=draining: 10") for text in served.told), 10)
         for queue in queues:

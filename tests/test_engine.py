@@ -284,7 +284,7 @@ def test_resumption_emits_only_what_is_new(make_engine):
 
 def test_not_available_yet(make_engine):
     engine = make_engine()
-    wanted = config("x", compute_unit="CUDA:0,1")
+    wanted = config("x", swap_threshold=0)
     refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, wanted, match="not available yet")
 
 
@@ -306,7 +306,7 @@ def test_state_file_restores_models(make_engine, tmp_path):
     second.close()
     with open(path, encoding="utf-8") as file:
         entries = json.load(file)
-    entries[0]["config"]["compute_unit"] = "CUDA:0,1"  # recorded by a newer version, say
+    entries[0]["config"]["swap_threshold"] = 0  # recorded by a newer version, say
     with open(path, "w", encoding="utf-8") as file:
         json.dump(entries, file)
     third = make_engine(None, state_file=path)

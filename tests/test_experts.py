@@ -3,7 +3,6 @@ batch, on ranks that divide experts' features or whole experts, in every weight 
 
 from __future__ import annotations
 
-import functools
 import json
 
 import numpy as np
@@ -18,8 +17,8 @@ from allspark_server.models import read_config  # noqa: E402
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from checkpoints import (EXPERTS, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
-                         reference_greedy, reference_logits)
+from checkpoints import (EXPERTS, PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, greedy_of,  # noqa: E402
+                         prompt_of, reference_logits)
 from driver import Driver, together  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
 
@@ -49,12 +48,7 @@ def test_greedy_output(name, world):
     """By chunks of 48 rows and then one by one."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
-        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy(name))
-
-
-@functools.cache
-def greedy(name):
-    return reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
+        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from allspark_server.models import read_config  # noqa: E402
 from allspark_server.text import Tokenizer  # noqa: E402
 from allspark_server.weights.checkpoint import open_model  # noqa: E402
 from allspark_server.weights.safetensors import write_safetensors  # noqa: E402
-from checkpoints import (PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
+from checkpoints import (PROMPT_LENGTHS, check_greedy, check_logits, checkpoint, greedy_of, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits)
 from driver import Driver, together  # noqa: E402
 from reference.loading import logits_after, model_runner  # noqa: E402
@@ -69,17 +69,13 @@ def test_logits_of_all_lengths(name):
 
 
 @slow
+@pytest.mark.timeout(1200)  # whoever is first computes the reference, token by token in float64
 @cases((1, 2, 3, 4))
 def test_greedy_output(name, world):
     """By chunks of 48 rows and then one by one."""
     with Driver(checkpoint(name), world) as driver:
         prompt = prompt_of(90, seed=1)
-        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy(name))
-
-
-@functools.cache
-def greedy(name):
-    return reference_greedy(checkpoint(name), prompt_of(90, seed=1), 256)
+        check_greedy(driver.generate(prompt, 256, chunk=48)[0], greedy_of(name))
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -240,6 +236,7 @@ def test_mxfp4_logits_of_all_lengths(mxfp4):
 
 
 @slow
+@pytest.mark.timeout(1200)  # whoever is first computes the reference, token by token in float64
 @pytest.mark.parametrize("world", [1, 3])
 def test_mxfp4_greedy_output(mxfp4, world):
     with Driver(mxfp4[0], world) as driver:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from allspark_launch import hosts
+from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.hosts import Allocation, Host, find_hosts, read_host_file, share_ranks
 from allspark_launch.mpi import clean_environment, installations
 
@@ -122,6 +123,14 @@ def test_sharing_ranks_out():
     assert share_ranks([4, 8], [1, 2], 3) == [1, 2]
     assert share_ranks([4, 8, 8], [1, 1, 1], 2) == [1, 1, 0]
     assert share_ranks([4], [1], 4) == [4]
+
+
+def test_a_host_that_is_not_there_yet_is_no_error_of_the_configuration(tmp_path, capsys):
+    """Systemd tries again."""
+    words = ["serve", "--hosts", f"{OWN},b.invalid", "--address", f"unix:{tmp_path}/s", "--remote-shell"]
+    assert main([*words, "false"]) == 1
+    assert "the agent on b.invalid does not start by false" in capsys.readouterr().err
+    assert main([*words, "/no/shell"]) == EXIT_CONFIG
 
 
 AGENT = "import sys, allspark_launch.agent as a; a.LEASE_SECONDS = {lease}; sys.exit(a.main())"

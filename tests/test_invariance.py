@@ -1,7 +1,8 @@
 """Same request, same bytes: a request's ids and the bits of its logprobs do not depend on anything but the request.
 
 Runs against one process and against a group of two ranks, each compared with itself; and an Engine against a group of
-one rank. With ALLSPARK_TEST_UNIT=CUDA:0 on a GPU, alone and behind a server. Every probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
+one rank. With ALLSPARK_TEST_UNIT=CUDA:0 on a GPU, alone and behind a server; with CUDA:0,1 in a group of two. Every
+probe is compared with its first run: alone, prompt in one piece, one thread, no prefix cache.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import pytest
 
 from allspark_client import AbstractEngine, AsModelConfig, GenerateConfig, GenerateRequestStatus
 from allspark_client.request import RequestSpec
-from checkpoints import UNIT, checkpoint, prompt_of
+from checkpoints import checkpoint, prompt_of
+from units import GPUS, UNIT
 
 MODELS = ("qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded")
 SLOW_MODELS = ("phi3-longrope", "glm4", "gemma2", "gemma3", "olmo2")
-if UNIT["compute_unit"].startswith("CUDA"):
+if GPUS:
     MODELS += ("llama-bf16-heads-of-64",)
 NEW_TOKENS = 20
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.1, "no_repeat_ngram_size": 3}
@@ -100,7 +102,7 @@ def first_run(engine: AbstractEngine, model: str) -> list[dict]:
     return _first_runs[key]
 
 
-@pytest.fixture(scope="module", params=["engine", "client-2" if UNIT["compute_unit"] == "CPU:0" else "client-1"])
+@pytest.fixture(scope="module", params=["engine", f"client-{len(GPUS) or 2}"])
 def engine(request, engine_of):
     return engine_of(request.param)
 

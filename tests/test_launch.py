@@ -15,7 +15,8 @@ from allspark_launch.cli import EXIT_CONFIG, main
 from allspark_launch.drawing import draw, save
 from allspark_launch.placement import place
 from allspark_launch.serving import GroupOptions, plan_group, private_folder
-from allspark_launch.topology import Gpu, format_list, parse_list, read_topology
+from allspark_launch.gpus import Gpu, links, nvlinks_of
+from allspark_launch.topology import format_list, parse_list, read_topology
 from machines import machine
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -369,11 +370,11 @@ def test_what_the_machine_looks_like(tmp_path):
     found = read_topology(root)
     assert [(cache.level, cache.size, cache.cpus) for cache in found.caches] == \
         [(3, 32 << 20, (0, 1, 4, 5)), (3, 32 << 20, (2, 3, 6, 7))]
-    assert found.gpus == [Gpu("0000:17:00.0", 1)]
+    assert found.gpus == [Gpu("0000:17:00.0", 1, 0)]
     picture = draw(found, place(found))
     shapes = xml.etree.ElementTree.fromstring(picture)
     texts = [element.text for element in shapes.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"node 0", "node 1", "node 2", "GPU 0000:17:00.0", "rank 0: 2 threads", "L3 32,768 KiB for CPUs 2-3,6-7"} <= \
+    assert {"node 0", "node 1", "node 2", "GPU 0 0000:17:00.0", "rank 0: 2 threads", "L3 32,768 KiB for CPUs 2-3,6-7"} <= \
         set(texts)
     assert picture.count("rank 1</title>") == 2 and "21" in texts
     with pytest.raises(ValueError, match="must end in .svg"):

@@ -10,7 +10,7 @@ import pytest
 
 from allspark_client import AllSparkError, AsModelConfig, AsStatus, ClientEngine
 from allspark_client import GenerateRequestStatus as Status
-from allspark_server import Engine
+from allspark_server import Engine, HuggingFaceModel
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 from driver import Driver
 from waiting import wait_for
@@ -310,6 +310,31 @@ def test_many_adapters_come_and_go_while_a_model_serves(tmp_path):
         engine.unload_lora("m", "a0")
         assert run(engine, prompt, "a3") == found["a3"] and run(engine, prompt) == plain
         assert sorted(engine.list_models()[0].adapters) == ["a3", "second"]
+
+
+def test_serialized_with_adapters(tmp_path):
+    """DashInfer's way: beside the model's files, found by their names; the bits of the checkpoint's own."""
+    base, chosen = checkpoints.checkpoint(NAME), {"input_base_dir": tmp_path, "lora_names": ["one", "two"]}
+    for name in chosen["lora_names"]:
+        adapters.write_adapter(tmp_path / name, base)
+    HuggingFaceModel(base, "m").serialize_to_path(None, tmp_path / "out", lora_cfg=chosen)
+    HuggingFaceModel(base, "m").serialize_to_path(None, tmp_path / "only", lora_cfg={**chosen, "lora_only": True})
+    assert sorted(p.name for p in (tmp_path / "only").iterdir()) == ["one", "two"]
+    prompt = checkpoints.prompt_of(30)
+    with Engine() as engine:
+        for name, path, loras in (("m", tmp_path / "out" / "m.asgraph", ["one", "two"]),
+                                  ("base", base, [str(tmp_path / "one"), str(tmp_path / "two")])):
+            engine.install_model(AsModelConfig(name, path, cache_memory=1 << 22))
+            engine.start_model(name)
+            for lora in loras:
+                engine.load_lora(name, lora)
+        found = [run(engine, prompt, lora) for lora in ("one", "two", "")]
+        assert found == [run(engine, prompt, lora, "base") for lora in ("one", "two", "")]
+        assert len({repr(each) for each in found}) == 3
+    other = adapters.write_adapter(tmp_path / "other", checkpoints.checkpoint("llama-biases"))
+    refused(AsStatus.ALLSPARK_PARAM_ERROR, lambda: HuggingFaceModel(base, "m").serialize_to_path(
+        None, tmp_path / "none", lora_cfg={"input_base_dir": tmp_path, "lora_names": [other.name]}), match="expected")
+    assert not (tmp_path / "none").exists()
 
 
 def test_prefixes_are_an_adapters_own(tmp_path):

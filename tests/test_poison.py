@@ -121,24 +121,43 @@ def test_a_suspect_needs_spans_of_others(tmp_path):
 
 
 def test_a_last_chance_comes_at_a_calm_time(monkeypatch):
-    """After all that have not been tried alone yet: whoever kills servers from outside does so when something happens,
+    """Before anything has happened, or a while after: whoever kills servers from outside does so when something happens,
     such as a first token, and that must not be taken for the request's doing."""
     now = 100.0
     monkeypatch.setattr(suspects.time, "monotonic", lambda: now)
     line = suspects.Suspects()
-    last, first = (SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)), state=State.BLOCKED,
-                                   planned=0, tokens=[1, 2], slot=-1) for deaths in (MOST_DEATHS, 1))
-    line.add(last)
-    line.add(first)
+    first, one, other = (SimpleNamespace(owner=SimpleNamespace(request=SimpleNamespace(deaths=deaths)),
+                                         state=State.BLOCKED, planned=0, tokens=[1, 2], slot=-1)
+                         for deaths in (1, MOST_DEATHS, MOST_DEATHS))
+    for sequence in (first, one, other):
+        line.add(sequence)
+    assert line.next is one
+    one.planned = 2         # it has drawn
     assert line.next is first
-    first.planned = 2       # it has drawn
+    first.slot, now = 3, now + suspects.CALM_SECONDS
+    assert line.next is first, "what has begun goes on"
+    first.planned = 2
     assert line.next is None and line
     now += suspects.CALM_SECONDS
-    assert line.next is last
-    last.slot, now = 3, now - 1
-    assert line.next is last, "what has begun goes on"
-    last.state = State.ENDED
+    assert line.next is other
+    other.state = State.ENDED
     assert line.next is None and not line
+
+
+def test_who_was_without_a_token_longest_is_resumed_first(tmp_path):
+    """Or servers that end at their first token would never come to it."""
+    with serving(f"unix:{tmp_path}/s", FakeEngine(0.01)) as (a, address), ClientEngine(address) as client:
+        queues = [client.start_request("m", {"input_ids": [i]}, {"max_new_tokens": 200})[2] for i in range(4)]
+        for queue in queues:
+            queue.Get()
+        session = client._members[0].session()
+        for request in session._live.values():
+            if request.spec.input_ids[0] in (1, 3):
+                request.losses, request.generated_at_start = request.spec.input_ids[0], 10 ** 6
+        before = len(a.submitted)
+        session._call.cancel()      # the connection breaks
+        wait_until(lambda: len(a.submitted) == before + 4, 5)
+        assert [spec.input_ids[0] for spec in a.submitted[before:]] == [3, 1, 0, 2]
 
 
 @pytest.mark.slow

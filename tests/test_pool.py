@@ -187,6 +187,7 @@ def test_units_meet_the_start_limit_and_survive_a_lost_rank(tmp_path):
     ({"http": "10.0.0.1:1", "insecure": True}, [], ["IPAddressDeny"]),
     ({"models": ["Qwen/Qwen2.5-0.5B"]}, [], ["IPAddressDeny"]),
     ({"models": ["/home/me/model"]}, ["ProtectHome=read-only"], []),
+    ({"hosts": "a,b"}, ["ProtectHome=read-only"], ["IPAddressDeny"]),
     ({"models": [{"model_path": "/m", "host_cache_dir": '/a "b"%'}]}, ['ReadWritePaths="/a \\"b\\"%%"'], []),
     ({"gpus": [0, 1]}, ["PrivateDevices=no", "DeviceAllow=char-nvidia* rw"], ["MemoryDenyWriteExecute=yes"]),
     ({"socket_group": "adm"}, ["SupplementaryGroups=adm", "SystemCallFilter=@chown"], []),

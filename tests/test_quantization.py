@@ -288,6 +288,23 @@ def test_the_hash_of_a_source_is_of_its_bytes_alone():
     assert seen == {12763039719413301363}
 
 
+def test_the_hash_of_words_is_of_their_bytes_alone():
+    """Whatever the threads, of rows that are hashed in several blocks; and each lies where it belongs."""
+    n, k, rng, seen = 2500, 64, np.random.default_rng(4), set()
+    words = rng.integers(0, 1 << 32, (k // 8, n), np.uint64).astype(np.uint32)
+    scales = rng.random((n, k // 32), np.float32)
+    codes = (words.T[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(n, k).astype(np.float32)
+    expected = (codes - 8) * np.repeat(scales, 32, axis=1)
+    for dtype, threads in ((d, t) for d in ("int4", "w4a8") for t in (1, 3)):
+        executor = _native.Executor(num_threads=threads)
+        handle = executor.add_matrix(n, k, dtype, 32, scales="float32", zeros="none")
+        assert not executor.fill_quantized(handle, words.view(np.int32), scales, None, 4, k, 32, packing="words")
+        seen.add(executor.source_hash(handle))
+        for row in (0, 63, 1023, 1024, 1700, 2047, 2048, 2499):
+            np.testing.assert_array_equal(executor.read_row(handle, row), expected[row])
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_non_finite_values(dtype):
     executor = _native.Executor()

@@ -496,13 +496,13 @@ class FakeRunner:
         if self.name in (f"{where}{self.rank}", f"{where}-all"):
             raise MemoryError(f"no memory for {self.name}")
 
-    threads = 0
+    threads, gpu, address = 0, None, ""
 
     def load(self) -> int:
         self._maybe_fail("load")
         return 100 - self.rank
 
-    def allocate_cache(self, spans: int, digests: list[str], host_spans: int):
+    def allocate_cache(self, spans: int, digests: list[str], host_spans: int, addresses: list[str]):
         self._maybe_fail("allocate")
         return SimpleNamespace(num_spans=spans, host_spans=host_spans)
 

@@ -1,32 +1,114 @@
-"""A short selection of the native library's tests under AddressSanitizer and UndefinedBehaviorSanitizer.
+"""The native library under AddressSanitizer and UndefinedBehaviorSanitizer: what takes bytes from outside of a process,
+the decoder of plans and the window between ranks, in a program that is compiled in seconds; and (slow: minutes of
+compiling) a selection of the native library's tests.
 
-Covers, with AVX2 alone (each further instruction set is a minute of compiling): the kernels but for the
-products of every size, the quantized cache, the window between ranks, what the executor refuses, and how a failing thread ends a step.
-`tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and whole models; `tests/sanitize thread`
-looks for races in the same.
+That one covers, with AVX2 alone (each further instruction set is a minute of compiling): the kernels but for the
+products of every size, the quantized cache, the window between ranks, what the executor refuses, and how a failing
+thread ends a step. `tests/sanitize address` covers every instruction set, quantized weights, fusion, the sampler and whole models;
+`tests/sanitize thread` looks for races in the same.
 """
+import concurrent.futures
 import os
 import platform
+import runpy
+import shlex
+import struct
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 
+from fuzz.plans import Plans
+
 TESTS = Path(__file__).parent
+NATIVE = TESTS.parent / "native"
 SELECTED = ["test_executor.py", "test_window.py", "test_kernels.py", "test_cache_quant.py"]
-LEFT_OUT = ["lower", "ranks_agree", "shipped_model", "same_request", "largest", "matmul_against_float64"]  # minutes, or servers
+# What takes minutes, or servers.
+LEFT_OUT = ["lower", "ranks_agree", "shipped_model", "same_request", "largest", "matmul_against_float64"]
 NO_RUNTIME = 77  # tests/sanitize's exit status where the compiler has no sanitizers
+SOURCES = ["batch/decoder", "batch/draft_model", "batch/lookup", "batch/plan", "batch/slots", "comm/hosts", "comm/link",
+           "comm/window", "sampling/sampler", "sampling/sampler_shard"]
 
 
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """sanitized.cpp."""
+    if "ALLSPARK_SANITIZE" in os.environ:
+        pytest.skip("this is such a run")
+    folder = tmp_path_factory.mktemp("sanitized")
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
+    setup = runpy.run_path(str(TESTS.parent / "setup.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALLSPARK_SANITIZE", "address,undefined")
+        flags = [*setup["COMMON"], *setup["sanitizers"](), f"-I{NATIVE}", "-pthread"]
+    (folder / "empty.cpp").write_text("int main() {}\n")
+    if subprocess.run([*compiler, *flags, "empty.cpp", "-o", "empty"], cwd=folder, capture_output=True).returncode:
+        pytest.skip(f"the compiler {shlex.join(compiler)} has no sanitizers")
+
+    def compiled(source: Path) -> str:
+        name = f"{source.stem}.o"
+        subprocess.run([*compiler, *flags, "-c", str(source), "-o", name], cwd=folder, check=True)
+        return name
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, [TESTS / "sanitized.cpp", *(NATIVE / f"{name}.cpp" for name in SOURCES)]))
+    subprocess.run([*compiler, *flags, *objects, "-o", "sanitized"], cwd=folder, check=True)
+    return folder / "sanitized"
+
+
+class Decoder:
+    """The program's decoder, as a runner."""
+
+    def __init__(self, process: subprocess.Popen):
+        self._process = process
+
+    def step(self, plan: bytes, logits: bool) -> SimpleNamespace:
+        self._process.stdin.write(struct.pack("<I", len(plan)) + plan)
+        self._process.stdin.flush()
+        count = self._read(1)[0]
+        if count < 0:
+            raise ValueError("refused")
+        counts = self._read(count)
+        return SimpleNamespace(counts=SimpleNamespace(tolist=lambda: counts), status=[0] * sum(counts))
+
+    def _read(self, count: int) -> list[int]:
+        data = self._process.stdout.read(4 * count)
+        assert len(data) == 4 * count, self._process.stderr.read().decode()[-4000:]
+        return list(struct.unpack(f"<{count}i", data))
+
+
+def test_plans_are_decoded(program, tmp_path):
+    """Those that a scheduler could send are taken, and changed ones refused or taken, without a report."""
+    accepted, rng, most = 0, Random(2026), 4000
+    target = Plans(tmp_path)
+    with subprocess.Popen([program, "plans"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        target.runner, target.slots, target.ended = Decoder(process), {}, set()
+        for _ in range(most):
+            accepted += target.one(rng)
+        process.stdin.close()
+        assert process.wait(20) == 0, process.stderr.read().decode()[-4000:]
+    assert most * 0.2 < accepted < most * 0.9
+
+
+def test_windows_of_ranks(program):
+    done = subprocess.run([program, "window"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif("ALLSPARK_SANITIZE" in os.environ, reason="this is such a run")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the selection is of x86-64's instruction sets")
 def test_a_selection_of_the_native_tests_passes_in_the_sanitizers():
     environment = {**os.environ, "ALLSPARK_ISAS": "avx2", "ALLSPARK_ISA": ""}
     chosen = " and ".join(f"not {test}" for test in LEFT_OUT)
-    done = subprocess.run([sys.executable, TESTS / "sanitize", "address", *(TESTS / name for name in SELECTED), "-k", chosen],
-                          env=environment, capture_output=True, text=True)
+    words = [sys.executable, TESTS / "sanitize", "address", *(TESTS / name for name in SELECTED), "-k", chosen]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode == NO_RUNTIME:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]

@@ -12,7 +12,7 @@ import pytest
 
 PROVE = Path(__file__).parent / "vm" / "prove.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2700)]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def image() -> Path:
     return Path(folder)
 
 
-@pytest.mark.parametrize("part", ["group", "pool"])
+@pytest.mark.parametrize("part", ["group", "pool", "hosts"])
 @pytest.mark.parametrize("user", ["nobody", "root"])
 def test_a_pool_under_systemd(image, user, part):
     done = subprocess.run([sys.executable, str(PROVE), "run", str(image), user, part], check=False)

@@ -464,8 +464,14 @@ def test_what_hugging_face_model_refuses(tmp_path, caplog):
         HuggingFaceModel(tmp_path, "m").load_model(override_data_type="int3")
     with pytest.raises(ValueError, match="load_format='x' is not known"):
         HuggingFaceModel(tmp_path, "m").load_model(load_format="x")
-    with pytest.raises(AllSparkError, match="LoRA is not available yet"):
+    with pytest.raises(ValueError, match="lora_cfg: 'x' is not known; allowed: input_base_dir, lora_names, lora_only"):
         HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, lora_cfg={"x": 1})
+    with pytest.raises(TypeError, match="lora_cfg must be a dict"):
+        HuggingFaceModel(tmp_path, "m").serialize_to_memory(None, lora_cfg=["x"])
+    with pytest.raises(ValueError, match="lora_names=.*'../x'.*expected names of directories"):
+        HuggingFaceModel(tmp_path, "m").serialize_to_path(None, tmp_path, lora_cfg={"lora_names": ["../x"]})
+    with pytest.raises(ValueError, match="lora_only=True needs a directory"):
+        HuggingFaceModel(tmp_path, "m", in_memory_serialize=True).serialize(None, lora_cfg={"lora_only": True})
     with pytest.raises(AllSparkError, match="is not a directory"):
         HuggingFaceModel(tmp_path / "none", "m").load_model()
     HuggingFaceModel(tmp_path, "m", trust_remote_code=True)

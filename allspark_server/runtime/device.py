@@ -3,7 +3,8 @@ executors that the native libraries make for it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import os
+from typing import Protocol, Sequence
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
@@ -20,6 +21,8 @@ GPU_RESERVE = 768 << 20
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
 MOST_SAMPLING_THREADS = 16
+#: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
+SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 
 
 class Device(Protocol):
@@ -27,7 +30,7 @@ class Device(Protocol):
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
     ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
-    behind."""
+    behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
@@ -36,6 +39,7 @@ class Device(Protocol):
     profiled: bool
     adapts: bool
     windows: bool
+    host_memory: bool
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
         """AllSparkError for what is not built yet. forms: of matrices."""
@@ -48,6 +52,13 @@ class Device(Protocol):
 
     def executor(self, rank: int, world: int, window):
         """A native executor of a model. window: the ranks' shared memory, or None."""
+
+    def share(self, executor, rows: int) -> str:
+        """Of an executor with a program: what other ranks need to reach this rank's device in steps of so many rows; ""
+        where they do not. connect() follows, with every rank's in rank order, and then allocate()."""
+
+    def connect(self, executor, addresses: Sequence[str]) -> None:
+        ...
 
     def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
                  masks: int, adapters: dict) -> None:
@@ -71,7 +82,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = windows = True
+    profiled = adapts = windows = host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -95,6 +106,12 @@ class Cpus:
 
     def executor(self, rank, world, window):
         return self._native.Executor(rank, world, window, self._cpus, self._threads)
+
+    def share(self, executor, rows):
+        return ""   # the window is all
+
+    def connect(self, executor, addresses):
+        pass
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
@@ -126,19 +143,24 @@ class Cpus:
 
 
 class Gpu:
-    """One GPU."""
+    """A rank's GPU."""
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = windows = False
+    profiled = adapts = windows = host_memory = False
 
-    def __init__(self, index: int, threads: int):
-        """threads: that draw tokens on the host. AllSparkError that says what to do where there is no such GPU."""
+    def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
+        """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
+        `window`. AllSparkError that says what to do where there is no such GPU, or it does not reach the others."""
         self._library, self._index, self._threads = cuda_library(), index, min(threads, MOST_SAMPLING_THREADS)
+        self._group, self._window = list(group) or [index], window
         try:
+            for other in self._group:
+                self._library.check_peer(index, other)
             self._first = self._executor()  # it says whether there is a GPU, and which; the first model has it
         except (ValueError, RuntimeError) as error:
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"compute_unit='CUDA:{index}': {error}") from error
+            unit = ",".join(map(str, self._group))
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"compute_unit='CUDA:{unit}': {error}") from error
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
@@ -148,15 +170,15 @@ class Gpu:
             missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
-        if config.host_cache_memory:
-            missing.append("host_cache_memory")
+        if config.host_cache_dir:
+            missing.append("host_cache_dir")
         if config.speculation == "draft":
             missing.append("speculation='draft'")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
     def available(self, world):
-        return max(0, self._first.free_bytes() - GPU_RESERVE)
+        return max(0, self._first.free_bytes() - GPU_RESERVE) // self._group.count(self._index)
 
     def reserve(self, name, size):
         return None  # the driver knows what is taken
@@ -166,7 +188,15 @@ class Gpu:
         return found or self._executor()
 
     def _executor(self):
-        return self._library.Executor(self._index, native_library().HostSampler(self._threads))
+        sampler = native_library().HostSampler(self._threads, window=self._window)
+        return self._library.Executor(self._index, sampler, self._window)
+
+    def share(self, executor, rows):
+        return executor.share(rows).hex()
+
+    def connect(self, executor, addresses):
+        if len(self._group) > 1:
+            executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
@@ -183,7 +213,9 @@ class Gpu:
         partials = self._library.partial_bytes(net.head_dim) * net.num_kv_heads * runs * config.engine_max_batch
         widest = max(model.slice_of(weight).inputs for weight in model.graph.weights.values() if weight.is_matrix)
         rotary = rows * net.head_dim * 4
-        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary
+        dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
+        shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
+        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared
                 + self._widened_bytes(model, rows, outputs))
 
     def _widened_bytes(self, model, rows: int, outputs: int) -> int:
@@ -227,10 +259,33 @@ def step_tokens(config: AsModelConfig) -> int:
     return (Gpu if config.on_gpus else Cpus).step_tokens
 
 
-def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int) -> Device:
-    """What compute_unit says. AllSparkError that says what to do if there is no such GPU."""
+def device_of(config: AsModelConfig, rank: int, world: int, cpus: list[int], threads: int, window=None) -> Device:
+    """What compute_unit says. window: to the other ranks. AllSparkError that says what to do if there is no such GPU, or
+    there are not as many as ranks."""
     if not config.on_gpus:
         return Cpus(cpus, threads)
-    if world > 1:
-        raise not_available(f"compute_unit={config.compute_unit!r} in a group of {world} ranks")
-    return Gpu(config.device_ids[0], threads)
+    return Gpu(gpu_of(config, rank, world), threads, config.device_ids if world > 1 else (), window)
+
+
+def gpu_memory(index: int) -> dict[str, int]:
+    """What the supervisor is told of a GPU that is in use: bytes that are free, and all."""
+    try:
+        free, total = cuda_library().memory_info(index)
+    except RuntimeError:    # it is lost; steps say so
+        return {}
+    return {"index": index, "free": free, "total": total}
+
+
+def gpu_of(config: AsModelConfig, rank: int, world: int) -> int:
+    """The rank's GPU: of those that compute_unit names, ranks have one each, in order. AllSparkError if they cannot."""
+    gpus, unit = config.device_ids, f"compute_unit={config.compute_unit!r}"
+    if len(gpus) != world:
+        number = f"{len(gpus)} GPUs" if len(gpus) > 1 else "1 GPU"
+        ranks = f"{world} ranks" if world > 1 else "1 rank"
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                            f"{unit} names {number}, and this group has {ranks}: each rank has one; start a group for "
+                            f"them with allspark serve --gpus {','.join(map(str, gpus))}")
+    if len(set(gpus)) < len(gpus) and os.environ.get(SHARED_GPUS) != "1":
+        twice = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+        raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"{unit} names GPU {twice} twice: each rank needs its own")
+    return gpus[rank]

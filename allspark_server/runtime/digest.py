@@ -209,7 +209,12 @@ def gpu_digests(index: int) -> dict[str, str]:
              for weights in ("float32", "bfloat16")}
     found |= {f"cache {cache}": _run(_executor("bfloat16", 0, cache, empty=empty), (LONG,))
               for cache in ("float32", "bfloat16")}
-    return {**found, "vocabulary": _draw()}
+    parts, norm = fixed_values((3, 5, 200), 1), fixed_values((200,), 3)
+    for bf16 in (False, True):
+        sums = empty().sum_ranks(parts, fixed_values((5, 200), 2), norm, bf16, True)
+        found[f"sums over ranks {'bfloat16' if bf16 else 'float32'}"] = hashlib.sha256(
+            b"".join(np.ascontiguousarray(each).tobytes() for each in sums)).hexdigest()[:16]
+    return {**found, "vocabulary": _draw(), "device": "CUDA"}
 
 
 def results_digest(gpu: int | None = None) -> str:

@@ -95,7 +95,7 @@ class Group(Protocol):
 class Command(IntEnum):
     """Kinds of messages that rank 0 publishes."""
     LOAD = 1        # JSON of the AsModelConfig
-    ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests"}
+    ALLOCATE = 2    # JSON {"name", "num_spans", "host_spans", "digests", "addresses"}
     POLL = 3        # answered: how the last LOAD or ALLOCATE stands
     STEP = 4        # uint16 length of the name, name, plan
     UNLOAD = 5      # name
@@ -117,13 +117,15 @@ def unpack_step(payload: bytes) -> tuple[str, bytes]:
 @dataclass
 class Answer:
     """What one rank reports of a load or an allocation: numbers of spans and (of a load) the digest of its weights or
-    of an adapter, (of an allocation) what its second tier holds, that it is under way, or what error prevented it."""
+    of an adapter, and its device's address for the others, (of an allocation) what its second tier holds, that it is
+    under way, or what error prevented it."""
     value: int = 0
     host_spans: int = 0
     held: str = ""
     digest: str = ""
-    host: str = ""          # where there are several: this rank's, with what its kernels compute,
-    results: str = ""
+    address: str = ""
+    results: str = ""       # what its kernels compute, where that may differ: on several hosts, or GPUs
+    host: str = ""          # where there are several: this rank's
     files: dict[str, str] = field(default_factory=dict)     # and, from one rank of each, digests of the model's files
     pending: bool = False
     error: str = ""         # name of the exception's class that the engine's caller is to see
@@ -200,11 +202,13 @@ class RankModels:
         cancelled = self._cancelled
         self._phase = self._in_background(lambda: self._load(config, cancelled))
 
-    def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str]) -> None:
+    def start_allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
+                       addresses: list[str]) -> None:
         """Second phase: the KV cache and its second tier, of the same sizes on every rank. digests: of every rank's
-        weights."""
+        weights; addresses: of their devices."""
         cancelled = self._cancelled
-        self._phase = self._in_background(lambda: self._allocate(name, num_spans, host_spans, digests, cancelled))
+        self._phase = self._in_background(
+            lambda: self._allocate(name, num_spans, host_spans, digests, addresses, cancelled))
 
     def start_load_adapter(self, name: str, index: int, directory: str) -> None:
         """A load of an adapter, in one phase. It results in the adapter's digest."""
@@ -241,6 +245,10 @@ class RankModels:
         if self.window is not None:
             found |= {"exchange_seconds": round(self.window.exchange_seconds, 6),
                       "wait_seconds": round(self.window.wait_seconds, 6)}
+        gpus = [runner.gpu for runner in list(self.runners.values()) if runner.gpu is not None]
+        if gpus:
+            from .device import gpu_memory
+            found["gpu"] = gpu_memory(gpus[0])
         return found
 
     def note_step(self, seconds: float) -> None:
@@ -304,18 +312,20 @@ class RankModels:
             raise
         self.progress(name, 1.0)
         self.runners[name] = runner
-        answer = Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest, host=self._host)
-        if self._host:
-            answer.results = results_digest()
-            answer.files = file_digests(config) if self._leads else {}
+        answer = Answer(value=spans, host_spans=runner.host_spans, digest=runner.digest, address=runner.address,
+                        host=self._host)
+        if self._host or (config.on_gpus and self.world > 1):
+            answer.results = results_digest(runner.gpu)
+        if self._host and self._leads:
+            answer.files = file_digests(config)
         return answer
 
-    def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str],
+    def _allocate(self, name: str, num_spans: int, host_spans: int, digests: list[str], addresses: list[str],
                   cancelled: threading.Event) -> Answer:
         if cancelled.is_set():
             raise LoadCancelled(f"the load of model {name!r} was given up")
         runner = self.runners[name]
-        self.info = runner.allocate_cache(num_spans, digests, host_spans)
+        self.info = runner.allocate_cache(num_spans, digests, host_spans, addresses)
         self.placement = runner.placement
         return Answer(value=num_spans, held=pack_held(runner.held))
 
@@ -372,9 +382,10 @@ class LocalGroup:
         self._compare_hosts(answers)
         name, spans = self._config.model_name, min(answer.value for answer in answers)
         host_spans, digests = min(answer.host_spans for answer in answers), [answer.digest for answer in answers]
-        self._tell(Command.ALLOCATE, json.dumps({"name": name, "num_spans": spans, "host_spans": host_spans,
-                                                 "digests": digests}).encode())
-        self.models.start_allocate(name, spans, host_spans, digests)
+        request = {"name": name, "num_spans": spans, "host_spans": host_spans, "digests": digests,
+                   "addresses": [answer.address for answer in answers]}
+        self._tell(Command.ALLOCATE, json.dumps(request).encode())
+        self.models.start_allocate(**request)
         self._allocating = True
         return None
 
@@ -396,7 +407,8 @@ class LocalGroup:
         self._results = [answer.results for answer in answers]
 
     def _with_results(self, info: ModelInfo) -> ModelInfo:
-        """Hosts of which some compute other bits than this one: which ranks they have makes the model another one."""
+        """Hosts, or GPUs, of which some compute other bits than this one: which ranks they have makes the model another
+        one."""
         if len(set(self._results)) < 2:
             return info
         both = hashlib.blake2b(repr((info.model_hash, self._results)).encode(), digest_size=16)

@@ -16,7 +16,7 @@ from allspark_server.runtime.lowering import add_ops, check_ranks
 from allspark_server.weights.checkpoint import open_model
 from allspark_server.weights.formats import WeightFormat, wanted_formats
 from allspark_server.weights.loader import Loader, Progress, column_slice, unquantized_type
-from allspark_server.weights.lora import LoraAdapter
+from allspark_server.weights.lora import LoraAdapter, open_adapter
 from allspark_server.weights.quantized import ColumnSlice
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,7 @@ class RankModel:
 
     def open_adapter(self, directory: str) -> LoraAdapter:
         """An adapter for this model. AllSparkError if it is none."""
-        head = next(op.weights[0] for op in self.graph.ops if "logits" in op.outputs)
-        return LoraAdapter(directory, self.targets, head.removesuffix(".weight"), self.config.lora_max_rank)
+        return open_adapter(directory, self.graph, self.targets, self.config.lora_max_rank)
 
     def adapter_bytes(self, native, adapter: LoraAdapter) -> int:
         """What this rank's part of it takes."""

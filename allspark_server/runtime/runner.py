@@ -14,7 +14,7 @@ from allspark_server.cache import SpanGroups
 from allspark_server.models.generation import sampling_defaults
 from allspark_server.runtime import memory
 from allspark_server.runtime.binding import pages_by_node
-from allspark_server.runtime.device import Device, device_of, step_tokens
+from allspark_server.runtime.device import Device, device_of, gpu_of, step_tokens
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
@@ -74,6 +74,8 @@ class ModelRunner:
         self._adapter_memory: dict[int, Reservation] = {}  # by their index
         #: of the bytes that load has read on this rank
         self.digest = ""
+        #: how other ranks reach this one's device, known after load; allocate_cache needs every rank's
+        self.address = ""
         #: where this process's memory is: see RankModels.numbers
         self.placement: dict = {}
         #: how many spans the second tier can hold on this rank, known after load
@@ -86,7 +88,8 @@ class ModelRunner:
         began = time.perf_counter()
         check_available(self.config.validate())
         config = self.config
-        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads)
+        device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
+                                          self.window)
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft" or not device.windows
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
@@ -102,7 +105,7 @@ class ModelRunner:
         fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
         self._span_bytes = sum(each.span_bytes(device) for each in models)
         self.host_spans = self._count_host_spans()
-        if not config.host_cache_dir:
+        if device.host_memory and not config.host_cache_dir:
             fixed += config.host_cache_memory
         with planning():
             spans = self._spans(device.available(self.world), fixed)
@@ -111,6 +114,8 @@ class ModelRunner:
         with memory_errors(f"loading the weights of model {config.model_name!r}"):
             model.load(self._executor, self._report())
         self.digest = model.digest
+        with memory_errors(f"what the ranks of model {config.model_name!r} exchange"):
+            self.address = device.share(self._executor, step[0])
         if self._draft is not None:
             self._draft_executor = self._executor.beside()
             with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
@@ -120,15 +125,17 @@ class ModelRunner:
                     time.perf_counter() - began)
         return spans
 
-    def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None) -> ModelInfo:
+    def allocate_cache(self, num_spans: int, digests: Sequence[str] = (), host_spans: int | None = None,
+                       addresses: Sequence[str] = ()) -> ModelInfo:
         """Allocates KV cache and activations; the model can then run. num_spans, host_spans: the least of what ranks
-        can hold, in the second tier as many as this one by default. digests: every rank's, in order; by default this
-        one's alone."""
+        can hold, in the second tier as many as this one by default. digests, addresses: every rank's, in order; by
+        default this one's alone."""
         config, model = self.config, self._loaded()
         if host_spans is None:
             host_spans = self.host_spans
         rows, outputs = self._rows_of_step(), self._outputs_of_step()
         sizes = config.engine_max_batch, config.engine_max_length, config.cache_span_size, num_spans
+        self._device.connect(self._executor, addresses)
         with memory_errors(f"allocating the cache of model {config.model_name!r} ({num_spans} spans)"):
             if self._draft is not None:     # up to one row more of each sequence: the last token of drafts all accepted
                 self._draft_executor.allocate(rows + config.engine_max_batch, *sizes, self._draft.cache_dtype)
@@ -292,6 +299,11 @@ class ModelRunner:
 
     def _pinned(self) -> list[int]:
         return self.cpus[:self.config.num_threads] if self.config.num_threads else self.cpus
+
+    @property
+    def gpu(self) -> int | None:
+        """The GPU that computes; None: CPUs do."""
+        return gpu_of(self.config, self.rank, self.world) if self.config.on_gpus else None
 
     @property
     def threads(self) -> int:

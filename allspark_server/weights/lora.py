@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
 from allspark_client.errors import AllSparkError, AsStatus
 from allspark_server.models.adapters import Target
-from allspark_server.weights.files import read_json
+from allspark_server.models.graph import Graph
+from allspark_server.weights.files import open_regular, read_json
 from allspark_server.weights.safetensors import NUMPY_TYPES, SafetensorsFile, StoredTensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -181,5 +184,20 @@ class LoraAdapter:
                 digest.update(self._file.raw(tensor.name))
         return digest.hexdigest()
 
+    def copy_to(self, directory: Path) -> None:
+        """Its files into a directory, which is made."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, TENSORS):
+            target = directory / name
+            if not (target.exists() and os.path.samefile(target, self.directory / name)):
+                with open_regular(self.directory / name) as source, open(target, "wb") as file:
+                    shutil.copyfileobj(source, file)
+
     def _error(self, problem: str) -> AllSparkError:
         return AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"the adapter in {self.directory} is not served: {problem}")
+
+
+def open_adapter(directory: str | Path, graph: Graph, targets: Sequence[Target], max_rank: int) -> LoraAdapter:
+    """An adapter for a network. AllSparkError if it is none, see LoraAdapter."""
+    head = next(op.weights[0] for op in graph.ops if "logits" in op.outputs)
+    return LoraAdapter(directory, targets, head.removesuffix(".weight"), max_rank)

@@ -1,8 +1,8 @@
 """Other engines on the same cells: each by a small adapter script, run by the interpreter that has its packages.
 
 An adapter is `peer_NAME.py` in tests/perf/peers (or --peers-dir). It is run as
-    PYTHON peer_NAME.py --probe                                   exit 0 and its version, if its packages are there
-    PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,…
+    PYTHON peer_NAME.py --probe [--gpus 0,1]                      exit 0 and its version, if its packages are there
+    PYTHON peer_NAME.py --checkpoint DIR --work DIR --threads N --formats bfloat16,int8 --cells 1x128x64,… [--gpus 0,1]
 and prints a line `RESULT {JSON}` for each format and cell: format, weight_bits (bits stored for each weight), integer
 (whether activations are quantized), for (which of our formats it compares with), cell, prefill and decode in tokens/s
 (null: not measured), or format and error.
@@ -35,10 +35,11 @@ class Peer:
     version: str = ""
     label: str = field(default="", compare=False)
 
-    def probe(self) -> bool:
-        """Whether its packages are importable there; learns their version."""
+    def probe(self, gpus: list[int] = ()) -> bool:
+        """Whether its packages are importable there, and it computes on GPUs, or CPUs if there are none; learns their
+        version."""
         try:
-            done = subprocess.run([self.python, str(self.script), "--probe"], capture_output=True, text=True,
+            done = subprocess.run([self.python, str(self.script), "--probe", *_on(gpus)], capture_output=True, text=True,
                                   timeout=PROBE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ValueError(f"--peer {self.name}={self.python}: {error}") from None
@@ -65,14 +66,18 @@ def adapters(folder: Path) -> dict[str, Path]:
     return {path.stem.removeprefix("peer_"): path for path in sorted(folder.glob("peer_*.py"))}
 
 
-def choose(wanted: list[str], folder: Path = ADAPTERS) -> list[Peer]:
+def _on(gpus: list[int]) -> list[str]:
+    return ["--gpus", ",".join(map(str, gpus))] if gpus else []
+
+
+def choose(wanted: list[str], folder: Path = ADAPTERS, gpus: list[int] = ()) -> list[Peer]:
     """The peers to run. wanted: NAME or NAME=PYTHON, which must be importable; "none"; or nothing: every adapter whose
     packages this interpreter has. ValueError says what is wrong with a choice."""
     known = adapters(folder)
     if wanted == ["none"]:
         return []
     if not wanted:
-        return [peer for name, script in known.items() if (peer := Peer(name, script, sys.executable)).probe()]
+        return [peer for name, script in known.items() if (peer := Peer(name, script, sys.executable)).probe(gpus)]
     chosen = []
     for text in wanted:
         name, _, python = text.partition("=")
@@ -80,20 +85,20 @@ def choose(wanted: list[str], folder: Path = ADAPTERS) -> list[Peer]:
             raise ValueError(f"--peer {text}: {folder} has no adapter of that name; known: "
                              f"{', '.join(known) or 'none'} (and: none)")
         peer = Peer(name, known[name], python or sys.executable)
-        if not peer.probe():
-            raise ValueError(f"--peer {text}: its packages are not importable by {peer.python}: {peer.label}")
+        if not peer.probe(gpus):
+            raise ValueError(f"--peer {text}: it cannot be run by {peer.python}: {peer.label}")
         chosen.append(peer)
     return chosen
 
 
 def run_peer(peer: Peer, checkpoint: Path, work: Path, threads: int, formats: list[Format], cells: list[Cell],
-             timeout: float, on_result: Callable[[PeerResult], None]) -> None:
+             timeout: float, on_result: Callable[[PeerResult], None], gpus: list[int] = ()) -> None:
     """Runs the adapter once over all cells; calls on_result as results come. A failure of the whole becomes a result
     with `error` and no cell."""
     (work / peer.name).mkdir(parents=True, exist_ok=True)
     words = [peer.python, str(peer.script), "--checkpoint", str(checkpoint), "--work", str(work / peer.name),
              "--threads", str(threads), "--formats", ",".join(dict.fromkeys(f.dtype for f in formats)),
-             "--cells", ",".join(map(str, cells))]
+             "--cells", ",".join(map(str, cells)), *_on(gpus)]
     log = work / peer.name / "stderr.txt"
     with open(log, "w", encoding="utf-8") as errors:
         process = subprocess.Popen(["timeout", str(timeout), *words], stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -53,7 +53,11 @@ examples:
   allspark bench static --model DIR --formats bfloat16,int8,w4a8:64 --threads 2
   allspark bench static --model DIR --ranks 2 --batch 1,8,32 --prompt 128,1024 --output 64 --json out.json
   allspark bench static --model DIR --cell 1x8000x16 --plot out.png
+  allspark bench static --model DIR --gpus 0,1 --formats bfloat16 --batch 1,8,32 --output 64
   allspark bench static --model DIR --peer llama_cpp=/venvs/llama/bin/python --work-dir /tmp/peers
+
+On GPUs (--gpus) the ceilings are the rate of reading their memory and that of a large product of bfloat16 by this
+backend's own kernel, of all together.
 
 Peers run on the same cells, each in a process of its own, by the adapters in tests/perf/peers. A format that this build
 does not have is listed as such."""
@@ -98,6 +102,8 @@ def add_static(modes) -> None:
     g.add_argument("--ranks", type=int, default=0, metavar="N",
                    help="a group of N ranks (default: Engine, in this process)")
     g.add_argument("--threads", type=int, default=0, metavar="N", help="of each rank (default: every physical core)")
+    g.add_argument("--gpus", type=_list_of(int), default=[], metavar="LIST",
+                   help="a group with a rank on each of these GPUs; ceilings are theirs, and only peers on GPUs run")
     g = p.add_argument_group("peers")
     g.add_argument("--peer", action="append", default=[], metavar="NAME[=PYTHON]",
                    help="an engine to compare with, and the interpreter that has it; repeatable; none: no peers "
@@ -129,6 +135,8 @@ def run_static(options: argparse.Namespace) -> int:
         raise ValueError(f"--rounds {options.rounds} must be at least 1")
     if options.ranks < 0 or options.threads < 0:
         raise ValueError("--ranks and --threads must not be negative")
+    if options.gpus and options.ranks not in (0, len(options.gpus)):
+        raise ValueError(f"--ranks {options.ranks}: there is one rank for each of --gpus")
     checkpoint = Path(options.model).expanduser().resolve() if options.model else shipped_model()
     if not checkpoint.exists():
         raise ValueError(f"--model {options.model}: there is no such file or directory")
@@ -140,7 +148,7 @@ def run_static(options: argparse.Namespace) -> int:
         engine = stack.enter_context(_engine(options))
         progress = Progress(options.rounds * (len(options.formats) + len(peers)) * len(run.cells))
         stack.callback(progress.close)
-        meter = Meter(run, cpus, threads)
+        meter = Meter(run, cpus, threads, options.gpus)
         for _ in range(options.rounds):
             for row, form in zip(run.rows, options.formats):
                 if row.status == "measured":
@@ -150,7 +158,8 @@ def run_static(options: argparse.Namespace) -> int:
             for peer in peers:
                 measure_peer(run, peer, checkpoint, work, threads, options, progress, meter)
     print(f"{checkpoint.name}: {run.workload.architecture}, {run.workload.stored_weights / 1e6:.1f} M weights; "
-          f"{run.settings['engine']}, {threads} threads, {run.machine['isa']}, {run.machine['cpu']}")
+          f"{run.settings['engine']}, " + (run.machine["gpus"] or
+                                           f"{threads} threads, {run.machine['isa']}, {run.machine['cpu']}"))
     print(tables(run))
     if options.json:
         options.json.write_text(json.dumps(run.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -169,11 +178,13 @@ def prepare(options: argparse.Namespace, checkpoint: Path) -> tuple[Run, list[pe
         cpus = [cpu for rank in placement.ranks for cpu in rank.cpus]
     threads = len(cpus) or options.threads or physical_cores([])
     workload = Workload.of(checkpoint)
-    peers = peer_runs.choose(options.peer, options.peers_dir)
-    settings = {"model": str(checkpoint), "engine": f"{options.ranks} ranks" if options.ranks else "Engine",
-                "ranks": max(1, options.ranks), "rounds": options.rounds, "formats": [str(f) for f in options.formats],
+    peers = peer_runs.choose(options.peer, options.peers_dir, options.gpus)
+    ranks = len(options.gpus) or options.ranks
+    settings = {"model": str(checkpoint), "engine": f"{ranks} ranks" if ranks else "Engine",
+                "ranks": max(1, ranks), "rounds": options.rounds, "formats": [str(f) for f in options.formats],
                 "set": options.set, "peers": [{"name": p.name, "version": p.version} for p in peers]}
     machine = {"cpu": _cpu_name(), "isa": native_library().isa(), "threads": threads, "platform": platform.platform(),
+               "gpus": _gpu_names(options.gpus),
                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     run = Run(settings, machine, workload, cells_from(options, workload.positions))
     run.rows = [Row("allspark", str(form), integer=form.dtype in INTEGER_FORMATS) for form in options.formats]
@@ -185,14 +196,24 @@ def _cpu_name() -> str:
     return cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
 
 
-class Meter:
-    """Measures the ceilings of that many threads together around whatever is timed."""
+def _gpu_names(gpus: list[int]) -> str:
+    known = {gpu.index: gpu.model for gpu in read_topology().gpus} if gpus else {}
+    return ", ".join(f"GPU {gpu}" + (f" ({known[gpu]})" if known.get(gpu) else "") for gpu in gpus)
 
-    def __init__(self, run: Run, cpus: list[int], threads: int):
-        from allspark_server.runtime.native import native_library
+
+class Meter:
+    """Measures the ceilings of that many threads, or of GPUs, together around whatever is timed."""
+
+    def __init__(self, run: Run, cpus: list[int], threads: int, gpus: list[int]):
+        from allspark_server.runtime.native import cuda_library, native_library
         self._native, self._run, self._cpus, self._threads = native_library(), run, cpus, threads
+        self._gpus, self._cuda = gpus, cuda_library() if gpus else None
 
     def now(self) -> Machine:
+        if self._gpus:
+            read, bf16 = map(sum, zip(*(self._cuda.measure_ceilings(gpu) for gpu in self._gpus)))
+            self._run.ceilings.append(Machine(read, bf16, bf16=bf16))
+            return self._run.ceilings[-1]
         measured = self._native.measure_ceilings(self._cpus, self._threads, 2)
         self._run.ceilings.append(Machine(*measured, self._native.measure_integer_rate(self._cpus, self._threads, 2),
                                           self._native.measure_tile_ceilings(self._cpus, self._threads, 2)[0]))
@@ -208,13 +229,14 @@ class Meter:
 @contextlib.contextmanager
 def _engine(options: argparse.Namespace) -> Iterator:
     """An Engine, or a client of a group started for this run."""
-    if not options.ranks:
+    if not options.ranks and not options.gpus:
         from allspark_server import Engine
         with Engine() as engine:
             yield engine
         return
     from allspark_client import ClientEngine
-    words = ["--ranks", str(options.ranks)] + (["--threads", str(options.threads)] if options.threads else [])
+    words = ["--gpus", ",".join(map(str, options.gpus))] if options.gpus else ["--ranks", str(options.ranks)]
+    words += (["--threads", str(options.threads)] if options.threads else [])
     with background_group(words) as group, ClientEngine(group.addresses[0]) as engine:
         yield engine
 
@@ -224,7 +246,9 @@ def _config(options: argparse.Namespace, form: Format, checkpoint: Path, cells: 
     fields = {"model_name": MODEL, "model_path": str(checkpoint), "weight_dtype": form.dtype,
               "weight_group_size": form.group, "engine_max_length": max(c.prompt + c.output for c in cells),
               "engine_max_batch": max(c.batch for c in cells), "enable_prefix_cache": False}
-    if not options.ranks:
+    if options.gpus:
+        fields["compute_unit"] = f"CUDA:{','.join(map(str, options.gpus))}"
+    elif not options.ranks:
         fields["num_threads"] = options.threads
     fields |= set_fields(options.set)
     return AsModelConfig.from_dict(fields).validate()
@@ -285,7 +309,7 @@ def measure_peer(run: Run, peer: peer_runs.Peer, checkpoint: Path, work: Path, t
 
     formats = [Format("bfloat16") if f.dtype == "auto" else f for f in options.formats]
     before = meter.now()
-    peer_runs.run_peer(peer, checkpoint, work, threads, formats, run.cells, options.peer_timeout, note)
+    peer_runs.run_peer(peer, checkpoint, work, threads, formats, run.cells, options.peer_timeout, note, options.gpus)
     machine = meter.around(before)
     for row, cell, timing in timed:
         row.add(cell, timing, machine)

@@ -20,6 +20,9 @@ struct Slot {
   int drafted = 0;  // of these, or of drafts beyond them, those in the draft model's cache
 };
 
+// In place of an id that is not known yet: that the step before draws after its output number `output`.
+constexpr int32_t drawn_after(int output) { return ~output; }
+
 // A position of a sequence to be computed.
 struct Row {
   int slot, position, token;
@@ -75,6 +78,8 @@ class SpanStore {
   virtual int spans() const = 0;
   // Saves spans, then brings others back. Throws std::runtime_error for one that is not what was saved under its key.
   virtual void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) = 0;
+  // Where copy() only queues them: waits for the copies that were queued first, and says how many seconds they took.
+  virtual double finish() { return 0; }
 };
 
 // A program compiled for a device, with its weights, its cache and its peers.

@@ -23,7 +23,15 @@ StepOutput Decoder::step(const std::string& bytes, bool want_logits) {
   const Batch& batch = slots_.batch();
   if (batch.rows.empty()) return output;
   Drawn drawn = runner_.run(batch, want_logits);
-  for (const Slots::Accepted& item : slots_.accept(drawn.samples)) {
+  const double copy_seconds = output.copy_seconds;
+  output = output_of(batch, drawn, slots_.accept(batch, drawn.samples));
+  output.copy_seconds = copy_seconds;
+  return output;
+}
+
+StepOutput output_of(const Batch& batch, Drawn& drawn, const std::vector<Slots::Accepted>& accepted) {
+  StepOutput output;
+  for (const Slots::Accepted& item : accepted) {
     output.counts.push_back(item.count), output.drafted.push_back(item.drafts);
     const auto first = drawn.samples.begin() + item.output;
     output.samples.insert(output.samples.end(), first, first + item.count);

@@ -1,6 +1,7 @@
 // From step plans to tokens: a rank's sequences, and the runner that computes their rows.
 #pragma once
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,21 @@ class StepModel {
   // Throws std::invalid_argument, and changes nothing, for a plan that does not follow those before it.
   virtual StepOutput step(const std::string& plan, bool want_logits) = 0;
   virtual void set_profiling(bool on) = 0;
+
+  // Of a device that works by itself: a step in parts, so that the next one can be queued while it is computed. Queues
+  // a step; false: nothing has happened, it is to be begun once there is no other one, or computed by step(). Throws as
+  // step() does.
+  virtual bool begin(const std::string&) { return false; }
+  // Queues the draws of the step that was begun last, once there is no other one. May wait for masks.
+  virtual void draw() {}
+  // Whether finish() would not wait.
+  virtual bool done() const { return true; }
+  // What comes of the step that was begun first.
+  virtual StepOutput finish() { throw std::logic_error("finish() of a step that was not begun"); }
 };
+
+// What a batch's samples are to whoever sent the plan. Takes logits and hidden states out of `drawn`.
+StepOutput output_of(const Batch& batch, Drawn& drawn, const std::vector<Slots::Accepted>& accepted);
 
 class Decoder {
  public:

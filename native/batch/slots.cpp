@@ -175,12 +175,25 @@ const Batch& Slots::batch() {
   return batch_;
 }
 
-std::vector<Slots::Accepted> Slots::accept(const std::vector<SampleOutput>& samples) {
+void Slots::foretell(const Batch& batch) {
+  for (const Item& item : batch.items)
+    if (item.draws()) slots_[item.slot].history.push_back(drawn_after(item.drawn()));
+}
+
+std::vector<Slots::Accepted> Slots::accept(const Batch& batch, const std::vector<SampleOutput>& samples,
+                                           bool foretold) {
   std::vector<Accepted> accepted;
-  for (const Item& item : batch_.items) {
+  for (const Item& item : batch.items) {
     if (!item.draws()) continue;
     Slot& slot = slots_[item.slot];
     const int drawn = item.drawn();
+    if (foretold) {  // unless another sequence has the slot by now
+      const size_t place = (size_t)item.start + item.count;
+      if (place < slot.history.size() && slot.history[place] < 0)
+        slot.history[place] = std::max(samples[drawn].token, 0);
+      accepted.push_back({drawn, 1, 0});
+      continue;
+    }
     const int end = slot.cached;  // the first draft's position
     int kept = 0;
     while (kept < item.drafts && samples[drawn + kept].token == slot.history[end + kept]) kept++;

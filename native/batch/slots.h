@@ -53,7 +53,10 @@ class Slots {
   struct Accepted {
     int output, count, drafts;
   };
-  std::vector<Accepted> accept(const std::vector<SampleOutput>& samples);
+  std::vector<Accepted> accept(const Batch& batch, const std::vector<SampleOutput>& samples, bool foretold = false);
+  // A token will be drawn after each item that draws and has no drafts: histories have drawn_after() in its place until
+  // that batch is accepted as one that was foretold, though other plans may have come in between.
+  void foretell(const Batch& batch);
 
  private:
   // What a plan would make of a slot: sizes only.

@@ -1,6 +1,7 @@
 #include "batch/stepper.h"
 
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 
 namespace as {
@@ -54,24 +55,84 @@ double Stepper::busy_seconds() const {
 
 void Stepper::run() {
   std::unique_lock<std::mutex> lock(mutex_);
-  for (;;) {
-    submitted_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-    if (stopping_) return;
-    Result result;
-    {
-      const Job job = std::move(jobs_.front());
-      jobs_.pop_front();
-      running_ = true, began_ = now();
-      lock.unlock();
-      try {
-        result.output = job();
-      } catch (...) { result.error = std::current_exception(); }
-    }  // what the job holds is let go of without the lock
-    lock.lock();
-    running_ = false;
-    results_.push_back(std::move(result));
-    ended_.notify_all();
+  while (await_work(lock)) {
+    const bool room = begun_.empty() || (begun_.size() == 1 && !held_ && !begun_.front().error);
+    if (!jobs_.empty() && room && (begun_.empty() || begun_.front().model == jobs_.front().model)) begin_next(lock);
+    else finish_first(lock);
   }
+}
+
+// Until there is a job, or a step to finish; false: all is over.
+bool Stepper::await_work(std::unique_lock<std::mutex>& lock) {
+  if (begun_.empty()) submitted_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
+  const bool room = begun_.size() == 1 && !held_ && !begun_.front().error;
+  for (bool done = false; room && !stopping_ && jobs_.empty() && !done;) {  // a device tells nobody: it is asked
+    lock.unlock();
+    done = begun_.front().model->done();
+    if (!done) std::this_thread::yield();
+    lock.lock();
+  }
+  return !stopping_;
+}
+
+void Stepper::begin_next(std::unique_lock<std::mutex>& lock) {
+  Job job = std::move(jobs_.front());
+  jobs_.pop_front();
+  if (!running_) running_ = true, began_ = now();
+  lock.unlock();
+  const bool alone = begun_.empty();
+  Begun step{job.model, nullptr};
+  std::optional<StepOutput> whole;
+  bool begun = true;
+  try {
+    if (job.before) job.before(), job.before = nullptr;
+    begun = job.model->begin(job.plan);
+    if (!begun && alone) whole = job.model->step(job.plan, false);
+  } catch (...) { step.error = std::current_exception(); }
+  if (step.error || begun) begun_.push_back(step);
+  if (alone && begun && !step.error) draw(begun_.back());
+  held_ = !begun && !step.error && !alone;
+  const bool ended = alone && step.error;
+  if (!held_) job = {};  // what it holds is let go of without the lock
+  step = {};
+  lock.lock();
+  if (held_) jobs_.push_front(std::move(job));
+  if (whole) add_result({std::move(*whole), nullptr});
+  if (ended) finish_first(lock);
+}
+
+void Stepper::draw(Begun& step) {
+  try {
+    step.model->draw();
+  } catch (...) { step.error = std::current_exception(); }
+}
+
+void Stepper::finish_first(std::unique_lock<std::mutex>& lock) {
+  lock.unlock();
+  Result result;
+  {
+    const Begun step = std::move(begun_.front());
+    begun_.pop_front();
+    result.error = step.error;
+    try {
+      if (!step.error) result.output = step.model->finish();
+    } catch (...) { result.error = std::current_exception(); }
+  }
+  held_ = false;
+  lock.lock();
+  add_result(std::move(result));
+  if (begun_.empty() || begun_.front().error) return;
+  lock.unlock();
+  draw(begun_.front());
+  lock.lock();
+}
+
+// With the lock.
+void Stepper::add_result(Result result) {
+  running_ = !begun_.empty();
+  if (running_) began_ = now();
+  results_.push_back(std::move(result));
+  ended_.notify_all();
 }
 
 }  // namespace as

@@ -1,10 +1,11 @@
 // Runs steps one after the other on a thread of its own, so that the next one starts before anybody has looked at the
-// result of the last one.
+// result of the last one. Of devices that work by themselves it queues the next one meanwhile.
 #pragma once
 #include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -14,7 +15,12 @@ namespace as {
 
 class Stepper {
  public:
-  using Job = std::function<StepOutput()>;
+  // A step of a model. before: what comes before its plan is followed.
+  struct Job {
+    std::shared_ptr<StepModel> model;
+    std::string plan;
+    std::function<void()> before;
+  };
 
   Stepper();
   ~Stepper();
@@ -35,12 +41,26 @@ class Stepper {
     StepOutput output;
     std::exception_ptr error;
   };
+  // A step that was begun, or has failed to.
+  struct Begun {
+    std::shared_ptr<StepModel> model;
+    std::exception_ptr error;
+  };
   void run();
+  bool await_work(std::unique_lock<std::mutex>& lock);
+  void begin_next(std::unique_lock<std::mutex>& lock);
+  void finish_first(std::unique_lock<std::mutex>& lock);
+  void draw(Begun& step);
+  void add_result(Result result);
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_, ended_;
   std::deque<Job> jobs_;
   std::deque<Result> results_;
+  // On the stepper's thread alone.
+  std::deque<Begun> begun_;
+  bool held_ = false;  // the next job is not to be begun before the steps that were have ended
+
   double began_ = 0;  // on the steady clock, in seconds; 0: no step runs
   bool running_ = false, stopping_ = false;
   std::thread thread_;

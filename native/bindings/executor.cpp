@@ -344,7 +344,9 @@ void bind_executor(py::module_& m) {
   py::class_<LogitSampler, std::shared_ptr<LogitSampler>>(m, "LogitSampler", "Draws from logits of another device.");
   py::class_<HostSampler, LogitSampler, std::shared_ptr<HostSampler>>(m, "HostSampler",
                                                                       "The CPU's sampling op, with threads of its own.")
-      .def(py::init<int, std::vector<int>>(), py::arg("threads"), py::arg("cpus") = std::vector<int>{});
+      .def(py::init<int, std::vector<int>, std::shared_ptr<Communicator>>(), py::arg("threads"),
+           py::arg("cpus") = std::vector<int>{}, py::arg("window") = nullptr,
+           "window: to the other ranks of a group, each of which has a part of the vocabulary.");
   py::class_<Executor, StepModel, std::shared_ptr<Executor>> executor(
       m, "Executor", "A model's op list, weights and KV cache of one rank.");
   executor.def(py::init([](int rank, int world, std::shared_ptr<Window> window, std::vector<int> cpus, int threads) {
@@ -484,11 +486,11 @@ void bind_executor(py::module_& m) {
           "submit",
           [](Stepper& s, std::shared_ptr<StepModel> executor, const py::bytes& plan, std::shared_ptr<Window> window,
              int kind, const py::bytes& prefix, int profiling) {
-            s.submit([executor, plan = std::string(plan), window, kind, prefix = std::string(prefix), profiling] {
-              if (window) window->publish(kind, prefix + plan);
-              if (profiling >= 0) executor->set_profiling(profiling);
-              return executor->step(plan, false);
-            });
+            const std::string bytes = plan;
+            s.submit({executor, bytes, [executor, window, kind, command = std::string(prefix) + bytes, profiling] {
+                        if (window) window->publish(kind, command);
+                        if (profiling >= 0) executor->set_profiling(profiling);
+                      }});
           },
           py::arg("executor"), py::arg("plan"), py::arg("window") = nullptr, py::arg("kind") = 0,
           py::arg("prefix") = py::bytes(), py::arg("profiling") = -1,

@@ -65,8 +65,9 @@ void bind_window(py::module_& m) {
       .def_property_readonly("size", &Hosts::size)
       .def_property_readonly("own", &Hosts::own)
       .def("receiver", &Hosts::receiver, py::arg("host"), py::arg("rank"));
-  py::class_<Window, std::shared_ptr<Window>>(m, "Window",
-                                              "Shared memory between the ranks of a host (native/comm/window.h).")
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator", "What the ranks of a group exchange.");
+  py::class_<Window, Communicator, std::shared_ptr<Window>>(
+      m, "Window", "Shared memory between the ranks of a host (native/comm/window.h).")
       .def_static(
           "bytes_needed", [](int) { return sizeof(Segment); }, py::arg("size") = 1,
           "Bytes each rank allocates and zeroes.")

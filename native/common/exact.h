@@ -4,26 +4,26 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
-#include <limits>
+
+#include "common/host_device.h"
 
 namespace as {
 namespace exact {
 
-inline uint64_t bits_of(double x) {
+AS_BOTH inline uint64_t bits_of(double x) {
   uint64_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
 
-inline double from_bits(uint64_t bits) {
+AS_BOTH inline double from_bits(uint64_t bits) {
   double x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
 
 // x rounded to an integer (to even), |x| < 2^51.
-inline double nearest(double x) {
+AS_BOTH inline double nearest(double x) {
   constexpr double kShift = 6755399441055744.0;  // 1.5 * 2^52
   return (x + kShift) - kShift;
 }
@@ -32,29 +32,30 @@ constexpr double kLn2High = 6.93147180369123816490e-01,
                  kLn2Low = 1.90821492927058770002e-10;  // fdlibm's: 33 bits, the rest
 
 // e^x; 0 below -708, infinity above 709.
-inline double exp(double x) {
+AS_BOTH inline double exp(double x) {
   if (!(x == x)) return x;
   if (x < -708.0) return 0.0;
-  if (x > 709.0) return std::numeric_limits<double>::infinity();
+  if (x > 709.0) return from_bits(0x7ff0000000000000ull);
   const double n = nearest(x * 1.44269504088896338700);
   const double r = (x - n * kLn2High) - n * kLn2Low;
   double p = 1.0 / 6227020800.0;  // Taylor's polynomial of degree 13, |r| <= ln 2 / 2
-  for (double inverse : {1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040,
-                         1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0})
-    p = p * r + inverse;
+  constexpr double kInverses[] = {
+      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+      1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
+  for (double inverse : kInverses) p = p * r + inverse;
   return p * from_bits((uint64_t)((int64_t)n + 1023) << 52);
 }
 
 // Natural logarithm of a positive normal number.
-inline double log(double x) {
+AS_BOTH inline double log(double x) {
   const uint64_t bits = bits_of(x);
   int64_t exponent = (int64_t)(bits >> 52) - 1023;
   double m = from_bits((bits & 0x000fffffffffffffull) | 0x3ff0000000000000ull);
   if (m > 1.41421356237309504880) m *= 0.5, exponent++;
   const double s = (m - 1.0) / (m + 1.0), z = s * s;  // log m = 2 atanh s = 2 s (1 + z/3 + z^2/5 + ...), |s| <= 0.1716
   double p = 1.0 / 21;
-  for (double inverse : {1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3})
-    p = p * z + inverse;
+  constexpr double kInverses[] = {1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3};
+  for (double inverse : kInverses) p = p * z + inverse;
   const double tail = 2.0 * s * z * p;
   return (double)exponent * kLn2High + ((double)exponent * kLn2Low + tail + 2.0 * s);
 }
@@ -75,14 +76,14 @@ inline Angle cos_sin(double x) {
   for (double part : kHalfPi) r -= n * part;
   const double z = r * r;  // |r| <= pi / 4: Taylor's polynomials of degree 17 and 18
   double s = 1.0 / 355687428096000.0;
-  for (double term :
-       {-1.0 / 1307674368000.0, 1.0 / 6227020800.0, -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6})
-    s = s * z + term;
+  constexpr double kSine[] = {
+      -1.0 / 1307674368000.0, 1.0 / 6227020800.0, -1.0 / 39916800, 1.0 / 362880, -1.0 / 5040, 1.0 / 120, -1.0 / 6};
+  for (double term : kSine) s = s * z + term;
   s = r + r * (z * s);
   double c = -1.0 / 6402373705728000.0;
-  for (double term : {1.0 / 20922789888000.0, -1.0 / 87178291200.0, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320,
-                      -1.0 / 720, 1.0 / 24})
-    c = c * z + term;
+  constexpr double kCosine[] = {
+      1.0 / 20922789888000.0, -1.0 / 87178291200.0, 1.0 / 479001600, -1.0 / 3628800, 1.0 / 40320, -1.0 / 720, 1.0 / 24};
+  for (double term : kCosine) c = c * z + term;
   c = 1.0 - (0.5 * z - z * (z * c));
   switch ((int64_t)n & 3) {
     case 0:

@@ -231,7 +231,35 @@ AS_AVX2 void eight_octets(const uint8_t* from, int64_t stride, int count, char* 
   }
 }
 
+// Words of eight k from the lowest bits on: 0 beside 4, 1 beside 5 and so on.
+AS_AVX2_INLINE V lanes_of_words(V x) {
+  x = _mm256_shuffle_epi8(x, _mm256_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15, 0, 2, 1, 3, 4, 6, 5,
+                                              7, 8, 10, 9, 11, 12, 14, 13, 15));
+  const V t = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(x, 4), x), _mm256_set1_epi32(0x00f000f0));
+  return _mm256_xor_si256(_mm256_xor_si256(x, t), _mm256_slli_epi32(t, 4));
+}
+
+constexpr int kAhead = 4;  // rows of words
+
+template <bool kEights>
+AS_AVX2 int words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, char* to, int64_t to_stride) {
+  const int whole = lanes / 8 * 8;
+  for (int i = 0; i < rows; i++, from += stride, to += to_stride)
+    for (int l = 0; l < whole; l += 8) {
+      if (l % 16 == 0) __builtin_prefetch(from + kAhead * stride + l * 4);
+      const V x = load(from + l * 4);
+      _mm256_storeu_si256(reinterpret_cast<V*>(to + l * 4), kEights ? lanes_of_words(x) : x);
+    }
+  return whole;
+}
+
 }  // namespace
+
+int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
+                         int64_t to_stride) {
+  return eights ? words_of_eight<true>(from, stride, rows, lanes, to, to_stride)
+                : words_of_eight<false>(from, stride, rows, lanes, to, to_stride);
+}
 
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
                            int64_t lane_stride) {
@@ -281,6 +309,8 @@ int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int6
 #else
 
 int place_eights(const Packed&, const StoredRows&, int64_t, int64_t, int, int, int, int64_t&) { return 0; }
+
+int place_words_of_eight(const uint8_t*, int64_t, int, int, bool, char*, int64_t) { return 0; }
 
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,
                            int64_t lane_stride) {

@@ -13,6 +13,11 @@ namespace as {
 int place_eights(const Packed& w, const StoredRows& stored, int64_t column, int64_t row, int rows, int panel, int lane,
                  int64_t& bad);
 
+// Rows of words (Packing::words), `stride` bytes apart, to rows of lanes; of eight k each, or of four, which lie as
+// they do. Returns how many of a row's `lanes` it has laid out: whole eights, or none.
+int place_words_of_eight(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to,
+                         int64_t to_stride);
+
 // Words of octets (Packing::octets) of k <= `length`, a multiple of eight, `stride` bytes from one k's to the next: the
 // lanes of the eight rows of word o to to[o], those of the next eight k `lane_stride` further on.
 void place_words_of_octets(const uint8_t* from, int64_t stride, int length, int octets, char* const* to,

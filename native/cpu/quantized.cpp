@@ -123,6 +123,20 @@ int bad_halves(const char* values, int n) {
 
 constexpr int kMostRows = 64;  // of a panel
 
+// Bytes `first` to first + 7 of eight rows become columns, from `lane` on of rows of lanes.
+AS_INLINE void transpose_bytes(const int8_t (&rows)[8][16], int first, int8_t (*out)[kMostRows], int lane) {
+  uint64_t x[8];
+  for (int i = 0; i < 8; i++) std::memcpy(&x[i], rows[i] + first, 8);
+  const auto exchange = [](uint64_t& a, uint64_t& b, int shift, uint64_t mask) {
+    const uint64_t t = (a >> shift ^ b) & mask;
+    b ^= t, a ^= t << shift;
+  };
+  for (int i = 0; i < 4; i++) exchange(x[i], x[i + 4], 32, 0x00000000ffffffff);
+  for (int i = 0; i < 4; i++) exchange(x[i + i / 2 * 2], x[i + i / 2 * 2 + 2], 16, 0x0000ffff0000ffff);
+  for (int i = 0; i < 4; i++) exchange(x[2 * i], x[2 * i + 1], 8, 0x00ff00ff00ff00ff);
+  for (int i = 0; i < 8; i++) std::memcpy(out[i] + lane, &x[i], 8);
+}
+
 // The heads of groups, of rows of one panel.
 class Heads {
  public:
@@ -141,11 +155,10 @@ class Heads {
                     in_block = group - block * stored_.super_group / stored_.group;
       if (block != block_ || row != row_) {
         block_ = block, row_ = row;
-        for (int r = 0; r < rows; r++)
-          unpack_scales(stored_.packing, stored_.q + (row + r) * stored_.stride, block, scales_[r], minimums_[r]);
+        for (int r = 0; r < rows; r += 8) unpack_eight(row + r, std::min(8, rows - r), block, r);
       }
-      gather<1>(reinterpret_cast<const char*>(scales_[0]) + in_block, sizeof *scales_, rows, scales);
-      if (zero) gather<1>(reinterpret_cast<const char*>(minimums_[0]) + in_block, sizeof *minimums_, rows, zeros);
+      std::memcpy(scales, scales_[in_block], rows);
+      if (zero) std::memcpy(zeros, minimums_[in_block], rows);
     } else {
       gather(stored_.scales.at(row, group), stored_.scales.row, rows, scale, scales);
       if (zero) gather(stored_.zeros.at(row, group), stored_.zeros.row, rows, zero, zeros);
@@ -170,11 +183,23 @@ class Heads {
   }
 
  private:
+  // The scales of a block of up to eight rows, to lanes from `lane` on.
+  void unpack_eight(int64_t row, int rows, int64_t block, int lane) {
+    int8_t scales[8][16] = {}, minimums[8][16] = {};
+    for (int r = 0; r < rows; r++)
+      unpack_scales(stored_.packing, stored_.q + (row + r) * stored_.stride, block, scales[r], minimums[r]);
+    for (int half = 0; half < 16; half += 8) {
+      transpose_bytes(scales, half, scales_ + half, lane);
+      if (!half && w_.zero_bytes()) transpose_bytes(minimums, 0, minimums_, lane);
+      if (stored_.group * 8 == stored_.super_group) break;
+    }
+  }
+
   const Packed& w_;
   const StoredRows& stored_;
   const int64_t column_;
-  int64_t block_ = -1, row_ = -1;  // whose scales are unpacked
-  int8_t scales_[kMostRows][16], minimums_[kMostRows][16];
+  int64_t block_ = -1, row_ = -1;  // whose scales are unpacked, a group's side by side
+  int8_t scales_[16][kMostRows], minimums_[8][kMostRows];
 };
 
 // As place(), of codes of floats. Returns how many of e4m3 are NaN.
@@ -250,8 +275,6 @@ bool fits_octets(const Packed& w, const StoredRows& stored, int64_t row_offset) 
          (stored.skipped - row_offset) % 8 == 0;
 }
 
-constexpr int kPanelsTogether = 16;  // of words, so that adjacent ones are read
-
 // Words of eight k from the lowest bits on, as lanes have them (format.h).
 AS_INLINE Word4 spread(Word4 x) {
   x = (x | x << 8) & 0x00ff00ff;
@@ -259,46 +282,40 @@ AS_INLINE Word4 spread(Word4 x) {
 }
 AS_INLINE Word4 lanes_of_words(Word4 x) { return spread(x & 0xffff) | spread(x >> 16) << 4; }
 
+// `rows` rows of words, `lanes` of each, to rows of lanes; of eight k, or of four.
+void lay_words(const uint8_t* from, int64_t stride, int rows, int lanes, bool eights, char* to, int64_t to_stride) {
+  const int done = place_words_of_eight(from, stride, rows, lanes, eights, to, to_stride);
+  for (; done < lanes && rows > 0; rows--, from += stride, to += to_stride) {
+    int l = done;
+    for (; l + 4 <= lanes; l += 4) {
+      Word4 x;
+      std::memcpy(&x, from + l * 4, 16);
+      if (eights) x = lanes_of_words(x);
+      std::memcpy(to + l * 4, &x, 16);
+    }
+    for (; l < lanes; l++) {
+      Word4 x = {word_at(from + l * 4)};
+      if (eights) x = lanes_of_words(x);
+      std::memcpy(to + l * 4, &x, 4);
+    }
+  }
+}
+
 // As place_rows(), of words.
 void place_words(const Packed& w, const StoredRows& stored, int64_t row_offset, int64_t column, int64_t r0,
                  int64_t r1) {
-  const int unit = w.unit(), begin = (int)(r0 / w.panel), end = (int)((r1 + w.panel - 1) / w.panel);
+  const int unit = w.unit();
   Heads heads(w, stored, column);
-  for (int p0 = begin; p0 < end; p0 += kPanelsTogether) {
-    const int panels = std::min(kPanelsTogether, end - p0);
+  for (int64_t row = r0, next; row < r1; row = next) {
+    const int panel = (int)(row / w.panel), lane = (int)(row % w.panel);
+    next = std::min(r1, (int64_t)(panel + 1) * w.panel);
+    const int lanes = (int)(next - row);
+    const uint8_t* from = stored.q + column / unit * stored.stride + (row - row_offset) * 4;
     for (int g = 0; g < w.groups(); g++) {
-      struct {
-        int lane, lanes;
-        const uint8_t* from;
-        char* to;
-      } part[kPanelsTogether];
-      const int64_t k = column + (int64_t)g * w.group;
-      for (int p = 0; p < panels; p++) {
-        const int64_t first = std::max(r0, (int64_t)(p0 + p) * w.panel),
-                      last = std::min(r1, (int64_t)(p0 + p + 1) * w.panel);
-        const int lane = (int)(first % w.panel), lanes = (int)(last - first);
-        part[p] = {lane, lanes, stored.q + k / unit * stored.stride + (first - row_offset) * 4,
-                   w.weights(p0 + p, g) + lane * 4};
-        heads.place(first - row_offset, lanes, p0 + p, g, lane);
-      }
-      for (int i = 0; i < w.group_k(g); i += unit)
-        for (int p = 0; p < panels; p++) {
-          auto& [lane, lanes, from, to] = part[p];
-          int l = 0;
-          for (; l + 4 <= lanes; l += 4) {
-            Word4 x;
-            std::memcpy(&x, from + l * 4, 16);
-            if (l % 16 == 0) __builtin_prefetch(from + 4 * stored.stride + l * 4);
-            if (unit == 8) x = lanes_of_words(x);
-            std::memcpy(to + l * 4, &x, 16);
-          }
-          for (; l < lanes; l++) {
-            Word4 x = {word_at(from + l * 4)};
-            if (unit == 8) x = lanes_of_words(x);
-            std::memcpy(to + l * 4, &x, 4);
-          }
-          from += stored.stride, to += w.panel * 4;
-        }
+      heads.place(row - row_offset, lanes, panel, g, lane);
+      const int rows = w.group_k(g) / unit;
+      lay_words(from, stored.stride, rows, lanes, unit == 8, w.weights(panel, g) + lane * 4, (int64_t)w.panel * 4);
+      from += rows * stored.stride;
     }
   }
 }
@@ -358,19 +375,24 @@ StoredRows StoredRows::from(int64_t row) const {
   return rows;
 }
 
-// Parts are rows, or of words and octets those of words and then the groups.
-int64_t StoredRows::hashed_parts(int64_t rows) const {
-  if (!is_transposed(packing)) return rows;
-  return (packing == Packing::words ? (columns * bits + 31) / 32 : columns) + groups();
-}
-
 uint64_t StoredRows::hash(const Packed& m, int64_t rows, int64_t i) const {
   if (is_transposed(packing)) {
-    const int64_t group = i - (hashed_parts(rows) - groups());
-    if (group < 0)
-      return row_hash(q + i * stride, packing == Packing::words ? rows * 4 : (skipped + rows + 7) / 8 * 4, i);
-    uint64_t sum = hash_of(scales.at(0, group), scales.row, rows, m.scale_bytes(), ~group);
-    if (zeros.data) sum += fold(hash_of(zeros.at(0, group), zeros.row, rows, m.zero_bytes(), group), kHashOfZeros);
+    const int64_t first = i * hashed_together(), count = std::min(rows - first, hashed_together());
+    const bool words = packing == Packing::words;
+    const int64_t lines = words ? (columns * bits + 31) / 32 : columns, other = skipped + first,
+                  begin = words ? first * 4 : other / 8 * 4,
+                  end = words ? (first + count) * 4 : (other + count + 7) / 8 * 4;
+    uint64_t sum = 0;
+    for (int64_t line = 0; line < lines; line++) {
+      const uint8_t* from = q + line * stride + begin;
+      if (line + 1 < lines)
+        for (int64_t at = 0; at < end - begin; at += 64) __builtin_prefetch(from + stride + at);
+      sum += row_hash(from, end - begin, line);
+    }
+    for (int64_t g = 0; g < groups(); g++) {
+      sum += hash_of(scales.at(first, g), scales.row, count, m.scale_bytes(), ~g);
+      if (zeros.data) sum += fold(hash_of(zeros.at(first, g), zeros.row, count, m.zero_bytes(), g), kHashOfZeros);
+    }
     return sum;
   }
   if (is_block(packing)) {

@@ -42,6 +42,9 @@ enum class Packing {
   q6_k,
 };
 constexpr int kOctet[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+// Rows of words, and of octets, that are hashed together: enough that pieces of 4 KB are read, and few enough to stay
+// in a cache.
+constexpr int64_t kHashedWords = 1024, kHashedOctets = 8192;
 
 // "rows", "signed", "swapped", "words", "octets" or GGUF's name; std::invalid_argument for anything else.
 Packing packing_of(const std::string& name);
@@ -71,9 +74,11 @@ struct StoredRows : RowShape {
   int64_t super_groups() const { return super_group ? (columns + super_group - 1) / super_group : 0; }
   // The rows from `row` on.
   StoredRows from(int64_t row) const;
-  // For Weights::source_hash(), of all arrays: how many parts there are for so many rows, and part i of them, for
-  // matrix m.
-  int64_t hashed_parts(int64_t rows) const;
+  // For Weights::source_hash(), of all arrays: how many rows are hashed together, and the i-th of such blocks of them,
+  // for matrix m.
+  int64_t hashed_together() const {
+    return packing == Packing::words ? kHashedWords : packing == Packing::octets ? kHashedOctets : 1;
+  }
   uint64_t hash(const Packed& m, int64_t rows, int64_t i) const;
 };
 

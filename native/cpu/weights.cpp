@@ -135,23 +135,19 @@ int64_t Weights::fill_quantized(int id, const StoredRows& source, int64_t rows, 
   each_expert(id, rows, row_offset, [&](const Packed& one, int64_t count, int64_t offset, int64_t done) {
     const StoredRows from = source.from(done);
     const int64_t first = offset / one.panel, last = (offset + count + one.panel - 1) / one.panel;
-    const bool transposed = is_transposed(source.packing);
+    const int64_t together = from.hashed_together();
     pool_.run([&](int thread) {
-      uint64_t sum = 0;
-      const auto hash_parts = [&](int64_t i0, int64_t i1) {
-        for (int64_t i = i0; i < i1; i++) sum += fold(from.hash(one, count, i), row_offset + done + offset + i);
-      };
-      if (transposed) {
-        const auto [i0, i1] = part(from.hashed_parts(count), thread, pool_.size());
-        hash_parts(i0, i1);
-      }
       const auto [p0, p1] = part(last - first, thread, pool_.size());
       const int64_t begin = std::max(offset, (first + p0) * one.panel),
                     end = std::min(offset + count, (first + p1) * one.panel);
-      // Of rows some panels at a time: hashing brings them into the cache. Of words all at once: they are read across.
+      uint64_t sum = 0;
+      int64_t block = (std::max(begin - offset, int64_t{0}) + together - 1) / together;  // that begin here
+      // A panel at a time, or as many as are hashed together: hashing brings them into the cache.
       for (int64_t r0 = begin, r1; r0 < end; r0 = r1) {
-        r1 = transposed ? end : std::min(end, (r0 / one.panel + 1) * one.panel);
-        if (!transposed) hash_parts(r0 - offset, r1 - offset);
+        const int64_t next = offset + ((r0 - offset) / together + 1) * together;
+        r1 = std::min(end, (next + one.panel - 1) / one.panel * one.panel);
+        for (; offset + block * together < r1; block++)
+          sum += fold(from.hash(one, count, block), row_offset + done + offset + block);
         bad += place_rows(one, from, offset, column, r0, r1);
       }
       hash += sum;

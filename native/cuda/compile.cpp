@@ -19,6 +19,22 @@ Norm norm_of(const OpNode& op, const float* weight) {
   return {weight, (float)op.number("eps"), op.flag("unit_offset")};
 }
 
+// Query heads of a KV head, and how many of the first one's other ranks have. A rank's first and last KV head may be
+// shared with its neighbours; of a single one only the rank's own query heads count.
+struct SharedHeads {
+  int group, first;
+};
+SharedHeads shared_heads(const OpNode& op) {
+  const int q_heads = op.integer("q_heads"), kv_heads = op.integer("kv_heads"), group = op.integer("group");
+  const int first = op.integer("q_head_begin") - op.integer("kv_begin") * group;
+  if (group < 1 || kv_heads < 1 || first < 0 || first >= group || first + q_heads > kv_heads * group)
+    throw std::invalid_argument("op span_attention: " + std::to_string(q_heads) + " query heads from " +
+                                std::to_string(op.integer("q_head_begin")) + " on do not belong to " +
+                                std::to_string(kv_heads) + " KV heads from " + std::to_string(op.integer("kv_begin")) +
+                                " on, of " + std::to_string(group) + " each");
+  return kv_heads == 1 ? SharedHeads{q_heads, 0} : SharedHeads{group, first};
+}
+
 Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("heads"), op.integer("head_dim")}; }
 
 }  // namespace
@@ -28,9 +44,32 @@ size_t span_bytes(int span_size, int head_dim, CacheType type) {
   return one.span_bytes();
 }
 
+// They are wherever weights are: what products read is rounded as much, and float32 would be twice the traffic, 5 % of
+// a step from 128 rows on. (With two ranks at 1,024 rows 49 us against 27, at 1 row 3.6 us either way.)
+bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce) {
+  if (!all_reduce) return false;
+  const OpNode& maker = program.ops()[all_reduce - 1];
+  return (maker.is("linear") || maker.is("embedding")) && !weights.matrix(maker.weights[0]).values;
+}
+
+size_t largest_partial(const Program& program, const Weights& weights, int max_rows) {
+  size_t most = 0;
+  for (size_t i = 0; i < program.ops().size(); i++) {
+    const OpNode& op = program.ops()[i];
+    if (op.is("all_reduce"))
+      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program, weights, i)));
+  }
+  return most;
+}
+
 CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-                       LogitSampler& sampler, Masks* masks)
-    : device_(device), program_(program), weights_(weights), limits_(limits), sampler_(sampler) {
+                       LogitSampler& sampler, Masks* masks, const Ranks* ranks)
+    : device_(device),
+      program_(program),
+      weights_(weights),
+      limits_(limits),
+      sampler_(sampler),
+      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt) {
   check_program();
   device_.use();
   most_runs_ = (limits.max_length + kRunTokens - 1) / kRunTokens;
@@ -38,17 +77,20 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   allocate_cache();
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
+  best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
+  if (ranks_) bind_first_call();
   for (size_t i = 0; i < program.ops().size(); i++) i += bind(i);
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
-  best_ = Memory(outputs * kBestParts * sizeof(Best), "draws"),
   host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
   launches_.push_back(
       [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
         if (size.outputs) best_tokens(logits, width, size.outputs, best, queue);
       });
+  if (width == sample.integer("vocab_size"))
+    draws_.emplace(device_, in(sample).values(), best_.as<Best>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
 }
 
@@ -133,10 +175,7 @@ void CudaRunner::allocate_cache() {
     layer.padded_dim = (layer.head_dim + 7) / 8 * 8;
     if (layer.head_dim > kLargestHead)
       refuse("heads of " + std::to_string(layer.head_dim) + " features, at most " + std::to_string(kLargestHead));
-    const int q_heads = op.integer("q_heads"), group = q_heads / layer.kv_heads;
-    if (q_heads % layer.kv_heads || op.integer("group") != group || op.integer("q_head_begin") ||
-        op.integer("kv_begin"))
-      refuse("heads of several ranks");
+    const int group = shared_heads(op).group;
     if (groups++ && group != group_) refuse("layers of different numbers of query heads to a KV head");
     group_ = group;
     if (!layers.emplace(op.integer("layer"), layer).second)
@@ -166,12 +205,9 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
-  if (op.is("span_attention")) return bind_attention(i), 0;
+  if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
-  if (op.is("all_reduce")) {
-    if (!op.outputs.empty() && op.outputs[0] != op.inputs[0]) refuse("all_reduce into another tensor");
-    return 0;
-  }
+  if (op.is("all_reduce")) return bind_all_reduce(i);
   if (op.is("sample")) return 0;
   if (op.is("hidden_states")) {
     hidden_ = op.inputs[0], heads_from_ = launches_.size();
@@ -180,21 +216,18 @@ int CudaRunner::bind(size_t i) {
     return 0;
   }
   if (op.is("embedding")) {
-    const Tensor y = out(op);
+    const Rows y = partial_of(i).value_or(out(op).rows);
     add_launch([=, table = weights_.matrix(op.weights[0]), begin = op.integer("vocab_begin"),
-                factor = (float)op.number("scale"), data = &*data_](
-                   const Size& size) { embed(table, data->tokens(), size.rows, begin, factor, y.rows, queue); },
+                factor = (float)op.number("scale"), data = &*data_, drawn = best_.as<Best>()](
+                   const Size& size) { embed(table, data->tokens(), drawn, size.rows, begin, factor, y, queue); },
                kAllRows);
     return 0;
   }
   const Tensor x = in(op), y = out(op);
   if (op.is("rms_norm")) {
-    add_launch(
-        [=, norm = norm_of(op, vector(op, 0)), next = next_product(i), this](const Size& size) {
-          const int rows = count(x, size);
-          rms_norm(x.values(), norm, rows, y.rows, ahead(next, rows), queue);
-        },
-        x.row_set);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+               x.row_set);
   } else if (op.is("silu_mul")) {
     add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("add") || op.is("scale")) {
@@ -240,18 +273,62 @@ int CudaRunner::bind(size_t i) {
   return 0;
 }
 
-std::optional<size_t> CudaRunner::sum_after(size_t linear) const {
+std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
   const auto& ops = program_.ops();
-  const int made = ops[linear].outputs[0];
-  size_t i = linear + 1;
-  while (i < ops.size() && ops[i].is("all_reduce")) i++;
-  if (i == ops.size() || !ops[i].is("add") || ops[i].inputs[1] != made || ops[i].inputs[0] == made) return {};
-  if (out(ops[i]).values() != in(ops[i]).values()) return {};
-  for (size_t later = i + 1; later < ops.size(); later++) {
-    if (has(ops[later].inputs, made)) return {};
-    if (has(ops[later].outputs, made)) break;
+  const OpNode& op = ops[next];
+  if (!op.is("add") || op.inputs[1] != tensor || op.inputs[0] == tensor) return {};
+  if (out(op).values() != in(op).values()) return {};
+  for (size_t later = next + 1; later < ops.size(); later++) {
+    if (has(ops[later].inputs, tensor)) return {};
+    if (has(ops[later].outputs, tensor)) break;
   }
-  return i;
+  return next;
+}
+
+// A step makes an even number of calls, so that each has the same buffer in every step: the first may have nothing to
+// add up.
+void CudaRunner::bind_first_call() {
+  const auto& ops = program_.ops();
+  calls_ = (int)std::count_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is("all_reduce"); });
+  if (calls_ % 2 == 0) return;
+  calls_++, next_call_++;
+  RankSum nothing;
+  nothing.peers = ranks_->exchange.peers(), nothing.peers.step = data_->step(), nothing.calls = calls_;
+  launches_.push_back([=, queue = device_.queue()](const Size&) { sum_ranks(nothing, 0, queue); });
+}
+
+std::optional<Rows> CudaRunner::partial_of(size_t i) const {
+  const OpNode &op = program_.ops()[i], &next = program_.ops()[i + 1];
+  if (!ranks_ || !next.is("all_reduce") || next.inputs[0] != op.outputs[0]) return {};
+  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(program_, weights_, i + 1));
+}
+
+// The sum, what it is added to, and its norm, where these come next.
+int CudaRunner::bind_all_reduce(size_t i) {
+  const auto& ops = program_.ops();
+  const OpNode& op = ops[i];
+  const int tensor = op.inputs[0];
+  if (!op.outputs.empty() && op.outputs[0] != tensor) refuse("all_reduce into another tensor");
+  if (!ranks_) return 0;
+  const Tensor x = in(op);
+  size_t last = i;
+  RankSum sum;
+  sum.peers = ranks_->exchange.peers(), sum.peers.step = data_->step();
+  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(program_, weights_, i);
+  int into = tensor;
+  if (sum_at(i + 1, tensor)) last = i + 1, into = ops[last].inputs[0], sum.adds = true;
+  sum.y = tensors_[into].rows;
+  if (const OpNode& next = ops[last + 1]; next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into)
+    last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
+  const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
+                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
+  const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
+    const int rows = count(x, size);
+    if (!there && rows) to_tiles(x.values(), rows, partial, queue);
+    sum_ranks(sum, rows, queue);
+  });
+  return (int)(last - i);
 }
 
 // Whether ops[linear] makes gates and what they gate for the next op alone.
@@ -273,13 +350,14 @@ int CudaRunner::bind_linear(size_t i) {
   const OpNode& op = program_.ops()[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
-  const std::optional<size_t> sum = sum_after(i);
+  const std::optional<size_t> sum =
+      sum_at(i + (!ranks_ && program_.ops()[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
   const bool gated = is_gated(i);
   if (gated) weights_.pair(op.weights[0]);
   Product p;
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
-  p.y = sum ? in(program_.ops()[*sum]).rows : out(program_.ops()[gated ? i + 1 : i]).rows;
+  p.y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(program_.ops()[gated ? i + 1 : i]).rows);
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
@@ -297,30 +375,13 @@ int CudaRunner::bind_linear(size_t i) {
   return sum ? (int)(*sum - i) : gated;
 }
 
-// The matrix that the first product after ops[i] reads; -1: none.
-int CudaRunner::next_product(size_t i) const {
-  const auto& ops = program_.ops();
-  for (i++; i < ops.size(); i++)
-    if (ops[i].is("linear")) return weights_.matrix(ops[i].weights[0]).kind == Kind::f32 ? -1 : ops[i].weights[0];
-  return -1;
-}
-
-// What kernels of few rows ask for before a product: memory would be idle meanwhile.
-Ahead CudaRunner::ahead(int matrix, int rows) const {
-  constexpr int kFewRows = 128;
-  static const size_t kMost = getenv("AS_AHEAD") ? (size_t)atoi(getenv("AS_AHEAD")) << 20 : 24 << 20;  // XXX
-  if (matrix < 0 || rows > kFewRows) return {};
-  const Matrix& m = weights_.matrix(matrix);
-  const void* data = m.tiles ? static_cast<const void*>(m.tiles) : m.codes.words;
-  return {data, std::min(matrix_bytes(m), kMost)};
-}
-
-void CudaRunner::bind_attention(size_t i) {
-  const OpNode& op = program_.ops()[i];
-  op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads"},
+void CudaRunner::bind_attention(const OpNode& op) {
+  op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
+                 "q_head_begin", "kv_begin"},
                 kName);
   Attention a;
   a.cache = layers_.at(op.integer("layer")), a.group = group_;
+  a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
@@ -328,17 +389,16 @@ void CudaRunner::bind_attention(size_t i) {
   turn_.reset();
   constexpr int kTilesAProcessor = 3;  // that attend at once
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
-  launches_.push_back([=, data = &*data_, queue = device_.queue(), next = next_product(i), this](const Size& size) {
+  launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
-    if (size.few && !size.many &&
-        store_and_attend(a, turned, data->few(), size.few, splits, ahead(next, size.rows), queue))
-      return;
-    store_cache(a, data->where(), turned, size.rows, queue);
-    attend(a, data->few(), size.few, true, splits, queue);
-    attend(a, data->many(), size.many, false, 1, queue);
+    if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
+    const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
+    store_cache(a, data->where(), turned, !turns, size.rows, queue);
+    attend_few(a, data->few(), size.few, splits, queue);
+    attend_many(a, data->many(), size.many, turns ? turned : nullptr, queue);
   });
 }
 

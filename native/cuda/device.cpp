@@ -40,11 +40,31 @@ int device_count() {
   return count;
 }
 
-Device::Device(int index) : index_(index) {
+namespace {
+
+void check_index(int index) {
   const int count = device_count();
   if (index < 0 || index >= count)
     throw std::invalid_argument("there is no GPU " + std::to_string(index) + ": compute_unit may name 0 to " +
                                 std::to_string(count - 1));
+}
+
+}  // namespace
+
+void check_peer(int device, int other) {
+  check_index(device), check_index(other);
+  if (device == other) return;
+  int can = 0;
+  check(cudaDeviceCanAccessPeer(&can, device, other), "asking whether GPUs reach each other");
+  if (!can)
+    throw std::invalid_argument(
+        "GPU " + std::to_string(device) + " cannot reach the memory of GPU " + std::to_string(other) +
+        " (neither NVLink nor PCIe peer access; nvidia-smi topo -p2p r tells which can): take GPUs of one group that "
+        "do, or start a group for each");
+}
+
+Device::Device(int index) : index_(index) {
+  check_index(index);
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, index), "asking what the GPU is");
   name_ = properties.name;

@@ -34,6 +34,8 @@ class Memory {
     return static_cast<T*>(data_);
   }
   size_t size() const { return bytes_; }
+  // It stays as long as the process: others may still use it.
+  void forget() { data_ = nullptr; }
 
  private:
   void swap(Memory& other) {
@@ -73,6 +75,8 @@ class Device {
 
 // How many GPUs there are; throws as Device does.
 int device_count();
+// Throws std::invalid_argument unless this GPU can read and write the other's memory.
+void check_peer(int device, int other);
 
 }  // namespace cuda
 }  // namespace as

@@ -5,8 +5,11 @@
 namespace as {
 namespace cuda {
 
-CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler)
-    : device_(device), sampler_(std::move(sampler)), weights_(device_) {}
+CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
+    : device_(device),
+      sampler_(std::move(sampler)),
+      window_(window && window->size() > 1 ? std::move(window) : nullptr),
+      weights_(device_) {}
 
 int CudaExecutor::add_matrix(int n, int k, const std::string& format, int group) {
   const int id = weights_.add_matrix(n, k, format, group);
@@ -19,21 +22,61 @@ int CudaExecutor::add_vector(const std::vector<float>& values) {
   return weights_.add_vector(values);
 }
 
+std::string CudaExecutor::share(int max_rows, double seconds) {
+  if (!window_) return "";
+  exchange_ = std::make_unique<Exchange>(device_, window_->rank(), window_->size(),
+                                         largest_partial(program_, weights_, max_rows), seconds);
+  shared_rows_ = max_rows;
+  return exchange_->address();
+}
+
+void CudaExecutor::connect(const std::vector<std::string>& addresses) {
+  if (!window_) return;
+  if (!exchange_) throw std::logic_error("share() before connect()");
+  exchange_->connect(addresses);
+}
+
 void CudaExecutor::allocate(const Limits& limits, int masks) {
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
   weights_.finish();
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
-  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get());
-  decoder_.emplace(*runner_, nullptr, nullptr,
-                   SlotLimits{limits.max_rows, limits.max_outputs, limits.max_slots, limits.max_length,
-                              limits.span_size, limits.num_spans, program_.windows(), masks, runner_->hidden_states()});
+  if (window_ && (!exchange_ || !exchange_->connected() || limits.max_rows > shared_rows_))
+    throw std::invalid_argument("ranks share() memory for " + std::to_string(limits.max_rows) +
+                                " rows, and connect(), before allocate()");
+  std::optional<Ranks> ranks;
+  if (window_) ranks.emplace(Ranks{*exchange_, *window_});
+  runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
+                                         ranks ? &*ranks : nullptr);
+  slot_limits_ = SlotLimits{};
+  slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
+  slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
+  slot_limits_.span_size = limits.span_size, slot_limits_.num_spans = limits.num_spans;
+  slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
+  slot_limits_.hidden_states = runner_->hidden_states();
+  decoder_.emplace(*runner_, nullptr, slot_limits_);
+}
+
+void CudaExecutor::allocate_host_cache(int spans) {
+  if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
+  host_spans_ = std::make_unique<HostSpans>(device_, runner_->layers(), slot_limits_.num_spans, spans);
+  slot_limits_.host_spans = spans;
+  decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
+
+bool CudaExecutor::begin(const std::string& plan) {
+  if (!decoder_) throw std::invalid_argument("allocate() before step()");
+  return decoder_->begin(plan);
+}
+
+void CudaExecutor::draw() { decoder_->draw(); }
+
+StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
 std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by) {
   const Matrix& m = weights_.matrix(id);
@@ -68,6 +111,40 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   device_.wait();
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   return y;
+}
+
+void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,
+                             bool adds, float* y, float* normed) {
+  if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)
+    throw std::invalid_argument("sum_ranks: 1 to " + std::to_string(kMostRanks) + " ranks, and rows that are some");
+  device_.use();
+  const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, bf16);
+  Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"), flags(kMostRanks * sizeof(uint32_t), "flags"),
+      step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
+      weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
+  const auto copy = [](const Memory& to, const void* from, size_t size) {
+    check(cudaMemcpy(to.as(), from, size, cudaMemcpyHostToDevice), "copying rows");
+  };
+  RankSum sum;
+  sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
+  const std::vector<uint32_t> come(kMostRanks, 1);
+  copy(flags, come.data(), flags.size()), copy(weight, norm, weight.size()), copy(total, y, bytes);
+  for (int r = 0; r < ranks; r++) {
+    char* own = all.as() + r * half;
+    copy(in, parts + r * count, bytes);
+    Rows rows_of{reinterpret_cast<float*>(own), nullptr, width};
+    if (bf16) rows_of = {nullptr, reinterpret_cast<uint16_t*>(own), width};
+    to_tiles(in.as<float>(), rows, rows_of, device_.queue());
+    device_.wait();
+    sum.peers.partials[r] = own, sum.peers.flags[r] = flags.as<uint32_t>();
+  }
+  sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
+  sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
+  sum.norm = {weight.as<float>(), 1e-6f, false};
+  cuda::sum_ranks(sum, rows, device_.queue());
+  device_.wait();
+  check(cudaMemcpy(y, total.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
+  check(cudaMemcpy(normed, result.as(), bytes, cudaMemcpyDeviceToHost), "copying rows");
 }
 
 }  // namespace cuda

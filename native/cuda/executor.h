@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "batch/decoder.h"
+#include "batch/queued_decoder.h"
+#include "cuda/host_spans.h"
 #include "cuda/runner.h"
 
 namespace as {
@@ -13,7 +14,8 @@ namespace cuda {
 
 class CudaExecutor : public StepModel {
  public:
-  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler);
+  // window: to the other ranks of a group; null: there are none.
+  CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window = nullptr);
 
   int add_matrix(int n, int k, const std::string& format, int group);
   int add_vector(const std::vector<float>& values);
@@ -22,25 +24,45 @@ class CudaExecutor : public StepModel {
   Program& program() { return program_; }
   const Device& device() const { return device_; }
 
+  // With other ranks, when the program is there and before allocate(): the address of what they need of this GPU's
+  // memory in steps of up to so many rows, "" without any; and then the addresses of all, in rank order. seconds: how
+  // long the GPU waits for another rank.
+  std::string share(int max_rows, double seconds);
+  void connect(const std::vector<std::string>& addresses);
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
   // name.
   void allocate(const Limits& limits, int masks);
+  // A second tier of the cache, after allocate() and before any step.
+  void allocate_host_cache(int spans);
+  size_t host_cache_bytes(int spans) const { return runner_ ? spans * HostSpans::span_bytes(runner_->layers()) : 0; }
   StepOutput step(const std::string& plan, bool want_logits) override;
+  bool begin(const std::string& plan) override;
+  void draw() override;
+  bool done() const override { return decoder_->done(); }
+  StepOutput finish() override;
   void set_profiling(bool) override {}  // there is no profile yet
   std::shared_ptr<Masks> masks() const { return masks_; }
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by);
+  // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
+  void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds, float* y,
+                 float* normed);
 
  private:
   Device device_;
   std::shared_ptr<LogitSampler> sampler_;
+  const std::shared_ptr<Communicator> window_;
   Weights weights_;
   Program program_;
   std::shared_ptr<Masks> masks_;
+  std::unique_ptr<Exchange> exchange_;
+  int shared_rows_ = 0;
   std::unique_ptr<CudaRunner> runner_;
-  std::optional<Decoder> decoder_;
+  SlotLimits slot_limits_;
+  std::unique_ptr<HostSpans> host_spans_;
+  std::optional<QueuedDecoder> decoder_;
 };
 
 }  // namespace cuda

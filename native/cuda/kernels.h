@@ -50,12 +50,6 @@ struct Queue {
   bool apart = false;  // kernels begin when those before have ended: these make weights, which are fetched beforehand
 };
 
-// What comes next and can be read beforehand, into the second-level cache: kernels that leave memory idle ask for it.
-struct Ahead {
-  const void* data = nullptr;
-  size_t bytes = 0;
-};
-
 enum class Source { f32, f16, bf16 };
 
 // Puts rows [count, matrix.k] of `source`, `stride` values apart, into rows [first, first + count) of a matrix; adds
@@ -73,16 +67,40 @@ void place_rows(const uint8_t* codes, const uint16_t* scales, const uint16_t* of
 // out [k] float32: a row as the matrix has it.
 void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 
+// ---- ceilings
+// Reads so many bytes, a multiple of 16; sink: a place that is hardly ever written.
+void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
+// Values of both signs and several sizes.
+void fill_bf16(void* data, size_t bytes, const Queue& queue);
+
 // ---- rows
-void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           const Queue& queue);
+// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
+// all are -infinite), and how many logits are NaN or +infinite.
+constexpr int kBestParts = 16;
+struct Best {
+  float logit;
+  int token, not_finite;
+};
+// What a row's parts are together.
+AS_BOTH inline Best together(const Best* parts) {
+  Best best = parts[0];
+  for (int i = 1; i < kBestParts; i++) {
+    best.not_finite += parts[i].not_finite;
+    if (parts[i].token >= 0 && (best.token < 0 || parts[i].logit > best.logit))
+      best.logit = parts[i].logit, best.token = parts[i].token;
+  }
+  return best;
+}
+// drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue);
 // weight: of a norm; 1 is added to it with unit_offset.
 struct Norm {
   const float* weight = nullptr;
   float eps = 0;
   bool unit_offset = false;
 };
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
@@ -169,6 +187,19 @@ struct LayerCache {
   AS_BOTH size_t span_bytes() const { return head_bytes() * kv_heads; }
 };
 
+// A layer's part of spans: in the cache, and in the host's memory, where all parts of a span are adjacent. Parts are of
+// whole 16 bytes.
+struct SpanPart {
+  char *cache, *host;
+  size_t bytes, host_stride;
+};
+struct SpanPair {
+  int span, host;
+};
+// saves: to the host; else from there. largest: of the parts.
+void copy_spans(const SpanPart* parts, int layers, size_t largest, const SpanPair* pairs, int count, bool saves,
+                const Queue& queue);
+
 // Rows of one sequence, which attend together: of `count` adjacent rows of the step from `row` on, at positions from
 // `start` on, with the spans tables[table...]. Taken as pairs (row, query head of a KV head's group), the ones from
 // `first` on.
@@ -178,7 +209,8 @@ struct AttentionTile {
 
 struct Attention {
   LayerCache cache;
-  int group = 1;  // query heads of a KV head
+  int group = 1;               // query heads of a KV head
+  int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
   const float* qkv = nullptr;  // [rows, width]: queries, keys, values
@@ -190,7 +222,7 @@ struct Attention {
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
-constexpr int kManyPairs = 64;   // pairs of other tiles
+constexpr int kManyPairs = 128;  // pairs of other tiles
 constexpr int kLargestHead = 256;
 size_t partial_floats(int head_dim);  // of one run of one tile and KV head
 
@@ -200,23 +232,45 @@ struct Turn {
   bool interleaved = false;
 };
 // Keys and values of rows enter the cache; where: each row's span * span_size + place in it, -1 for none. turn: null,
-// or what happens to keys on their way there, and to queries where they are.
-void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue);
-// tiles: of at most kFewPairs (few), or kManyPairs. splits: by how many blocks the runs of one of few are shared: 1 if
-// no tile has several.
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue);
-// Both at once, of a step whose tiles are all few. False, and nothing is done, where there is no kernel for this cache.
+// or what happens to keys on their way there, and, if `queries`, to queries where they are.
+void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue);
+// tiles: of at most kFewPairs. splits: by how many blocks the runs of one are shared: 1 if no tile has several.
+void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue);
+// tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
+void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
+bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+// store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
+// no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue);
+                      const Queue& queue);
+
+// ---- ranks of several GPUs
+constexpr int kMostRanks = 8;
+// What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
+struct Peers {
+  int rank = 0, world = 1;
+  size_t half = 0;                   // bytes: of either buffer of partial sums
+  const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
+  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to
+  const int* step = nullptr;         // how many steps came before; the same on all ranks
+  int* failed = nullptr;             // of the host: 0, or 1 + the rank that has not come within the limit
+  uint64_t limit = 0;                // ns
+};
+// y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
+// has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
+// ranks in the same order, an even number. bf16: partial sums are in tiles, else float32 rows.
+struct RankSum {
+  Peers peers;
+  int call = 0, calls = 0;
+  bool bf16 = false, adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
 
 // ---- sampling
-// Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
-// all are -infinite), and how many logits are NaN or +infinite.
-constexpr int kBestParts = 16;
-struct Best {
-  float logit;
-  int token, not_finite;
-};
+// Of the model's own logits.
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue);
 
 }  // namespace cuda

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "bindings/step_result.h"
+#include "cuda/ceilings.h"
 #include "cuda/executor.h"
 #include "program/weight_spec.h"
 
@@ -97,6 +98,8 @@ By by_name(const std::string& name) {
   throw std::invalid_argument("kernels are any, mma, split, stream and wide, got " + name);
 }
 
+constexpr double kWaitSeconds = 30;  // dead and stopped ranks are noticed earlier, by window and supervisor
+
 CacheType cache_type_of(const std::string& name) {
   if (name == "float32") return CacheType::f32;
   if (name == "bfloat16") return CacheType::bf16;
@@ -165,7 +168,23 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
             return py::array_t<float>({x.shape(0), (py::ssize_t)m.n}, y.data());
           },
           py::arg("id"), py::arg("x"), py::arg("out_features"), py::arg("bias") = py::none(), py::arg("by") = "any",
-          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.");
+          "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide.")
+      .def(
+          "sum_ranks",
+          [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {
+            if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
+                parts.shape(2) != y.shape(1) || norm.shape(0) != y.shape(1))
+              throw std::invalid_argument("sum_ranks: parts [ranks, rows, width], y [rows, width], norm [width]");
+            py::array_t<float> total({y.shape(0), y.shape(1)}), normed({y.shape(0), y.shape(1)});
+            std::copy_n(y.data(), y.size(), total.mutable_data());
+            e.sum_ranks(parts.data(), (int)parts.shape(0), (int)y.shape(0), (int)y.shape(1), norm.data(), bf16, adds,
+                        total.mutable_data(), normed.mutable_data());
+            return py::make_tuple(total, normed);
+          },
+          py::arg("parts"), py::arg("y"), py::arg("norm"), py::arg("bf16"), py::arg("adds"),
+          "(The sum over ranks of what their parts are, or that added to y; the same normed, eps 1e-6), with all "
+          "ranks' "
+          "parts on this GPU, for tests.");
 }
 
 }  // namespace
@@ -198,12 +217,51 @@ PYBIND11_MODULE(_cuda, m) {
       "partial_bytes", [](int head_dim) { return partial_floats(head_dim) * sizeof(float); },
       "Memory that attention takes for partial results, for each sequence, KV head and run of context.");
   m.attr("RUN_TOKENS") = kRunTokens;
+  m.attr("MOST_RANKS") = kMostRanks;
+  m.def(
+      "measure_ceilings",
+      [](int device) {
+        const Ceilings found = measure_ceilings(device);
+        return std::make_pair(found.read, found.bf16);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(),
+      "(bytes/s that a GPU reads of its memory, multiplications and additions/s of a large product of bfloat16); takes "
+      "40 ms and half a gigabyte.");
+  m.attr("CUDA_VERSION") = CUDART_VERSION;
+  m.def(
+      "driver_version",
+      [] {
+        int version = 0;
+        cudaDriverGetVersion(&version);
+        return version;
+      },
+      "The CUDA version that the driver is for, as 13020 for 13.2; 0: there is no driver.");
+  m.def(
+      "memory_info",
+      [](int device) {
+        size_t free = 0, total = 0;
+        check(cudaSetDevice(device), "choosing the GPU");
+        check(cudaMemGetInfo(&free, &total), "asking for free memory");
+        return std::make_pair(free, total);
+      },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>(), "Bytes of a GPU's memory: free ones, and all.");
+  m.def("check_peer", check_peer, py::arg("device"), py::arg("other"),
+        "ValueError that says what to do unless GPU `device` can reach the memory of GPU `other`.");
+  m.def(
+      "exchange_bytes",
+      [](int rows, int width, const std::string& dtype) {
+        return exchange_bytes(partial_bytes(rows, width, dtype != "float32"));
+      },
+      py::arg("rows"), py::arg("width"), py::arg("dtype"),
+      "Memory that a rank shares with others, for sums of so many rows of this width, of weights of that type.");
   py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>> executor(
       m, "Executor", "A model's op list, weights and KV cache on one GPU.");
-  executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler) {
-                 return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler)), WithoutGil{});
+  executor.def(py::init([](int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window) {
+                 return std::shared_ptr<CudaExecutor>(new CudaExecutor(device, std::move(sampler), std::move(window)),
+                                                      WithoutGil{});
                }),
-               py::arg("device"), py::arg("sampler"));
+               py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
+               "window: to the other ranks of a group; the sampler must have it, too.");
   bind_weights(executor);
   executor
       .def(
@@ -226,6 +284,22 @@ PYBIND11_MODULE(_cuda, m) {
           },
           py::arg("type"), py::arg("inputs"), py::arg("outputs"), py::arg("weights"), py::arg("attrs"))
       .def(
+          "share",
+          [](CudaExecutor& e, int max_rows, double seconds) {
+            std::string address;
+            {
+              py::gil_scoped_release release;
+              address = e.share(max_rows, seconds);
+            }
+            return py::bytes(address);
+          },
+          py::arg("max_rows"), py::arg("seconds") = kWaitSeconds,
+          "When all ops are added: what the other ranks connect() to, for steps of up to so many rows; b'' without "
+          "any. "
+          "seconds: how long the GPU waits for another rank.")
+      .def("connect", &CudaExecutor::connect, py::arg("addresses"), py::call_guard<py::gil_scoped_release>(),
+           "Every rank's address, in rank order; before allocate().")
+      .def(
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs) {
@@ -237,6 +311,14 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same.")
+      .def(
+          "allocate_host_cache",
+          [](CudaExecutor& e, int spans) {
+            py::gil_scoped_release release;
+            e.allocate_host_cache(spans);
+          },
+          py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+      .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
       .def(
           "step",
           [](CudaExecutor& e, const py::bytes& plan, bool want_logits) {

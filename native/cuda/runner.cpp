@@ -1,6 +1,7 @@
 #include "cuda/runner.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 namespace as {
@@ -14,7 +15,7 @@ int padded_rows(int rows) {
     if (rows <= 8 * step) return (rows + step - 1) / step * step;
 }
 
-// Whether the likeliest token is what is drawn.
+// Whether the likeliest token is what is drawn, and no more is wanted.
 bool is_greedy(const SamplingParams& p, const Output& out) {
   return p.greedy() && !p.logprobs() && p.repetition_penalty == 1 && p.presence_penalty == 0 &&
          p.frequency_penalty == 0 && !p.no_repeat_ngram_size && p.bad_words.empty() && p.logit_bias.empty() &&
@@ -24,11 +25,13 @@ bool is_greedy(const SamplingParams& p, const Output& out) {
 }  // namespace
 
 CudaRunner::~CudaRunner() {
+  cudaStreamSynchronize(device_.stream());  // a step may have been begun
   for (auto& [size, replay] : replays_)
     if (replay.graph) cudaGraphExecDestroy(replay.graph);
+  if (drawn_) cudaEventDestroy(drawn_);
 }
 
-Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
+void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
   const bool heads = !heads_from_ || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
@@ -39,51 +42,92 @@ Drawn CudaRunner::run(const Batch& batch, bool want_logits) {
   const Size size = data_->copy(batch, fits ? padded : 0, device_);
   if (fits) replay(size);
   else launch(size, heads);
+  begun_ = {heads && !batch.outputs.empty(), want_logits};
+}
 
-  Drawn drawn;
-  drawn.samples.resize(batch.outputs.size());
+bool CudaRunner::draw(const Batch& batch) {
+  device_.use();
+  drawing_ = begun_;
   copy_hidden(batch);
-  const std::vector<bool> by_device = drawn_by_device(batch);
-  const size_t outputs = batch.outputs.size();
-  if (heads && outputs) {
-    check(cudaMemcpyAsync(host_best_.as(), best_.as(), outputs * kBestParts * sizeof(Best), cudaMemcpyDeviceToHost,
-                          device_.stream()),
+  share_draws(batch);
+  if (drawing_.heads) {
+    if (draws_) draws_->queue(batch, drawn_by_);
+    check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
+                          cudaMemcpyDeviceToHost, device_.stream()),
           "copying draws");
-    copy_logits(batch, by_device, want_logits);
+    copy_logits(batch, drawing_.want_logits);
   }
-  device_.wait();
+  if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");
+  check(cudaEventRecord(drawn_, device_.stream()), "recording an event");
+  if (ranks_) return false;  // they have to agree first
+  return std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::host) == drawn_by_.end();
+}
 
+bool CudaRunner::done() const { return cudaEventQuery(drawn_) != cudaErrorNotReady; }
+
+Drawn CudaRunner::finish(const Batch& batch) {
+  device_.use();
+  check(cudaEventSynchronize(drawn_), "a step on the GPU");
+  if (ranks_) ranks_->exchange.check_waits();
+  Drawn drawn;
+  const size_t outputs = batch.outputs.size();
+  drawn.samples.resize(outputs);
   if (hidden_rows_) {
     drawn.hidden_width = tensors_[hidden_].rows.width;
     drawn.hidden.assign(host_hidden_.as<float>(), host_hidden_.as<float>() + hidden_rows_ * drawn.hidden_width);
   }
-  if (!heads) return drawn;
+  if (!drawing_.heads) return drawn;
   const int width = in(program_.ops().back()).rows.width;
-  if (want_logits) {
+  if (drawing_.want_logits) {
     drawn.logits.assign(host_logits_.as<float>(), host_logits_.as<float>() + outputs * width);
     drawn.logit_width = width;
   }
+  if (draws_) draws_->take(drawn.samples);
   Batch rest;  // what the host draws
   bool any = false;
   rest.outputs = batch.outputs, rest.slots = batch.slots;
+  std::vector<Best> drawn_here;  // of the outputs that the device draws
+  const int begin = program_.ops().back().integer("vocab_begin");
   for (size_t i = 0; i < outputs; i++) {
-    if (!by_device[i]) {
-      any |= batch.outputs[i].wanted != Wanted::nothing;
-      continue;
-    }
-    rest.outputs[i].wanted = Wanted::nothing;
-    const Best* parts = host_best_.as<Best>() + i * kBestParts;
-    Best best = parts[0];
-    for (const Best* part = parts + 1; part < parts + kBestParts; part++) {
-      best.not_finite += part->not_finite;
-      if (part->token >= 0 && (best.token < 0 || part->logit > best.logit))
-        best.logit = part->logit, best.token = part->token;
-    }
-    if (best.not_finite || best.token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
-    else drawn.samples[i].token = best.token;
+    if (drawn_by_[i] == DrawnBy::host) any = true;
+    else rest.outputs[i].wanted = Wanted::nothing;
+    if (drawn_by_[i] != DrawnBy::best) continue;
+    Best best = together(host_best_.as<Best>() + i * kBestParts);
+    if (best.token >= 0) best.token += begin;
+    drawn_here.push_back(best);
+  }
+  if (ranks_ && !drawn_here.empty()) agree(drawn_here);
+  auto best = drawn_here.begin();
+  for (size_t i = 0; i < outputs; i++) {
+    if (drawn_by_[i] != DrawnBy::best) continue;
+    if (best->not_finite || best->token < 0) drawn.samples[i].status = SampleStatus::kNotFinite;
+    else drawn.samples[i].token = best->token;
+    ++best;
   }
   if (any) sampler_.draw(rest, drawn.samples);
   return drawn;
+}
+
+// The best of every rank's part of the vocabulary become the best of all, on every rank. Of equal logits the lower
+// rank's counts, whose ids are lower.
+void CudaRunner::agree(std::vector<Best>& best) const {
+  const auto bytes_of = [](std::vector<Best>& all) { return reinterpret_cast<char*>(all.data()); };
+  const size_t bytes = best.size() * sizeof(Best);
+  const std::vector<std::string> messages = ranks_->window.gather(std::string(bytes_of(best), bytes));
+  std::vector<Best> other(best.size());
+  for (size_t r = 1; r < messages.size(); r++) {  // on rank 0
+    if (messages[r].size() != bytes) throw std::runtime_error("a rank drew for another batch");
+    std::memcpy(bytes_of(other), messages[r].data(), bytes);
+    for (size_t i = 0; i < best.size(); i++) {
+      best[i].not_finite += other[i].not_finite;
+      if (other[i].token >= 0 && (best[i].token < 0 || other[i].logit > best[i].logit))
+        best[i].logit = other[i].logit, best[i].token = other[i].token;
+    }
+  }
+  std::string all(bytes_of(best), bytes);
+  ranks_->window.broadcast(all);
+  if (all.size() != bytes) throw std::runtime_error("rank 0 drew for another batch");
+  std::memcpy(bytes_of(best), all.data(), bytes);
 }
 
 // Whether every row is its sequence's only one, and a token is drawn after it.
@@ -92,18 +136,22 @@ bool CudaRunner::decodes(const Batch& batch) const {
          std::all_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return !(item.flags & kHidden); });
 }
 
-std::vector<bool> CudaRunner::drawn_by_device(const Batch& batch) const {
-  std::vector<bool> by_device;
-  for (const Output& out : batch.outputs)
-    by_device.push_back(out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out));
-  return by_device;
+// Who draws each output.
+void CudaRunner::share_draws(const Batch& batch) {
+  drawn_by_.clear();
+  for (const Output& out : batch.outputs) {
+    if (out.wanted == Wanted::nothing) drawn_by_.push_back(DrawnBy::nobody);
+    else if (out.wanted == Wanted::draw && is_greedy(batch.slot(out.slot).sampling, out))
+      drawn_by_.push_back(DrawnBy::best);
+    else drawn_by_.push_back(draws_ ? DrawnBy::draws : DrawnBy::host);
+  }
 }
 
 // Queues the copy of what the host draws from.
-void CudaRunner::copy_logits(const Batch& batch, const std::vector<bool>& by_device, bool all) {
+void CudaRunner::copy_logits(const Batch& batch, bool all) {
   const Tensor& logits = in(program_.ops().back());
   const size_t width = logits.rows.width;
-  const auto wanted = [&](size_t i) { return all || (!by_device[i] && batch.outputs[i].wanted != Wanted::nothing); };
+  const auto wanted = [&](size_t i) { return all || drawn_by_[i] == DrawnBy::host; };
   for (size_t begin = 0, end; begin < batch.outputs.size(); begin = end) {
     for (end = begin; end < batch.outputs.size() && wanted(end); end++) {}
     if (end > begin)
@@ -136,6 +184,7 @@ void CudaRunner::launch(const Size& size, bool heads) {
 
 // A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.
 void CudaRunner::replay(const Size& size) {
+  if (!graphs_ && !replays_.count(size)) return launch(size, true);
   const auto [found, first] = replays_.try_emplace(size);
   if (first) return launch(size, true);
   Replay& replay = found->second;
@@ -152,6 +201,11 @@ void CudaRunner::replay(const Size& size) {
     check(cudaStreamEndCapture(device_.stream(), &graph), "recording a step");
     const cudaError_t made = cudaGraphInstantiate(&replay.graph, graph, 0);
     cudaGraphDestroy(graph);
+    if (made == cudaErrorMemoryAllocation) {  // steps go on without more graphs
+      cudaGetLastError();
+      graphs_ = false, replays_.erase(found);
+      return launch(size, true);
+    }
     check(made, "making a graph of a step");
   }
   check(cudaGraphLaunch(replay.graph, device_.stream()), "replaying a step");

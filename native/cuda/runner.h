@@ -5,8 +5,11 @@
 #include <optional>
 #include <vector>
 
-#include "batch/batch.h"
 #include "batch/logit_sampler.h"
+#include "batch/queued_decoder.h"
+#include "comm/communicator.h"
+#include "cuda/draws.h"
+#include "cuda/exchange.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -24,16 +27,30 @@ struct Limits {
 // Memory of a span of the cache, for one layer and KV head.
 size_t span_bytes(int span_size, int head_dim, CacheType type);
 
-class CudaRunner : public Runner {
+// The other ranks of a group: what this GPU has of theirs, and how the processes tell each other what was drawn.
+struct Ranks {
+  Exchange& exchange;
+  Communicator& window;
+};
+// Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
+bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce);
+// Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
+size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
+
+class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
-  // Matrices of gates are paired (Weights::pair).
+  // Matrices of gates are paired (Weights::pair). ranks: null where there is one rank.
   CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-             LogitSampler& sampler, Masks* masks);
+             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr);
   ~CudaRunner() override;
 
-  Drawn run(const Batch& batch, bool want_logits) override;
+  void begin(const Batch& batch, bool want_logits) override;
+  bool draw(const Batch& batch) override;
+  bool done() const override;
+  Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size(); }
+  const std::vector<LayerCache>& layers() const { return layers_; }
   bool hidden_states() const { return heads_from_ > 0; }
 
  private:
@@ -62,25 +79,30 @@ class CudaRunner : public Runner {
   // Adds what starts ops[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
-  void bind_attention(size_t i);
-  int next_product(size_t i) const;
-  Ahead ahead(int matrix, int rows) const;
+  void bind_attention(const OpNode& op);
+  int bind_all_reduce(size_t i);
+  void bind_first_call();
   void bind_rotary_table(const OpNode& op);
-  // The add, if any, that alone reads what ops[linear] makes, and comes next.
-  std::optional<size_t> sum_after(size_t linear) const;
+  // The add, if any, that alone reads a tensor from ops[next] on, and is that op.
+  std::optional<size_t> sum_at(size_t next, int tensor) const;
+  // Where what ops[i] makes goes at once if the next op adds that up over ranks.
+  std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(size_t linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads);
   void replay(const Size& size);
   bool decodes(const Batch& batch) const;
-  std::vector<bool> drawn_by_device(const Batch& batch) const;
-  void copy_logits(const Batch& batch, const std::vector<bool>& by_device, bool all);
+  void share_draws(const Batch& batch);
+  void copy_logits(const Batch& batch, bool all);
+  void agree(std::vector<Best>& best) const;
 
   const Device& device_;
   const Program& program_;
   Weights& weights_;
   const Limits limits_;
   LogitSampler& sampler_;
+  const std::optional<Ranks> ranks_;
+  int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
       host_hidden_;
@@ -89,11 +111,19 @@ class CudaRunner : public Runner {
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
+  std::optional<Draws> draws_;     // none: of a part of the vocabulary
+  std::vector<DrawnBy> drawn_by_;  // of each output of the step
   std::vector<Launch> launches_;
   size_t heads_from_ = 0;  // launches from here on make logits; 0: unknown
   int hidden_ = -1;        // the tensor of hidden states
   size_t hidden_rows_ = 0;
+  struct Step {
+    bool heads, want_logits;  // heads: whether it comes to logits
+  };
+  Step begun_{}, drawing_{};
+  cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
   std::map<Size, Replay> replays_;
+  bool graphs_ = true;  // there is memory for more
 };
 
 }  // namespace cuda

@@ -21,16 +21,19 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
-  take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows), take(chosen_, max_outputs);
+  take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows),
+      take(chosen_, max_outputs);
   take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, (size_t)max_slots * max_spans);
   all_ = next;
-  host_memory_ = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
+  for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
 }
 
 StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
+  turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
   int* table = host(tables_);
+  *host(step_) = steps_++;
   AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
                 *many = reinterpret_cast<AttentionTile*>(host(many_));
   for (const Item& item : batch.items) {

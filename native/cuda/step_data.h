@@ -24,6 +24,7 @@ class StepData {
   // Queues the copy of a batch. padded: of a batch of single rows that each draw, up to how many rows.
   Size copy(const Batch& batch, int padded, const Device& device);
 
+  const int* step() const { return at(step_); }  // how many came before
   const int* tokens() const { return at(tokens_); }
   const int* positions() const { return at(positions_); }
   const int* prompts() const { return at(prompts_); }  // the length of its sequence's prompt
@@ -36,11 +37,13 @@ class StepData {
 
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
-  int* host(size_t offset) const { return host_memory_.as<int>() + offset; }
+  int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
 
   const int span_size_, group_;
-  size_t tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
-  Memory host_memory_, device_memory_;
+  int steps_ = 0;
+  size_t step_, tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
+  Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written
+  int turn_ = 0;
 };
 
 }  // namespace cuda

@@ -7,11 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define AS_BOTH __host__ __device__
-#else
-#define AS_BOTH
-#endif
+#include "common/host_device.h"
 
 namespace as {
 namespace cuda {

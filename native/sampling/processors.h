@@ -1,8 +1,7 @@
-// The sparse logits processors, on a range of the vocabulary: what they change is remembered, to be put back.
+// The sparse logits processors, on a range of the vocabulary.
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -19,28 +18,59 @@ struct Occurrences {
   std::vector<int32_t> touched;
 };
 
+// A penalty may overflow; the passes need numbers no larger than the largest float.
+AS_BOTH inline float limited(float value) {
+  return value <= 3.40282346638528859812e38f ? value : 3.40282346638528859812e38f;
+}
+
+// What processors do to a logit.
+AS_BOTH inline float repeated(float x, float penalty) { return limited(x > 0.0f ? x / penalty : x * penalty); }
+AS_BOTH inline float lowered(float x, float by) { return limited(x - by); }
+AS_BOTH inline float biased(float x, float by) { return limited(x + by); }
+
+// Logits of a range, in which what is changed is remembered: (place in the range, what was there before).
+class ChangedLogits {
+ public:
+  using Changes = std::vector<std::pair<int32_t, float>>;
+
+  ChangedLogits(float* logits, Changes& changes) : x_(logits), changes_(changes) {}
+  void repeat(int32_t i, float penalty) { set(i, repeated(x_[i], penalty)); }
+  void lower(int32_t i, float by) { set(i, lowered(x_[i], by)); }
+  void ban(int32_t i) {
+    if (x_[i] != kBanned) set(i, kBanned);
+  }
+  void bias(int32_t i, float by) {
+    if (x_[i] != kBanned) set(i, biased(x_[i], by));
+  }
+
+ private:
+  void set(int32_t i, float value) {
+    changes_.emplace_back(i, x_[i]);
+    x_[i] = value;
+  }
+
+  float* x_;
+  Changes& changes_;
+};
+
+// Logits: ChangedLogits, or whatever else does the same with places of the range [begin, begin + size), in this order:
+// each is repeated at most once, then lowered at most once, then banned perhaps, then biased.
+template <class Logits>
 class Processors {
  public:
-  using Changes = std::vector<std::pair<int32_t, float>>;  // place in the range, and what was there before
-
-  // logits: of the ids [begin, begin + size). Changes are appended to `changes`.
-  Processors(const SampleInput& input, int begin, int size, float* logits, Occurrences& seen, Changes& changes)
-      : in_(input), p_(*input.params), begin_(begin), size_(size), x_(logits), seen_(seen), changes_(changes) {}
+  Processors(const SampleInput& input, int begin, int size, Occurrences& seen, Logits logits)
+      : in_(input), p_(*input.params), begin_(begin), size_(size), seen_(seen), x_(logits) {}
 
   void run() {
     if (p_.repetition_penalty != 1.0f) {
       count(p_.suppress_repetition_in_generation ? generated_from() : 0);
-      for (int32_t i : seen_.touched) {
-        const float v = x_[i];
-        set(i, v > 0.0f ? v / p_.repetition_penalty : v * p_.repetition_penalty);
-      }
+      for (int32_t i : seen_.touched) x_.repeat(i, p_.repetition_penalty);
       forget();
     }
     if (p_.presence_penalty != 0.0f || p_.frequency_penalty != 0.0f) {
       count(generated_from());
-      for (int32_t i : seen_.touched) {
-        set(i, x_[i] - (p_.presence_penalty + p_.frequency_penalty * static_cast<float>(seen_.counts[i])));
-      }
+      for (int32_t i : seen_.touched)
+        x_.lower(i, p_.presence_penalty + p_.frequency_penalty * static_cast<float>(seen_.counts[i]));
       forget();
     }
     if (p_.no_repeat_ngram_size > 0) ban_ngrams();
@@ -50,7 +80,7 @@ class Processors {
     }
     for (const auto& [id, bias] : p_.logit_bias) {
       const int64_t i = place_of(id);
-      if (i >= 0 && x_[i] != kBanned) set(static_cast<int32_t>(i), x_[i] + bias);
+      if (i >= 0) x_.bias(static_cast<int32_t>(i), bias);
     }
   }
 
@@ -63,17 +93,9 @@ class Processors {
     return i >= 0 && i < size_ ? i : -1;
   }
 
-  void set(int32_t i, float value) {
-    changes_.emplace_back(i, x_[i]);
-    // A penalty may overflow; the passes need numbers no larger than the largest float.
-    x_[i] = value <= std::numeric_limits<float>::max() ? value : std::numeric_limits<float>::max();
-  }
-
   void ban(int32_t id) {
     const int64_t i = place_of(id);
-    if (i < 0 || x_[i] == kBanned) return;
-    changes_.emplace_back(static_cast<int32_t>(i), x_[i]);
-    x_[i] = kBanned;
+    if (i >= 0) x_.ban(static_cast<int32_t>(i));
   }
 
   void count(int from) {
@@ -110,9 +132,8 @@ class Processors {
   const SampleInput& in_;
   const SamplingParams& p_;
   int begin_, size_;
-  float* x_;
   Occurrences& seen_;
-  Changes& changes_;
+  Logits x_;
 };
 
 }  // namespace sampling

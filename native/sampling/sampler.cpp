@@ -62,19 +62,6 @@ class Reader {
   const int32_t* end_;
 };
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): counter becomes the output.
-void philox4x32_10(uint32_t counter[4], uint32_t key[2]) {
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * counter[0];
-    const uint64_t b = static_cast<uint64_t>(0xCD9E8D57u) * counter[2];
-    const uint32_t next[4] = {static_cast<uint32_t>(b >> 32) ^ counter[1] ^ key[0], static_cast<uint32_t>(b),
-                              static_cast<uint32_t>(a >> 32) ^ counter[3] ^ key[1], static_cast<uint32_t>(a)};
-    std::copy(next, next + 4, counter);
-    key[0] += 0x9E3779B9u;
-    key[1] += 0xBB67AE85u;
-  }
-}
-
 // A blob's header; the candidates behind it are read where they lie (aligned or not).
 struct Part {
   Header head;
@@ -241,13 +228,6 @@ const Head* best_winner(size_t count, HeadOf head_of) {
   return best;
 }
 
-// How many steps below the best logit (depth_of) min_p's last tokens are.
-int32_t min_p_depth(const SamplingParams& params) {
-  if (params.min_p <= 0.0f) return kDeepest;
-  const double depth = -exact::log(static_cast<double>(params.min_p)) * (1 << 24);
-  return static_cast<int32_t>(std::min<double>(depth, kDeepest));
-}
-
 // The place is found, or (`all`) the set ends nowhere: what to look for next, given the weight up to there.
 void end_search(const SamplingParams& params, bool all, uint64_t mass, Search& search) {
   if (search.by_count && params.top_p < 1.0f) {
@@ -277,31 +257,18 @@ void begin_search(const SamplingParams& params, float top, double log_norm, Sear
 
 }  // namespace
 
-namespace {
-
-// Integers of 53 bits at (seed, sample_index, position, stream).
-std::pair<uint64_t, uint64_t> random_integers(const SamplingParams& params, int position, uint32_t stream) {
-  uint32_t counter[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(params.sample_index), stream, 0};
-  uint32_t key[2] = {static_cast<uint32_t>(params.seed), static_cast<uint32_t>(params.seed >> 32)};
-  philox4x32_10(counter, key);
-  const auto integer = [](uint32_t high, uint32_t low) { return ((static_cast<uint64_t>(high) << 32) | low) >> 11; };
-  return {integer(counter[0], counter[1]), integer(counter[2], counter[3])};
-}
-
-constexpr double kUnit = 1.0 / 9007199254740992.0;  // 2^-53
-
-}  // namespace
-
 Uniforms sampling::uniforms(const SamplingParams& params, int position) {
-  const auto [a, b] = random_integers(params, position, 0);
-  return {static_cast<double>(a) * kUnit, static_cast<double>(b) * kUnit};
+  return uniforms_of({params.seed, params.sample_index, position});
 }
 
 Uniforms sampling::chunk_uniforms(const SamplingParams& params, int position, int pair) {
-  const auto [a, b] = random_integers(params, position, 1 + static_cast<uint32_t>(pair));
-  // In (0, 1): neither has a logarithm that is 0 or infinite.
-  const auto unit = [](uint64_t x) { return (static_cast<double>(x >> 1) + 0.5) * (2.0 * kUnit); };
-  return {unit(a), unit(b)};
+  return chunk_uniforms_of({params.seed, params.sample_index, position}, pair);
+}
+
+int32_t sampling::min_p_depth(const SamplingParams& params) {
+  if (params.min_p <= 0.0f) return kDeepest;
+  const double depth = -exact::log(static_cast<double>(params.min_p)) * (1 << 24);
+  return static_cast<int32_t>(std::min<double>(depth, kDeepest));
 }
 
 const char* describe(SampleStatus status) {

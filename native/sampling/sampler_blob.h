@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "sampling/random.h"
 #include "sampling/sampler.h"
 
 namespace as {
@@ -45,12 +46,12 @@ struct Header {
 // digits of 10 bits, the first being level 0.
 constexpr int kDigitBits = 10, kBins = 1 << kDigitBits, kIdBits = 30, kDepthBits = 30;
 constexpr int32_t kDeepest = (1 << kDepthBits) - 1;
-constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
+AS_BOTH constexpr int shift_of(int level) { return (kLevels - 1 - level) * kDigitBits; }
 
-inline double steps_of(float scale) { return static_cast<double>(scale) * (1 << 24); }
+AS_BOTH inline double steps_of(float scale) { return static_cast<double>(scale) * (1 << 24); }
 
 // How many steps x is below the best logit.
-inline int32_t depth_of(float x, double top, double steps) {
+AS_BOTH inline int32_t depth_of(float x, double top, double steps) {
   const double depth = (top - x) * steps;
   return static_cast<int32_t>(depth < kDeepest ? depth : kDeepest);
 }
@@ -84,14 +85,12 @@ inline Draw kind_of(const SamplingParams& p) {
   return p.top_p < 1.0f || p.min_p > 0.0f ? Draw::nucleus : Draw::all;
 }
 
-struct Uniforms {
-  double first, second;  // in [0, 1), 53 bits each
-};
-
 Uniforms uniforms(const SamplingParams& params, int position);
 
-// Two numbers in (0, 1), 53 bits each: of the chunks 2 * pair and 2 * pair + 1.
 Uniforms chunk_uniforms(const SamplingParams& params, int position, int pair);
+
+// How many steps below the best logit (depth_of) min_p's last tokens are.
+int32_t min_p_depth(const SamplingParams& params);
 
 // The passes in use: the ISA's, or the baseline's.
 const LogitKernels& logit_kernels();

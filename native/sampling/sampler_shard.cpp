@@ -319,7 +319,7 @@ void ShardDraw::scan(int index) {
   if (input_.mask) mask_logits(raw, input_.mask, begin_ + from, n, x, current);
   else std::copy_n(groups, group_count(n), current);
   thread_local Occurrences seen;
-  Processors(input_, begin_ + from, n, x, seen, part.changes).run();
+  Processors(input_, begin_ + from, n, seen, ChangedLogits(x, part.changes)).run();
   for (const auto& change : part.changes) {
     // A penalty that overflows may have made a number of what is banned.
     if (input_.mask && !allows(input_.mask, begin_ + from + change.first)) x[change.first] = kBanned;

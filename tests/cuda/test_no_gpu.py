@@ -10,7 +10,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.serving import shipped_model
 from allspark_server import Engine
-from allspark_server.runtime import native
+from allspark_server.runtime import device, native
 
 
 def config(**fields) -> AsModelConfig:
@@ -53,11 +53,17 @@ def test_a_machine_without_a_gpu_is_told_of():
     engine.close()
 
 
-def test_several_gpus_are_refused():
+def test_each_rank_has_a_gpu():
     engine = Engine()
-    with pytest.raises(AllSparkError, match="'CUDA:0,1', more than one GPU, is not available yet"):
+    with pytest.raises(AllSparkError, match="'CUDA:0,1' names 2 GPUs, and this group has 1 rank: .*--gpus 0,1") as caught:
         engine.install_model(config(compute_unit="CUDA:0,1"))
+    assert caught.value.status is AsStatus.ALLSPARK_PARAM_ERROR
     engine.close()
+    with pytest.raises(AllSparkError, match="names 1 GPU, and this group has 2 ranks"):
+        device.gpu_of(config(compute_unit="CUDA:0"), 1, 2)
+    with pytest.raises(AllSparkError, match="names GPU 3 twice: each rank needs its own"):
+        device.gpu_of(config(compute_unit="CUDA:3,1,3"), 0, 3)
+    assert [device.gpu_of(config(compute_unit="CUDA:3,1"), rank, 2) for rank in range(2)] == [3, 1]
 
 
 def test_gpus_of_a_group_are_its_ranks():

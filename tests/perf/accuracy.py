@@ -29,7 +29,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = HERE.parents[1] / "allspark_server" / "assets" / "fable"
-sys.path.insert(0, str(HERE.parent / "model"))
+sys.path[:0] = [str(HERE.parent / "model"), str(HERE.parent)]
 
 import evaluate  # noqa: E402
 from allspark_client.config import AsModelConfig  # noqa: E402
@@ -37,6 +37,7 @@ from allspark_client.errors import AllSparkError  # noqa: E402
 from allspark_server import Engine, _native  # noqa: E402
 from allspark_server.runtime.plan import NewSlot, SamplingParams, StepPlan, WorkItem  # noqa: E402
 from allspark_server.runtime.runner import ModelRunner  # noqa: E402
+from driver import in_groups  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +166,10 @@ class TeacherForcing:
     def logprobs(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """float64 [length - 1] for each of at most max_batch sequences: of each token after the first."""
         size, capacity = self.info.span_size, self.info.max_length // self.info.span_size
-        if max(map(len, sequences)) > capacity * size or len(sequences) * capacity > self.info.num_spans:
-            raise ValueError(f"at most {self.info.num_spans // capacity} sequences of at most {capacity * size} tokens "
+        groups = len(self.info.cache_windows)
+        most = self.info.num_spans // groups // capacity
+        if max(map(len, sequences)) > capacity * size or len(sequences) > most:
+            raise ValueError(f"at most {most} sequences of at most {capacity * size} tokens "
                              f"fit, not {len(sequences)} of up to {max(map(len, sequences))}")
         sampling = SamplingParams(do_sample=False, prompt_len=1).encode()
         new = [NewSlot(slot, list(ids), sampling) for slot, ids in enumerate(sequences)]
@@ -174,14 +177,15 @@ class TeacherForcing:
         for position in range(max(map(len, sequences)) - 1):
             live = [slot for slot, ids in enumerate(sequences) if position + 1 < len(ids)]
             spans = [[slot * capacity + position // size] if position % size == 0 else [] for slot in live]
-            work = [WorkItem(slot, 1, spans=span, outputs=1) for slot, span in zip(live, spans)]
+            work = [WorkItem(slot, 1, spans=span, other_spans=in_groups(self.info, span), outputs=1)
+                    for slot, span in zip(live, spans)]
             logits = self.runner.step(StepPlan(new=new, work=work).encode(), want_logits=True).logits.astype(np.float64)
             new = []
             logits -= logits.max(axis=1, keepdims=True)
             logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
             for row, slot in zip(logits, live):
                 found[slot].append(row[sequences[slot][position + 1]])
-        self.runner.step(StepPlan(free=list(range(len(sequences)))).encode())
+        self.runner.step(StepPlan(free=list(range(len(sequences))), groups=groups).encode())
         return [np.array(values) for values in found]
 
 

@@ -1,10 +1,16 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
-of the ceiling. `python bench_cuda.py [7b|0.5b] [decode=1,8,32] [prefill=1x1024] [context=8000x1] [format=int4:64]
-[cache=bfloat16]`"""
+of the ceiling. `python bench_cuda.py [7b|0.5b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
+[format=int4:64] [cache=bfloat16]`
+
+ranks: GPUs 0 ... of one host, each with a process of its own; ceilings are then theirs together."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -19,12 +25,31 @@ SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
+def window_of(rank: int, ranks: int, path: str):
+    """The ranks' window, over a file of shared memory; None of one rank alone."""
+    if ranks == 1:
+        return None
+    size = -(-_native.Window.bytes_needed(ranks) // 4096) * 4096
+    with open(path, "r+b") as file:
+        file.truncate(size * ranks)
+        mapped = mmap.mmap(file.fileno(), size * ranks)
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    window_of.mapped = mapped   # as long as the process
+    return _native.Window(rank, ranks, [address + r * size for r in range(ranks)], True, 120.0)
+
+
 class Model:
-    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, form: str, cache: str):
+    def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str,
+                 form: str, cache: str):
         """form: of weights, with a group size behind a colon."""
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
+        self.ranks, whole = ranks, vocab
+        heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
+        begin = rank * vocab
+        vocab = whole - begin if rank == ranks - 1 else vocab
         self.slots, self.length = max_slots, max_length
-        self.e = e = _cuda.Executor(0, _native.HostSampler(8))
+        self.window = window = window_of(rank, ranks, path)
+        self.e = e = _cuda.Executor(rank, _native.HostSampler(8, window=window), window)
         rng = np.random.default_rng(0)
         noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
         noise = noise.astype(np.uint16)
@@ -43,33 +68,40 @@ class Model:
             (hidden,), (hidden,), ((heads + 2 * kv) * dim,), (heads * dim,), (2 * inner,), (inner,), (hidden,),
             (hidden, 1), (hidden, 1), (vocab, 1)))
         e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": dim})
-        e.add_op("embedding", [], [x], [matrix(vocab, hidden)], {"vocab_begin": 0})
+        e.add_op("embedding", [], [x], [matrix(vocab, hidden)], {"vocab_begin": begin})
+        e.add_op("all_reduce", [x], [x], [], {})
         for layer in range(layers):
             e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
             e.add_op("linear", [y], [qkv], [matrix((heads + 2 * kv) * dim, hidden), bias], {})
             e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": heads + kv, "head_dim": dim})
             e.add_op("span_attention", [qkv], [context], [], {
                 "layer": layer, "q_heads": heads, "kv_heads": kv, "head_dim": dim, "group": heads // kv,
-                "scale": dim**-0.5})
+                "scale": dim**-0.5, "q_head_begin": rank * heads, "kv_begin": rank * kv})
             e.add_op("linear", [context], [branch], [matrix(hidden, heads * dim)], {})
+            e.add_op("all_reduce", [branch], [branch], [], {})
             e.add_op("add", [x, branch], [x], [], {})
             e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
             e.add_op("linear", [y], [both], [matrix(2 * inner, hidden)], {})
             e.add_op("silu_mul", [both], [act], [], {})
             e.add_op("linear", [act], [branch], [matrix(hidden, inner)], {})
+            e.add_op("all_reduce", [branch], [branch], [], {})
             e.add_op("add", [x, branch], [x], [], {})
         e.add_op("select_rows", [x], [last], [], {})
         e.add_op("rms_norm", [last], [normed], [ones], {"eps": 1e-6})
         e.add_op("linear", [normed], [logits], [matrix(vocab, hidden)], {})
-        e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
+        e.add_op("sample", [logits], [], [], {"vocab_begin": begin, "vocab_size": whole})
         began = time.perf_counter()
         self.spans = -(-max_length // SPAN)
+        if window:
+            own = e.share(max_rows)
+            all_ranks = window.broadcast(b"".join(window.gather(own) or []))
+            e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
         e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
-        self.matrices = (heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden
+        self.matrices = ranks * ((heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden)
         shapes = ((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
-        self.bytes = _cuda.matrix_bytes(vocab, hidden, *form) + layers * float(
-            sum(_cuda.matrix_bytes(*shape, *form) for shape in shapes))
-        self.position_bytes = layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
+        self.bytes = float(_cuda.matrix_bytes(whole, hidden, *form) + layers * ranks * sum(
+            _cuda.matrix_bytes(*shape, *form) for shape in shapes))
+        self.position_bytes = ranks * layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
 
@@ -130,11 +162,26 @@ def main(arguments: list[str]) -> None:
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
     chunk = int(asked.get("chunk", 8192))
     length = max([512, *(c for c, _ in contexts), *(n for _, n in prefill)]) + 128
-    model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length,
-                  asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
+    ranks, rank = int(asked.get("ranks", 1)), int(asked.get("rank", 0))
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        path = asked.get("window", file.name)
+        others = [subprocess.Popen([sys.executable, __file__, *arguments, f"rank={r}", f"window={path}"],
+                                   stdout=subprocess.DEVNULL, env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+                  for r in range(1, ranks) if rank == 0]
+        model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length, rank,
+                      ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
+        run(model, decode, contexts, prefill, chunk)
+        for other in others:
+            other.wait()
+        if model.window:
+            model.window.close()
+
+
+def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: int) -> None:
+    bandwidth, rate = model.ranks * BANDWIDTH, model.ranks * RATE
     for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
         seconds = model.decode(batch, context)
-        floor = (model.bytes + batch * model.kv_bytes(context)) / BANDWIDTH
+        floor = (model.bytes + batch * model.kv_bytes(context)) / bandwidth
         print(f"decode batch {batch} at {context}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, "
               f"{floor / seconds:.2f} of bandwidth", flush=True)
     for batch, tokens in prefill:
@@ -143,7 +190,7 @@ def main(arguments: list[str]) -> None:
         work = 2.0 * batch * (tokens * layers * model.matrices + hidden * vocab) \
             + 2.0 * batch * layers * heads * dim * tokens * tokens
         print(f"prefill {batch} x {tokens}: {1e3 * seconds:.1f} ms, {batch * tokens / seconds:,.0f} tokens/s, "
-              f"{work / RATE / seconds:.2f} of 792 TFLOP/s", flush=True)
+              f"{work / rate / seconds:.2f} of {rate / 1e12:.0f} TFLOP/s", flush=True)
 
 
 if __name__ == "__main__":

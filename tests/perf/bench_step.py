@@ -35,7 +35,7 @@ class Output(OutputStage):
     """An output stage without its thread: what it is given waits for the benchmark."""
 
     def __init__(self):
-        super().__init__(lambda request: None)
+        super().__init__(lambda request: None, lambda sequence: None)
         self.close()
         self.given: list[StepOutput] = []
 

@@ -3,7 +3,8 @@
     kills.py [--cycles N] [--ranks N] [--model DIR] [--starts N]
 
 Each cycle waits for the first token that follows the kill before, then kills a random rank; `--starts` of them kill it
-during the start that follows, before it serves. Prints how long it took from a kill to the next token.
+during the start that follows, before it serves. Prints how long it took from a kill to the next token, under what load
+of the machine, and what the supervisor and its client have grown to.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ def ranks_of(supervisor: int) -> list[int]:
     return []
 
 
+def held_by(pid: int) -> str:
+    """What a process has of what could grow."""
+    process = psutil.Process(pid)
+    return f"{process.memory_info().rss >> 20} MiB, {process.num_fds()} descriptors, {process.num_threads()} threads"
+
+
 class Load:
     """Streams requests one after the other until told to stop."""
 
@@ -65,11 +72,13 @@ class Load:
             try:
                 ids = self._ids(stream)
             except Exception as error:  # any end but the right one counts
-                self.wrong.append(str(error))
+                self.wrong.append(f"stream {stream}: {error}")
+                print(self.wrong[-1], flush=True)
                 continue
             self.outputs += 1
             if ids != self.expected[stream]:
                 self.wrong.append(f"stream {stream}: {len(ids)} tokens that differ")
+                print(self.wrong[-1], flush=True)
 
     def stop(self) -> None:
         self._end.set()
@@ -118,11 +127,15 @@ def main() -> int:
         load = Load(address)
         kinds = [True] * options.starts + [False] * (options.cycles - options.starts)
         random.shuffle(kinds)
-        times = {False: [], True: []}
+        times, lately = {False: [], True: []}, []
         for number, at_start in enumerate(kinds, 1):
-            times[at_start].append(cycle(load, process.pid, at_start))
+            lately.append(cycle(load, process.pid, at_start))
+            times[at_start].append(lately[-1])
             if number % 50 == 0:
-                print(f"{number} kills, {load.outputs} outputs, {len(load.wrong)} wrong", flush=True)
+                print(f"{number} kills, {load.outputs} outputs, {len(load.wrong)} wrong; median "
+                      f"{statistics.median(lately):.2f} s lately, load {os.getloadavg()[0]:.1f}; supervisor "
+                      f"{held_by(process.pid)}, client {held_by(os.getpid())}", flush=True)
+                lately.clear()
         load.stop()
         process.terminate()
         process.wait(30)
@@ -131,7 +144,8 @@ def main() -> int:
             if found := sorted(times[at_start]):
                 print(f"{len(found)} {name}: median {statistics.median(found):.2f} s to the next token, "
                       f"slowest {found[-1]:.2f} s")
-        print(f"{load.outputs} outputs of {TOKENS} tokens, {len(load.wrong)} wrong {load.wrong[:3]}; left behind: {left}")
+        print(f"{load.outputs} outputs of {TOKENS} tokens, {len(load.wrong)} wrong {load.wrong[:3]}; left behind: "
+              f"{left}")
         return 1 if load.wrong or left or not load.outputs else 0
 
 

@@ -1,6 +1,6 @@
-"""What the virtual machine does at boot: a pool of systemd services, from its installation to its end, as the user that
-the kernel's command line names (proof.user=NAME). Each step prints a line "PROOF ..." to the console, which prove.py
-reads; meanwhile that one's clients stream through the forwarded ports."""
+"""What the virtual machine does at boot: a pool of systemd services, from its installation to its end, as the user, and
+in the part, that the kernel's command line names (proof.user=NAME proof.part=PART). Each step prints a line "PROOF ..."
+to the console, which prove.py reads; meanwhile that one's clients stream through the forwarded ports."""
 
 from __future__ import annotations
 
@@ -11,14 +11,34 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from pathlib import Path
 
 HERE = Path("/opt/proof")
 POOL = HERE / "pool.json"
-MODEL = str(next(Path("/opt/allspark").glob("lib/python3*/site-packages/allspark_server/assets/*/config.json")).parent)
+PACKAGES = next(Path("/opt/allspark").glob("lib/python3*/site-packages"))
+MODEL = str(next(PACKAGES.glob("allspark_server/assets/*/config.json")).parent)
 DEVIATION = 0.02        # of a rank's pages that may be elsewhere
+# The other host is a namespace at the end of a cable with this much delay and loss in each direction.
+NETEM = "delay 20ms loss 1%"
+OTHER_HOST = f"""
+modprobe sch_netem; modprobe veth
+hostname h0
+printf '10.77.0.1 h0\\n10.77.0.2 h1\\n' >>/etc/hosts
+ip netns add h1
+ip link add to-h1 type veth peer name eth0 netns h1
+ip address add 10.77.0.1/24 dev to-h1
+ip link set to-h1 up
+ip -n h1 address add 10.77.0.2/24 dev eth0
+ip -n h1 link set eth0 up
+ip -n h1 link set lo up
+tc qdisc add dev to-h1 root netem {NETEM}
+tc -n h1 qdisc add dev eth0 root netem {NETEM}
+"""
+OTHER_SHELL = "hostname h1 && mount -t tmpfs tmpfs /dev/shm && exec runuser -u {user} -- taskset --cpu-list 2,3 " \
+              "/opt/allspark/bin/python /opt/proof/over_hosts/shell_server.py"
 
 
 def say(text: str) -> None:
@@ -59,7 +79,7 @@ def write_pool(user: str, members: list[dict]) -> None:
 
 
 def ranks() -> dict[int, int]:
-    """Process ids of member a's ranks, by rank."""
+    """Process ids of the members' ranks, by rank."""
     found = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -89,7 +109,8 @@ def check_pages() -> None:
 
 
 def requests_run() -> bool:
-    return re.search(r"^a .*serving +\d+ +\S+ +[1-9]", status(), re.M) is not None
+    """At member a. systemd is asked: each call of our own is seconds of emulation."""
+    return re.match("serving: [1-9]", unit("StatusText")) is not None
 
 
 def prove_group(user: str) -> None:
@@ -163,9 +184,92 @@ def prove_pool(user: str) -> None:
     uninstall()
 
 
+def prove_hosts(user: str) -> None:
+    """A member over two hosts between which packets are late and lost: the bytes of two ranks on one."""
+    write_pool(user, [{"name": "a", "address": "0.0.0.0:50051"}])
+    allspark("pool", "install", "--config", str(POOL), "--now")
+    wanted = answers()
+    subprocess.run(["sh", "-ec", OTHER_HOST], check=True)
+    words = ["ip", "netns", "exec", "h1", "unshare", "--uts", "--mount", "sh", "-ec", OTHER_SHELL.format(user=user)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout.readline() == b"listening\n"
+            say(f"between h0 and h1: {NETEM}, each way")
+            write_pool(user, [{"name": "a", "address": "0.0.0.0:50051", "hosts": "h0:1,h1:1",
+                               "remote_shell": f"/opt/allspark/bin/python {HERE}/over_hosts/shell_client.py"}])
+            allspark("pool", "apply", "--config", str(POOL))
+            say(f"over two hosts: {unit('StatusText')}; ranks on {sorted(map(host_of, ranks().values()))}")
+            assert sorted(map(host_of, ranks().values())) == ["h0", "h1"]
+            assert answers() == wanted
+            say("answers are those of two ranks on one host, to the bit")
+            say("READY")
+            wait(requests_run, 400)
+            before = ranks()
+            os.kill(next(pid for pid in before.values() if host_of(pid) == "h1"), signal.SIGKILL)
+            began = time.monotonic()
+            wait(lambda: len(ranks()) == 2 and not set(ranks().values()) & set(before.values()), 200)
+            wait(requests_run, 400)
+            say(f"the rank on h1 was killed; requests run again {time.monotonic() - began:.1f} s later")
+            before = ranks()
+            shell("ip", "link", "set", "to-h1", "down")
+            began = time.monotonic()
+            wait(lambda: len(ranks()) == 2 and not set(ranks().values()) & set(before.values()), 200)
+            wait(requests_run, 400)
+            say(f"the cable was cut; requests run again {time.monotonic() - began:.1f} s later; ranks on "
+                f"{sorted(map(host_of, ranks().values()))}")
+            assert answers() == wanted
+            say("HALT")
+            time.sleep(5)       # the clients end
+            uninstall()
+            memory = Path("/proc", str(other.pid), "root/dev/shm")
+            assert not (left := [*owned(memory), *(p for p in Path("/proc").glob("[0-9]*") if is_agent(p))]), left
+        finally:
+            other.kill()
+
+
+def answers() -> list:
+    """Ids and bits of probabilities, of two requests to member a."""
+    sys.path.insert(0, str(PACKAGES))
+    from allspark_client import ClientEngine
+
+    found = []
+    token = Path("/etc/allspark/tokens").read_text().split()[1]
+    with ClientEngine("unix:/run/allspark/p/a/socket", token=token, reconnect_timeout=180) as client:
+        for length in (4, 70):
+            began = time.monotonic()
+            _, handle, queue = client.start_request(
+                "m", {"input_ids": [(7 * i + 3) % 500 + 5 for i in range(length)]},
+                {"max_new_tokens": 12, "seed": 3, "temperature": 1.3, "logprobs": True, "top_logprobs": 2,
+                 "early_stopping": False})
+            before = len(found)
+            for elements in queue:
+                found += zip(elements.ids_from_generate, elements.log_probs_list)
+            client.release_request("m", handle)
+            say(f"{len(found) - before} tokens after {length} in {time.monotonic() - began:.1f} s")
+    return found
+
+
+def host_of(pid: int) -> str:
+    """The name of the host that a process is on."""
+    own = os.stat("/proc/self/ns/net").st_ino
+    return "h0" if os.stat(f"/proc/{pid}/ns/net").st_ino == own else "h1"
+
+
+def is_agent(process: Path) -> bool:
+    try:
+        return b"allspark_launch.agent" in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def owned(memory: Path) -> list[Path]:
+    """Files of groups in shared memory, less the folder that all groups of a user share."""
+    return [path for path in memory.glob("*") if not path.name.startswith("allspark-memory-")]
+
+
 def uninstall() -> None:
     allspark("pool", "uninstall", "--config", str(POOL))
-    left = [*Path("/dev/shm").glob("*"), *Path("/run/allspark").glob("*/*"), *Path("/tmp").glob("allspark*")]
+    left = [*owned(Path("/dev/shm")), *Path("/run/allspark").glob("*/*"), *Path("/tmp").glob("allspark*")]
     left += [Path("/proc", str(pid)) for pid in ranks().values()]
     assert not left, left
     say("nothing is left behind")
@@ -190,10 +294,10 @@ if __name__ == "__main__":
             f"{len(list(Path('/sys/devices/system/node').glob('node[0-9]*')))} nodes")
         shutil.chown("/etc/allspark/tokens", name[1])
         shutil.chown("/etc/allspark/key.pem", name[1])
-        {"group": prove_group, "pool": prove_pool}[name[2]](name[1])
+        {"group": prove_group, "pool": prove_pool, "hosts": prove_hosts}[name[2]](name[1])
         say("DONE")
     except BaseException:
         traceback.print_exc()
-        print(shell("journalctl", "--no-pager", "-b", "-n", "60", "-u", "allspark-p@*", check=False), flush=True)
+        print(shell("journalctl", "--all", "--no-pager", "-b", "-n", "60", "-u", "allspark-p@*", check=False), flush=True)
         say("FAILED")
     subprocess.run(["systemctl", "poweroff"], check=False)

@@ -3,7 +3,8 @@
     prove.py build DIR             makes the machine's image, with what this environment has installed
     prove.py run DIR USER PART     boots it with the last commit, proves that it works as USER; writes DIR/USER-PART.log
 
-PART is group (a member with a rank on each node: placement, losses, drain) or pool (two members: a rolling restart).
+PART is group (a member with a rank on each node: placement, losses, drain), pool (two members: a rolling restart, a
+hopeless configuration) or hosts (a member over two hosts, the other one a namespace behind netem's delay and loss).
 
 Needs root, mmdebstrap, qemu-system-x86 and e2fsprogs (two-nodes.sh). A run takes up to ten minutes, and more beside
 other work: everything is emulated.
@@ -27,12 +28,13 @@ REPOSITORY = HERE.parent.parent
 MACHINE = HERE / "two-nodes.sh"
 #: of the environment's packages, those that no server needs
 LEFT_OUT = ("torch*", "functorch*", "transformers*", "scipy*", "sympy*", "matplotlib*", "networkx*", "PIL", "pillow*",
-            "fontTools*", "anthropic*", "openai*", "pip*", "setuptools*", "hypothesis*", "_pytest", "pytest*", "grpc_tools*",
+            "fontTools*", "anthropic*", "openai*", "pip*", "setuptools*", "hypothesis*", "_pytest", "pytest*",
+            "grpc_tools*",
             "contourpy*", "pygments*", "mpmath*", "fschat*", "__editable__*", "__pycache__", "hf_xet*")
 HOST_PORTS = (50351, 50352)
 TOKEN = "a-token-of-the-proof"
 PROMPTS, CLIENTS, NEW_TOKENS = 3, 2, 24
-RUN_SECONDS = 1500     # alone on two cores a run takes six minutes
+RUN_SECONDS = 2400     # alone on two cores a run takes six minutes
 UNIT = """[Unit]
 After=multi-user.target
 [Service]
@@ -53,6 +55,7 @@ def build(folder: Path) -> None:
     environment = overlay / "opt/allspark"
     source = Path(sys.prefix)
     shutil.copytree(source, environment, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    compile_all(environment, "/opt/allspark")
     for name in ("python", "python3", "python3.11"):
         (environment / "bin" / name).unlink(missing_ok=True)
         (environment / "bin" / name).symlink_to("/usr/bin/python3.11")
@@ -77,6 +80,13 @@ def build(folder: Path) -> None:
                     "libevent-pthreads-2.1-7"], check=True)
 
 
+def compile_all(folder: Path, path: str) -> None:
+    """Byte code beside all modules of a folder, which is `path` in the machine. Its Python is of this one's version.
+    Services cannot write byte code, and compiling at each start takes minutes where everything is emulated."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "-j", "2", "--invalidation-mode", "unchecked-hash", "-s",
+                    folder, "-p", path, folder], check=False, stdout=subprocess.DEVNULL)
+
+
 def pack(file: Path) -> None:
     """The last commit, with what was built of it, as the machine unpacks it."""
     def of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -95,8 +105,12 @@ def pack(file: Path) -> None:
             shutil.copy(REPOSITORY / name, Path(folder, name))
         for package, path in (("allspark_client", "allspark_client"), ("allspark_server", "allspark_server"),
                               ("allspark_launch", "launch")):
-            tar.add(Path(folder, path), f"opt/allspark/lib/python3.11/site-packages/{package}", filter=of_root)
+            place = f"opt/allspark/lib/python3.11/site-packages/{package}"
+            compile_all(Path(folder, path), f"/{place}")
+            tar.add(Path(folder, path), place, filter=of_root)
         tar.add(HERE / "guest.py", "opt/proof/guest.py", filter=of_root)
+        for name in ("shell_client.py", "shell_server.py"):
+            tar.add(HERE.parent / "over_hosts" / name, f"opt/proof/over_hosts/{name}", filter=of_root)
 
 
 class Load:
@@ -183,7 +197,7 @@ def main() -> int:
     parser.add_argument("action", choices=["build", "run"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("user", nargs="?", default="nobody")
-    parser.add_argument("part", nargs="?", default="group", choices=["group", "pool"])
+    parser.add_argument("part", nargs="?", default="group", choices=["group", "pool", "hosts"])
     options = parser.parse_args()
     if options.action == "build":
         options.folder.mkdir(parents=True, exist_ok=True)

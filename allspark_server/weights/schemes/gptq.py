@@ -4,7 +4,7 @@ zero point for each group of rows of the transposed matrix.
 GPTQ: words hold adjacent k, lowest bits first: transposed, they are the rows of QuantizedRows as they lie. Zero points
 are stored less one in its first format; the words as a whole were subtracted from, so they are added to as a whole.
 g_idx (act-order): the group of each column.
-AWQ: words hold eight adjacent rows' k in the order of _AWQ_ORDER."""
+AWQ: words hold eight adjacent rows' k, from the lowest bits on those of rows 0, 2, 4, 6, 1, 3, 5 and 7."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ from allspark_server.weights.schemes.scheme import (
 
 _DTYPES = {4: "int4", 8: "int8"}
 _ONES = {4: 0x11111111, 8: 0x01010101}
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # rows of a word's values, from its lowest bits on
 
 
 def _modules(source: Source) -> list[str]:
@@ -135,9 +134,9 @@ class Awq:
 
 
 def _octets(words: np.ndarray) -> np.ndarray:
-    """uint8 [groups, n]: the values of AWQ's words."""
-    packed = words.view(np.uint8).reshape(*words.shape, 4)
-    values = np.empty((*words.shape, 8), np.uint8)
-    for place, row in enumerate(_AWQ_ORDER):
-        values[..., row] = packed[..., place // 2] >> np.uint8(place % 2 * 4) & np.uint8(15)
-    return values.reshape(len(words), -1)
+    """uint8 [groups, n]: the values of AWQ's words, whose halves' values take turns as rows."""
+    x = words.view(np.uint32)
+    t = (x ^ x >> 8) & 0x0000FF00  # the inner bytes change places, then the inner values of each half
+    x = x ^ t ^ t << 8
+    t = (x ^ x >> 4) & 0x00F000F0
+    return unpack_codes((x ^ t ^ t << 4).view(np.uint8), 4, 8 * words.shape[1])

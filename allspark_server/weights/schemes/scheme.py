@@ -44,6 +44,7 @@ class QuantizedSource:
     def __init__(self, source: Source, scheme: Scheme):
         self.source, self.scheme = source, scheme
         self.modules = set(scheme.modules())
+        self._forms: dict[str, WeightFormat] = {}  # asked for often, and some take a look at all of a tensor
 
     def names(self) -> Iterable[str]:
         own = {name for module in self.modules for name in self.scheme.parts(module)}
@@ -54,7 +55,11 @@ class QuantizedSource:
 
     def form(self, name: str) -> WeightFormat | None:
         module = name.removesuffix(WEIGHT)
-        return self.scheme.form(module) if name.endswith(WEIGHT) and module in self.modules else None
+        if not name.endswith(WEIGHT) or module not in self.modules:
+            return None
+        if module not in self._forms:
+            self._forms[module] = self.scheme.form(module)
+        return self._forms[module]
 
     def quantized(self, name: str, form: WeightFormat, shape: tuple[int, int],
                   expert: int | None = None) -> QuantizedTensor:

@@ -108,6 +108,8 @@ AS_INLINE void write_row(const vf* total, float scale, const float* bias, float*
   }
 }
 
+constexpr int kShortGroup = 256;  // k of groups whose heads are a part of what is read that counts
+
 // R rows of P planes from `row` on against one panel. (Inlined, its registers would be shared with its caller's.)
 template <typename F, int R, int P>
 __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayout& at, const Activations& a, int row,
@@ -125,6 +127,10 @@ __attribute__((noinline)) void multiply_rows(const Packed& w, const PreparedLayo
   const char *head = w.head(panel, 0), *values = rows.first + at.values_at;
   for (int g = 0; g < groups; g++, head += group_bytes, values += group * sizeof(typename F::Value)) {
     if (!direct && g % kLoadedGroups == 0) load_scales(w, panel, g, std::min(kLoadedGroups, groups - g), own_scales);
+    if (R * L <= 2 && group < kShortGroup) {  // products prefetch weights alone: of many heads most would be missing
+      const char* later = head + kLoadedGroups * group_bytes + (g + kLoadedGroups < groups ? 0 : w.first_group);
+      for (size_t line = 0; line < head_bytes; line += 64) prefetch_far(later + line);
+    }
     const int length = std::min(group, k - g * group);
     const char* weights = head + head_bytes;
     const GroupScales scales{reinterpret_cast<const uint16_t*>(head),

@@ -2,6 +2,7 @@
 // have. A warp has a pair of a row and a query head; its lanes share the head's features.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/attention_wgmma.h"
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
@@ -32,10 +33,10 @@ struct Cached {
   }
 };
 
-// A thread for each pair of features of the queries, and each value of the cache. rotates: queries, in place, and keys
-// as they enter the cache, as rope() does.
+// A thread for each of the first `turned` pairs of features of the queries, which are rotated in place, and each value
+// of the cache. rotates: keys as they enter the cache, as rope() does.
 template <CacheType kType>
-__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved) {
+__global__ void store_kernel(Attention a, const int* where, bool rotates, RotaryTable t, bool interleaved, int turned) {
   after_previous();
   const int row = blockIdx.x, at = where[row], dim = a.cache.head_dim, padded = a.cache.padded_dim, half = t.dim / 2;
   const int queries = a.width / dim - 2 * a.cache.kv_heads;
@@ -45,7 +46,7 @@ __global__ void store_kernel(Attention a, const int* where, bool rotates, Rotary
     const float c = t.cosine[(size_t)row * half + pair], s = t.sine[(size_t)row * half + pair];
     first = __fmul_rn(x, c) - __fmul_rn(y, s), second = __fmul_rn(y, c) + __fmul_rn(x, s);
   };
-  const int turned = rotates ? queries * half : 0, i = blockIdx.y * blockDim.x + threadIdx.x - turned;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x - turned;
   if (i < 0) {
     const int pair = (i + turned) % half;
     float* head = in + (i + turned) / half * dim;
@@ -136,6 +137,7 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
                         const float (&query)[kFeatures]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
+  const float factor = score_factor(a);
   Seen seen;
   for (int begin = run * kRunTokens; begin < (run + 1) * kRunTokens && begin <= position; begin += 32) {
     float score = -INFINITY;
@@ -147,10 +149,10 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
       for (int i = 0; i < kFeatures; i++)
         if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
       product = warp_sum(product);
-      if (j == lane && at >= least) score = finished_score(a, product);
+      if (j == lane && at >= least) score = capped(a, product);
     }
-    const float now = fmaxf(seen.most, warp_max(score));
-    const float by = shrunk(seen.most, now), weight = now == -INFINITY ? 0.0f : exp2f(score - now);
+    const float now = fmaxf(seen.most, warp_max(score) * factor);
+    const float by = shrunk(seen.most, now), weight = weight_of(score, factor, now);
     seen.most = now, seen.sum = merged(seen.sum, by, warp_sum(weight), 1.0f);
 #pragma unroll
     for (int i = 0; i < kFeatures; i++) seen.values[i] *= by;
@@ -174,6 +176,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
   const TileRows rows(a, tiles[blockIdx.x], few ? kFewPairs : kManyPairs);
   const int* table = a.tables + rows.tile.table;
   for (int pair = threadIdx.x / 32; pair < rows.count; pair += kWarps) {
+    if (!rows.has(pair, kv_head)) continue;
     const int row = rows.row(pair), head = rows.head(pair, kv_head), position = rows.position(pair);
     float query[kFeatures];
 #pragma unroll
@@ -206,7 +209,7 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
   if (rows.first_run == rows.last_run) return;  // it is there already
   const int kv_head = blockIdx.y, dim = a.cache.head_dim, i = blockIdx.z * blockDim.x + threadIdx.x, pair = i / dim;
-  if (pair >= rows.count) return;
+  if (pair >= rows.count || !rows.has(pair, kv_head)) return;
   float most = -INFINITY, sum = 0, value = 0;
   constexpr int kAtOnce = 8;
   for (int first = rows.first_run; first <= rows.last_run; first += kAtOnce) {
@@ -230,13 +233,13 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
 
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
-void store_cache(const Attention& a, const int* where, const Turn* turn, int rows, const Queue& queue) {
+void store_cache(const Attention& a, const int* where, const Turn* turn, bool queries, int rows, const Queue& queue) {
   const RotaryTable table = turn ? turn->table : RotaryTable();
   const bool interleaved = turn && turn->interleaved;
-  const int queries = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
+  const int heads = a.width / a.cache.head_dim - 2 * a.cache.kv_heads;
   if (a.cache.quantized()) {
     if (turn)
-      rope(const_cast<float*>(a.qkv), a.width, {0, queries + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
+      rope(const_cast<float*>(a.qkv), a.width, {0, heads + a.cache.kv_heads, a.cache.head_dim}, table, interleaved,
            rows, queue);
     const auto kernel = a.cache.type == CacheType::int8 ? store_quantized_kernel<8> : store_quantized_kernel<4>;
     start(queue, kernel, dim3(rows, 2 * a.cache.kv_heads), 32, 0, a, where);
@@ -246,8 +249,9 @@ void store_cache(const Attention& a, const int* where, const Turn* turn, int row
   const auto kernel = a.cache.type == CacheType::bf16     ? store_kernel<CacheType::bf16>
                       : a.cache.type == CacheType::float8 ? store_kernel<CacheType::float8>
                                                           : store_kernel<CacheType::f32>;
-  const int items = (turn ? queries * (table.dim / 2) : 0) + 2 * a.cache.kv_heads * a.cache.padded_dim;
-  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved);
+  const int turned = turn && queries ? heads * (table.dim / 2) : 0;
+  const int items = turned + 2 * a.cache.kv_heads * a.cache.padded_dim;
+  start(queue, kernel, dim3(rows, ceil_div(items, 256)), 256, 0, a, where, turn != nullptr, table, interleaved, turned);
   launched("store_cache");
 }
 
@@ -268,21 +272,37 @@ auto attend_kernel_of(CacheType type) {
 
 }  // namespace
 
-void attend(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
   if (count == 0) return;
-  const dim3 grid(count, a.cache.kv_heads, few ? splits : 1);
-  if (has_attend_mma(a) && few) attend_few_mma(a, tiles, count, splits, false, nullptr, {}, queue);
+  const dim3 grid(count, a.cache.kv_heads, splits);
+  if (has_attend_mma(a)) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
+  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, true, splits, queue);
+  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, true);
+  launched("attention of few rows");
+  if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+}
+
+void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  if (count == 0) return;
+  const dim3 grid(count, a.cache.kv_heads);
+  if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, few, splits, queue);
-  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, few);
-  launched("attention");
-  if (few && splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
+  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, false, 1, queue);
+  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
+  launched("attention of many rows");
+}
+
+bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
+  const RotaryTable& t = turn.table;
+  const auto aligned = [](const float* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return has_attend_wgmma(a, queue) && !turn.interleaved && t.dim == a.cache.head_dim && aligned(t.cosine) &&
+         aligned(t.sine);
 }
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
-                      const Ahead& ahead, const Queue& queue) {
+                      const Queue& queue) {
   if (!has_attend_mma(a)) return false;
-  attend_few_mma(a, tiles, count, splits, true, turn, ahead, queue);
+  attend_few_mma(a, tiles, count, splits, true, turn, queue);
   launched("attention");
   if (splits > 1) merge(a, tiles, count, queue);
   return true;

@@ -18,15 +18,21 @@ struct TileRows {
   AttentionTile tile;
   int group, count;         // query heads of a KV head; pairs that there are
   int first_run, last_run;  // that any of the pairs sees
+  int first_head, heads;    // of the first KV head those that others have; this rank's
 
-  __device__ TileRows(const Attention& a, const AttentionTile& t, int most) : tile(t), group(a.group) {
+  __device__ TileRows(const Attention& a, const AttentionTile& t, int most)
+      : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - t.first));
     const int least = t.start + t.first / group, greatest = t.start + (t.first + max(count, 1) - 1) / group;
     first_run = a.window ? max(0, least - a.window + 1) / kRunTokens : 0;
     last_run = greatest / kRunTokens;
   }
   __device__ int row(int pair) const { return tile.row + (tile.first + pair) / group; }
-  __device__ int head(int pair, int kv_head) const { return kv_head * group + (tile.first + pair) % group; }
+  // Of this rank's query heads; without one, the pair is another rank's.
+  __device__ int head(int pair, int kv_head) const {
+    return kv_head * group + (tile.first + pair) % group - first_head;
+  }
+  __device__ bool has(int pair, int kv_head) const { return (unsigned)head(pair, kv_head) < (unsigned)heads; }
   __device__ int position(int pair) const { return tile.start + (tile.first + pair) / group; }
 };
 
@@ -34,15 +40,24 @@ __device__ inline const char* head_of(const LayerCache& cache, int span, int kv_
   return cache.data + span * cache.span_bytes() + kv_head * cache.head_bytes();
 }
 
-// A score, in powers of two.
-__device__ inline float finished_score(const Attention& a, float product) {
-  float score = product * a.scale;
-  if (a.soft_cap > 0) score = a.soft_cap * tanhf(score / a.soft_cap);
-  return score * kLog2E;
+// A score is a product, or what soft_cap makes of it, times a factor: a power of two's exponent.
+__device__ inline float capped(const Attention& a, float product) {
+  return a.soft_cap > 0 ? tanhf(product * a.scale / a.soft_cap) : product;
+}
+__device__ inline float score_factor(const Attention& a) { return (a.soft_cap > 0 ? a.soft_cap : a.scale) * kLog2E; }
+__device__ inline float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The weight of what has this score (before the factor), relative to the greatest (after it); none: of what is not
+// seen.
+__device__ inline float weight_of(float score, float factor, float most) {
+  return power_of_two(__fmaf_rn(score, factor, most == -INFINITY ? 0.0f : -most));
 }
 
 // What is left of sums whose maximum was `old` when it becomes `now`.
-__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : exp2f(old - now); }
+__device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
 __device__ inline float merged(float total, float by, float run, float run_by) {
   return __fmaf_rn(run, run_by, __fmul_rn(total, by));
 }

@@ -37,27 +37,22 @@ __device__ void turn_head(const float* head, int row, const Turn& turn, bool rot
     if (i >= 2 * half) put(i, head[i]);
 }
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. splits: by how many blocks
-// runs are shared; further ones ask for what comes next.
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const AttentionTile* tiles, int splits,
-                                                              bool own, bool rotates, Turn turn, Ahead ahead) {
+__global__ void __launch_bounds__(kThreads)
+    attend_few_kernel(Attention a, const AttentionTile* tiles, bool own, bool rotates, Turn turn) {
   constexpr int kStride = kDim + kPad, kSteps = kDim / 16, kPieces = kDim / 8;
   // Pairs of eight features: each warp has those that are its number and every fourth from there.
   constexpr int kDuos = kDim / 16, kOwn = (kDuos + kWarps - 1) / kWarps;
   extern __shared__ __align__(128) char shared[];
   let_next_begin();
-  if (blockIdx.z >= splits) {
-    ask_for(ahead, (blockIdx.z - splits) * gridDim.x * gridDim.y + blockIdx.y * gridDim.x + blockIdx.x,
-            (gridDim.z - splits) * gridDim.x * gridDim.y);
-    return;
-  }
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
   const TileRows rows(a, tiles[blockIdx.x], kFewPairs);
-  const int first_run = rows.first_run + blockIdx.z, run_step = splits;
+  const int first_run = rows.first_run + blockIdx.z, run_step = gridDim.z;
   if (rows.count == 0 || first_run > rows.last_run) return;
   const int* table = a.tables + rows.tile.table;
+  const float factor = score_factor(a);
   const int start = rows.tile.start, last = rows.position(rows.count - 1);
 
   const uint32_t base = shared_address(shared);
@@ -104,13 +99,13 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
   for (int i = 0; i < kEach; i++) {
     const int pair = i * kWarps + warp;
     heads[i] = a.qkv + (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim;
-    if (pair >= rows.count)
+    if (pair >= rows.count || !rows.has(pair, kv_head))
       for (int j = lane; j < kDim; j += 32) queries[pair * kStride + j] = 0;
   }
   await_previous();
 #pragma unroll
   for (int i = 0; i < kEach; i++)
-    if (const int pair = i * kWarps + warp; pair < rows.count)
+    if (const int pair = i * kWarps + warp; pair < rows.count && rows.has(pair, kv_head))
       turn_head<kDim>(heads[i], rows.row(pair), turn, rotates,
                       [&](int feature, float x) { queries[pair * kStride + feature] = to_bf16(x); });
   if (own) {
@@ -170,13 +165,13 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
           const int token = (warp * 2 + t) * 8 + lane % 4 * 2;
           const auto seen = [&](int i) {
             const int at = begin + token + i;
-            return at <= positions[h] && at >= least[h] ? finished_score(a, own[t][2 * h + i]) : -INFINITY;
+            return at <= positions[h] && at >= least[h] ? capped(a, own[t][2 * h + i]) : -INFINITY;
           };
           *reinterpret_cast<float2*>(scores + (lane / 4 + 8 * h) * kScoreStride + token) =
               make_float2(seen(0), seen(1));
         }
       __syncthreads();
-      float s[kTokens / 8][4], now[2] = {most[0], most[1]};
+      float s[kTokens / 8][4], now[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
@@ -190,6 +185,7 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
       for (int h = 0; h < 2; h++) {
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+        now[h] = fmaxf(most[h], now[h] * factor);
         const float by = shrunk(most[h], now[h]);
         most[h] = now[h], sum[h] *= by;
 #pragma unroll
@@ -202,7 +198,7 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int h = i / 2;
-          s[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(s[t][i] - most[h]);
+          s[t][i] = weight_of(s[t][i], factor, most[h]);
           sum[h] += s[t][i];
         }
 #pragma unroll
@@ -228,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
       sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
       const int pair = lane / 4 + 8 * h;
-      if (pair >= rows.count) continue;
+      if (pair >= rows.count || !rows.has(pair, kv_head)) continue;
       const bool alone = rows.first_run == rows.last_run;
       float* to = alone ? nullptr : partial_of(a, blockIdx.x, kv_head, run);
       if (!alone && warp == 0 && lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
@@ -252,21 +248,19 @@ __global__ void __launch_bounds__(kThreads) attend_few_kernel(Attention a, const
 
 template <int kDim>
 void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-               const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next, at least
+               const Queue& queue) {
   allow_shared(attend_few_kernel<kDim>, kShared<kDim>);
-  const int asking = ahead.bytes ? ceil_div(kAsking, count * a.cache.kv_heads) : 0;
-  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits + asking), kThreads, kShared<kDim>, a,
-        tiles, splits, own, turn != nullptr, turn ? *turn : Turn(), ahead);
+  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits), kThreads, kShared<kDim>, a, tiles, own,
+        turn != nullptr, turn ? *turn : Turn());
 }
 
 }  // namespace
 
 void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Ahead& ahead, const Queue& queue) {
-  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, ahead, queue);
-  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, ahead, queue);
-  else start_few<128>(a, tiles, count, splits, own, turn, ahead, queue);
+                    const Queue& queue) {
+  if (a.cache.head_dim == 64) start_few<64>(a, tiles, count, splits, own, turn, queue);
+  else if (a.cache.head_dim == 96) start_few<96>(a, tiles, count, splits, own, turn, queue);
+  else start_few<128>(a, tiles, count, splits, own, turn, queue);
 }
 
 }  // namespace cuda

@@ -8,8 +8,8 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kWarps = kManyPairs / kPairs;
+constexpr int kTokens = 64, kPairs = 16, kWarps = 4;    // positions at a time; pairs of a warp
+constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile
 constexpr int kPad = 8;  // values behind each row in shared memory: rows lie in different banks
 
 template <int kDim>
@@ -19,6 +19,7 @@ constexpr int kShared = 2 * 2 * kTokens * (kDim + kPad) * 2;  // bytes: two stag
 template <int kDim>
 __device__ void write_row(const Attention& a, const TileRows& rows, int pair, int kv_head,
                           const float (&values)[kDim / 8][4], int h, float sum) {
+  if (!rows.has(pair, kv_head)) return;
   const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int v = 0; v < kDim / 8; v++)
@@ -33,10 +34,13 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   constexpr int kSteps = kDim / 16, kValues = kDim / 8;
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const TileRows rows(a, tiles[blockIdx.x], kManyPairs);
+  AttentionTile tile = tiles[blockIdx.x];
+  tile.first += blockIdx.z * kWarps * kPairs;
+  const TileRows rows(a, tile, kWarps * kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int last = rows.position(rows.count - 1);
+  const float factor = score_factor(a);
 
   // This thread's two pairs: lane / 4 of the warp's, and 8 further.
   int positions[2], least[2];
@@ -44,7 +48,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int pair = warp * kPairs + lane / 4 + 8 * h;
-    const bool there = pair < rows.count;
+    const bool there = pair < rows.count && rows.has(pair, kv_head);
     positions[h] = there ? rows.position(pair) : -1;
     least[h] = a.window ? positions[h] - a.window + 1 : 0;
     const float* from =
@@ -111,19 +115,26 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
           multiply_add(scores[t + 1], query[s], k[2], k[3]);
         }
       }
-      float now[2] = {most[0], most[1]};
+      if (a.soft_cap > 0) {
+#pragma unroll
+        for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) scores[t][i] = capped(a, scores[t][i]);
+      }
+      float now[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
-          scores[t][i] = at <= positions[h] && at >= least[h] ? finished_score(a, scores[t][i]) : -INFINITY;
+          scores[t][i] = at <= positions[h] && at >= least[h] ? scores[t][i] : -INFINITY;
           now[h] = fmaxf(now[h], scores[t][i]);
         }
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+        now[h] = fmaxf(most[h], now[h] * factor);
         const float by = shrunk(most[h], now[h]);
         most[h] = now[h], sum[h] *= by;
 #pragma unroll
@@ -134,7 +145,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int h = i / 2;
-          scores[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(scores[t][i] - most[h]);
+          scores[t][i] = weight_of(scores[t][i], factor, most[h]);
           sum[h] += scores[t][i];
         }
 #pragma unroll
@@ -177,7 +188,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
-  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads), 32 * kWarps, kShared<kDim>, a, tiles);
+  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kParts), 32 * kWarps, kShared<kDim>, a, tiles);
 }
 
 }  // namespace

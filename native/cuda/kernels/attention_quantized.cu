@@ -10,7 +10,8 @@ namespace cuda {
 namespace {
 
 constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kWarps = kManyPairs / kPairs, kThreads = 32 * kWarps;
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile of many pairs
 constexpr int kPad = 8;  // values behind each row in shared memory: rows lie in different banks
 
 template <int kDim, CacheType kType>
@@ -67,12 +68,15 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   constexpr int kStride = S::kStride, kTensor = S::kTensor, kSteps = kDim / 16, kValues = kDim / 8;
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const TileRows rows(a, tiles[blockIdx.x], kFew ? kFewPairs : kManyPairs);
+  AttentionTile tile = tiles[blockIdx.x];
+  if (!kFew) tile.first += blockIdx.z * kWarps * kPairs;
+  const TileRows rows(a, tile, kFew ? kFewPairs : kWarps * kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
   if (first_run > rows.last_run) return;
   const int last = rows.position(rows.count - 1);
+  const float factor = score_factor(a);
   const bool computes = !kFew || warp == 0;
 
   // This thread's two pairs: lane / 4 of the warp's, and 8 further.
@@ -180,19 +184,26 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
           multiply_add(scores[t + 1], query[s], k[2], k[3]);
         }
       }
-      float now[2] = {most[0], most[1]};
+      if (a.soft_cap > 0) {
+#pragma unroll
+        for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) scores[t][i] = capped(a, scores[t][i]);
+      }
+      float now[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
-          scores[t][i] = at <= positions[h] && at >= least[h] ? finished_score(a, scores[t][i]) : -INFINITY;
+          scores[t][i] = at <= positions[h] && at >= least[h] ? scores[t][i] : -INFINITY;
           now[h] = fmaxf(now[h], scores[t][i]);
         }
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+        now[h] = fmaxf(most[h], now[h] * factor);
         const float by = shrunk(most[h], now[h]);
         most[h] = now[h], sum[h] *= by;
 #pragma unroll
@@ -203,7 +214,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int h = i / 2;
-          scores[t][i] = most[h] == -INFINITY ? 0.0f : exp2f(scores[t][i] - most[h]);
+          scores[t][i] = weight_of(scores[t][i], factor, most[h]);
           sum[h] += scores[t][i];
         }
 #pragma unroll
@@ -265,7 +276,7 @@ void start_type(const Attention& a, const AttentionTile* tiles, int count, bool 
   constexpr int kShared = Shape<kDim, kType>::kShared;
   const auto kernel = few ? attend_quantized_kernel<kDim, kType, true> : attend_quantized_kernel<kDim, kType, false>;
   allow_shared(kernel, kShared);
-  start(queue, kernel, dim3(count, a.cache.kv_heads, few ? splits : 1), kThreads, kShared, a, tiles);
+  start(queue, kernel, dim3(count, a.cache.kv_heads, few ? splits : kParts), kThreads, kShared, a, tiles);
 }
 
 template <int kDim>

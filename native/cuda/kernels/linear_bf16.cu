@@ -168,10 +168,10 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
-    const int wide_tiles = ceil_div(rows, kWideRows) * ceil_div(p.w.n, kWideColumns);
-    if (rows > 256 && wide_tiles >= 3 * processors() / 2) by = By::wide;
+    constexpr int64_t kSmall = 24 << 20;  // values of a matrix that is there before clusters have begun
+    if (rows > 256) by = By::wide;
     else if (stream) by = By::stream;
-    else by = rows <= 8 ? By::mma : By::split;
+    else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
   }
   if (by == By::split && stream) by = By::stream;
   if (by == By::stream && !stream) by = By::split;

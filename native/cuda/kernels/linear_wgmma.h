@@ -5,8 +5,6 @@
 namespace as {
 namespace cuda {
 
-constexpr int kWideColumns = 128, kWideRows = 192;  // that a block of threads of linear_wide() has
-
 void linear_stream(const Product& p, int rows, const Queue& queue);
 void linear_split(const Product& p, int rows, const Queue& queue);
 void linear_wide(const Product& p, int rows, const Queue& queue);

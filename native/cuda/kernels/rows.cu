@@ -13,9 +13,16 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-__global__ void embed_kernel(Matrix table, const int* tokens, int vocab_begin, float scale, Rows out) {
+__global__ void embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale,
+                             Rows out) {
   after_previous();
-  const int row = blockIdx.x, id = tokens[row] - vocab_begin;
+  const int row = blockIdx.x;
+  int id = tokens[row];
+  if (id < 0) {
+    const Best best = together(drawn + (size_t)~id * kBestParts);
+    id = best.not_finite ? 0 : max(best.token, 0);
+  }
+  id -= vocab_begin;
   for (int i = threadIdx.x; i < table.k; i += kThreads)
     put(out, row, i, id >= 0 && id < table.n ? value_of(table, id, i) * scale : 0.0f);
 }
@@ -38,42 +45,39 @@ __device__ float block_sum(float x) {
   return total;
 }
 
-constexpr int kNormThreads = 512, kNormKept = 16;  // values of a row that a thread keeps in registers
+constexpr int kNormThreads = 512;  // of a row
 
-__global__ void __launch_bounds__(kNormThreads)
-    rms_norm_kernel(const float* x, Norm norm, int rows, Rows out, Ahead ahead) {
-  if (blockIdx.x >= rows) {
-    let_next_begin();
-    return ask_for(ahead, blockIdx.x - rows, gridDim.x - rows);
-  }
+// kEights: how many times eight values of its row a thread keeps in registers.
+template <int kEights>
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
-  float kept[kNormKept], weights[kNormKept];
+  float kept[kEights][8], weights[kEights][8];
+  const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
   float sum = 0;
   let_next_begin();
 #pragma unroll
-  for (int i = 0; i < kNormKept; i++) {  // nobody makes these: no need to wait for the kernel before
-    const int at = i * kNormThreads + threadIdx.x;
-    weights[i] = at < width ? norm.weight[at] : 0.0f;
-  }
+  for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
+    read_eight(norm.weight, at(i), width, weights[i]);
   await_previous();
 #pragma unroll
-  for (int i = 0; i < kNormKept; i++) {
-    const int at = i * kNormThreads + threadIdx.x;
-    kept[i] = at < width ? in[at] : 0.0f;
-  }
+  for (int i = 0; i < kEights; i++) read_eight(in, at(i), width, kept[i]);
 #pragma unroll
-  for (int i = 0; i < kNormKept; i++) sum = fmaf(kept[i], kept[i], sum);
-  for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads) sum = fmaf(in[at], in[at], sum);
+  for (int i = 0; i < kEights; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(kept[i][j], kept[i][j], sum);
+  constexpr int kAll = kEights * kNormThreads * 8;
+  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
   const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum) / width + norm.eps);
   const float one = norm.unit_offset ? 1.0f : 0.0f;
 #pragma unroll
-  for (int i = 0; i < kNormKept; i++) {
-    const int at = i * kNormThreads + threadIdx.x;
-    if (at < width) put(out, row, at, kept[i] * factor * (weights[i] + one));
+  for (int i = 0; i < kEights; i++) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) kept[i][j] = kept[i][j] * factor * (weights[i][j] + one);
+    put_eight(out, row, at(i), width, kept[i]);
   }
-  for (int at = kNormKept * kNormThreads + threadIdx.x; at < width; at += kNormThreads)
-    put(out, row, at, in[at] * factor * (norm.weight[at] + one));
+  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
+    put(out, row, i, in[i] * factor * (norm.weight[i] + one));
 }
 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
@@ -155,9 +159,9 @@ __global__ void rope_kernel(float* x, int width, Heads heads, RotaryTable t, boo
 
 }  // namespace
 
-void embed(const Matrix& table, const int* tokens, int rows, int vocab_begin, float scale, const Rows& out,
-           const Queue& queue) {
-  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, vocab_begin, scale, out);
+void embed(const Matrix& table, const int* tokens, const Best* drawn, int rows, int vocab_begin, float scale,
+           const Rows& out, const Queue& queue) {
+  start(queue, embed_kernel, rows, kThreads, 0, table, tokens, drawn, vocab_begin, scale, out);
   launched("embedding");
 }
 
@@ -166,9 +170,9 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
   launched("read_row");
 }
 
-void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Ahead& ahead, const Queue& queue) {
-  constexpr int kAsking = 64;  // blocks of threads that ask for what comes next
-  start(queue, rms_norm_kernel, rows + (ahead.bytes ? kAsking : 0), kNormThreads, 0, x, norm, rows, out, ahead);
+void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
+  const auto kernel = out.width <= 8 * kNormThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
+  start(queue, kernel, rows, kNormThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 

@@ -17,12 +17,13 @@ __device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
 __device__ inline void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// At a block of threads of the cluster.
+// At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
+// the whole cluster's memory is not wanted.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
   asm volatile(
       "{ .reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
       "r"(block)
       : "memory");
 }
@@ -85,6 +86,12 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
 __device__ inline uint64_t descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
 }
+// Of 16 rows of blocks that lie one after the other, from the first of a block's rows on that has this address: as the
+// side of a product whose columns are summed over.
+__device__ inline uint64_t descriptor_of_columns(uint32_t address) {
+  return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
+         (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
 constexpr int kStepBytes = 32;  // from 16 columns to the next
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -103,164 +110,116 @@ __device__ inline void settle(float (&d)[kValues]) {
 // 16 * warp + lane / 4 + 8 * (i % 4 / 2), and column 8 * (i / 4) + 2 * (lane % 4) + i % 2.
 template <int N>
 struct Tile;
-template <>
-struct Tile<8> {
-  static __device__ void multiply(float (&d)[4], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %6, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "l"(a), "l"(b), "r"(adds));
+
+// Registers of sums in the instruction's text, eight by eight, and what they are.
+#define AS_NAMES_4 "%0, %1, %2, %3"
+#define AS_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define AS_NAMES_16 AS_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define AS_NAMES_24 AS_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define AS_NAMES_32 AS_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define AS_NAMES_40 AS_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define AS_NAMES_48 AS_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define AS_NAMES_56 AS_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define AS_NAMES_64 AS_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define AS_NAMES_72 AS_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define AS_NAMES_80 AS_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define AS_NAMES_88 AS_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define AS_NAMES_96 AS_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define AS_NAMES_104 AS_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define AS_NAMES_112 AS_NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define AS_NAMES_120 AS_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define AS_NAMES_128 AS_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define AS_EIGHT(i)                                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define AS_SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define AS_SUMS_8 AS_EIGHT(0)
+#define AS_SUMS_16 AS_SUMS_8, AS_EIGHT(8)
+#define AS_SUMS_24 AS_SUMS_16, AS_EIGHT(16)
+#define AS_SUMS_32 AS_SUMS_24, AS_EIGHT(24)
+#define AS_SUMS_40 AS_SUMS_32, AS_EIGHT(32)
+#define AS_SUMS_48 AS_SUMS_40, AS_EIGHT(40)
+#define AS_SUMS_56 AS_SUMS_48, AS_EIGHT(48)
+#define AS_SUMS_64 AS_SUMS_56, AS_EIGHT(56)
+#define AS_SUMS_72 AS_SUMS_64, AS_EIGHT(64)
+#define AS_SUMS_80 AS_SUMS_72, AS_EIGHT(72)
+#define AS_SUMS_88 AS_SUMS_80, AS_EIGHT(80)
+#define AS_SUMS_96 AS_SUMS_88, AS_EIGHT(88)
+#define AS_SUMS_104 AS_SUMS_96, AS_EIGHT(96)
+#define AS_SUMS_112 AS_SUMS_104, AS_EIGHT(104)
+#define AS_SUMS_120 AS_SUMS_112, AS_EIGHT(112)
+#define AS_SUMS_128 AS_SUMS_120, AS_EIGHT(120)
+// a, b, adds: the numbers of these operands, which follow the `count` sums.
+#define AS_TILE(n, count, a, b, adds)                                                                                 \
+  template <>                                                                                                         \
+  struct Tile<n> {                                                                                                    \
+    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) {                    \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                          \
+                   ", 0;\n"                                                                                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count "}, %" #a ", %" #b   \
+                                                                                                 ", p, 1, 1, 0, 0; }" \
+                   : AS_SUMS_##count                                                                                  \
+                   : "l"(left), "l"(right), "r"(keeps));                                                              \
+    }                                                                                                                 \
+  };
+AS_TILE(8, 4, 4, 5, 6)
+AS_TILE(16, 8, 8, 9, 10)
+AS_TILE(32, 16, 16, 17, 18)
+AS_TILE(64, 32, 32, 33, 34)
+AS_TILE(112, 56, 56, 57, 58)
+AS_TILE(128, 64, 64, 65, 66)
+AS_TILE(144, 72, 72, 73, 74)
+AS_TILE(160, 80, 80, 81, 82)
+AS_TILE(176, 88, 88, 89, 90)
+AS_TILE(192, 96, 96, 97, 98)
+AS_TILE(208, 104, 104, 105, 106)
+AS_TILE(224, 112, 112, 113, 114)
+AS_TILE(240, 120, 120, 121, 122)
+AS_TILE(256, 128, 128, 129, 130)
+#undef AS_TILE
+
+// d [64, N] += a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
+// says.
+template <int N>
+struct WeighedTile;
+#define AS_TILE(n, count, a0, a1, a2, a3, b)                                                        \
+  template <>                                                                                       \
+  struct WeighedTile<n> {                                                                           \
+    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right) { \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count    \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 1;"              \
+                   : AS_SUMS_##count                                                                \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));           \
+    }                                                                                               \
+  };
+AS_TILE(64, 32, 32, 33, 34, 35, 36)
+AS_TILE(128, 64, 64, 65, 66, 67, 68)
+#undef AS_TILE
+
+// Which stage is next, and how often all have been used: barriers' parity.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+
+  __device__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
   }
 };
-template <>
-struct Tile<16> {
-  static __device__ void multiply(float (&d)[8], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "l"(a), "l"(b), "r"(adds));
+
+// Of four lanes' four words each, word i of all goes to lane i.
+__device__ inline void exchange(uint32_t (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, odd ? words[i] : words[i + 1], 1);
+    words[i] = odd ? found : words[i], words[i + 1] = odd ? words[i + 1] : found;
   }
-};
-template <>
-struct Tile<32> {
-  static __device__ void multiply(float (&d)[16], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "l"(a), "l"(b), "r"(adds));
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32_t found = __shfl_xor_sync(0xffffffffu, high ? words[i] : words[i + 2], 2);
+    words[i] = high ? found : words[i], words[i + 2] = high ? words[i + 2] : found;
   }
-};
-template <>
-struct Tile<64> {
-  static __device__ void multiply(float (&d)[32], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "l"(a), "l"(b), "r"(adds));
-  }
-};
-template <>
-struct Tile<128> {
-  static __device__ void multiply(float (&d)[64], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(adds));
-  }
-};
-template <>
-struct Tile<192> {
-  static __device__ void multiply(float (&d)[96], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-          "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-          "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-          "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-          "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-        : "l"(a), "l"(b), "r"(adds));
-  }
-};
-template <>
-struct Tile<256> {
-  static __device__ void multiply(float (&d)[128], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, "
-        "%104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, "
-        "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, p, 1, 1, 0, 0; }"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-          "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-          "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-          "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-          "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
-          "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-          "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
-          "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
-          "+f"(d[126]), "+f"(d[127])
-        : "l"(a), "l"(b), "r"(adds));
-  }
-};
+}
 #endif
 
 }  // namespace cuda

@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
     const char* name;
     By by;
     int least, most;
-  } kernels[] = {{"mma", By::mma, 1, 16}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
+  } kernels[] = {{"mma", By::mma, 1, 32}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
                  {"wide", By::wide, 128, 4096}};
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;

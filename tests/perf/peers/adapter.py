@@ -42,11 +42,12 @@ class PeerFormat:
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure: a Hugging Face directory, a folder for what is converted, threads, cells."""
+    """What to measure: a Hugging Face directory, a folder for what is converted, threads, cells; gpus: how many."""
     checkpoint: Path
     work: Path
     threads: int
     cells: tuple[Cell, ...]
+    gpus: int = 0
 
     @property
     def config(self) -> dict:
@@ -100,8 +101,9 @@ def _version(module: str, distribution: str) -> str:
 
 
 def main(packages: dict[str, str], formats: list[PeerFormat],
-         load: Callable[[Job, PeerFormat], AbstractContextManager[Model]]) -> None:
-    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block."""
+         load: Callable[[Job, PeerFormat], AbstractContextManager[Model]], on_gpus: bool = False) -> None:
+    """Runs an adapter. packages: module name → distribution; load(job, format): the model, for a with block. on_gpus: it
+    computes on them; those that it is to use are the only ones that it sees."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--probe", action="store_true")
     parser.add_argument("--checkpoint", type=Path)
@@ -109,7 +111,12 @@ def main(packages: dict[str, str], formats: list[PeerFormat],
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--formats", default="")
     parser.add_argument("--cells", default="")
+    parser.add_argument("--gpus", default="")
     options = parser.parse_args()
+    if bool(options.gpus) != on_gpus:
+        sys.exit(f"{Path(sys.argv[0]).name} computes on {'GPUs' if on_gpus else 'CPUs'}")
+    if on_gpus:
+        os.environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": options.gpus}
     missing = {module: name for module, name in packages.items() if not _importable(module)}
     if missing:
         sys.exit(
@@ -123,7 +130,7 @@ def main(packages: dict[str, str], formats: list[PeerFormat],
         parser.error("--checkpoint and --work are needed")
     options.work.mkdir(parents=True, exist_ok=True)
     cells = tuple(Cell(*map(int, text.split("x"))) for text in options.cells.split(",") if text)
-    job = Job(options.checkpoint, options.work, options.threads, cells)
+    job = Job(options.checkpoint, options.work, options.threads, cells, len(options.gpus.split(",")) if on_gpus else 0)
     wanted = options.formats.split(",")
     for form in formats:
         if set(form.matches) & set(wanted):

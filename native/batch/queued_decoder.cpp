@@ -1,0 +1,65 @@
+#include "batch/queued_decoder.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace as {
+namespace {
+
+bool has_drafts(const Plan& plan) {
+  return std::any_of(plan.work.begin(), plan.work.end(), [](const Work& w) { return w.drafts > 0; });
+}
+
+bool has_drafts(const Batch& batch) {
+  return std::any_of(batch.items.begin(), batch.items.end(), [](const Item& item) { return item.drafts > 0; });
+}
+
+}  // namespace
+
+StepOutput QueuedDecoder::step(const std::string& plan, bool want_logits) {
+  if (!begin(plan, want_logits)) throw std::logic_error("a step, and another one is not finished");
+  draw();
+  return finish();
+}
+
+bool QueuedDecoder::begin(const std::string& bytes, bool want_logits) {
+  const bool first = steps_.empty();
+  if (steps_.size() > 1 || (!first && !steps_.back().foretold)) return false;
+  const Plan plan = Plan::parse(bytes, slots_.groups());
+  if (!first && has_drafts(plan)) return false;  // they are looked up in histories that end with what is drawn now
+  try {
+    slots_.check(plan, false);
+  } catch (const std::invalid_argument&) {
+    if (first) throw;
+    return false;  // told when its turn comes
+  }
+  slots_.begin(plan);
+  const bool copies = !plan.saved.empty() || !plan.restored.empty();
+  if (copies) store_->copy(plan.saved, plan.restored);
+  steps_.push_back({slots_.batch(), copies});
+  if (!steps_.back().batch.rows.empty()) runner_.begin(steps_.back().batch, want_logits);
+  return true;
+}
+
+void QueuedDecoder::draw() {
+  Step& step = steps_.back();
+  if (!step.batch.rows.empty() && !runner_.draw(step.batch)) return;
+  if (has_drafts(step.batch)) return;
+  slots_.foretell(step.batch);
+  step.foretold = true;
+}
+
+StepOutput QueuedDecoder::finish() {
+  if (steps_.empty()) throw std::logic_error("finish() of a step that was not begun");
+  const Step step = std::move(steps_.front());
+  steps_.pop_front();
+  StepOutput output;
+  if (!step.batch.rows.empty()) {
+    Drawn drawn = runner_.finish(step.batch);
+    output = output_of(step.batch, drawn, slots_.accept(step.batch, drawn.samples, step.foretold));
+  }
+  if (step.copies) output.copy_seconds = store_->finish();
+  return output;
+}
+
+}  // namespace as

@@ -1,0 +1,8 @@
+// Functions that kernels of GPUs call, too.
+#pragma once
+
+#ifdef __CUDACC__
+#define AS_BOTH __host__ __device__
+#else
+#define AS_BOTH
+#endif

@@ -1,0 +1,59 @@
+#include "cuda/draw_list.h"
+
+#include <algorithm>
+
+namespace as {
+namespace cuda {
+namespace {
+
+using namespace sampling;
+
+// What processors do, listed instead of done.
+class ListedEdits {
+ public:
+  explicit ListedEdits(std::vector<Edit>* lists) : lists_(lists) {}
+  void repeat(int32_t id, float penalty) { lists_[0].push_back({id, penalty, 0}); }
+  void lower(int32_t id, float by) { lists_[1].push_back({id, by, 0}); }
+  void ban(int32_t id) { lists_[2].push_back({id, 0, 0}); }
+  void bias(int32_t id, float by) { lists_[3].push_back({id, by, 0}); }
+
+ private:
+  std::vector<Edit>* lists_;
+};
+
+}  // namespace
+
+bool DrawList::add(const Batch& batch, int row, int mask) {
+  const Output& out = batch.outputs[row];
+  const Slot& slot = batch.slot(out.slot);
+  const bool scores = out.wanted == Wanted::score;
+  const SamplingParams& p = scores ? scoring_params() : slot.sampling;
+  RowDraw draw{};
+  draw.row = row, draw.kind = kind_of(p), draw.mask = mask;
+  draw.target = scores ? slot.history[out.history] : -1;
+  draw.top_k = p.top_k, draw.top_p = p.top_p;
+  draw.top_logprobs = p.logprobs() ? p.top_logprobs : -1;
+  draw.deepest = p.min_p > 0.0f ? min_p_depth(p) : -1;
+  draw.scale = draw.kind == Draw::greedy ? 1.0f : 1.0f / p.temperature;
+  draw.end = !p.eos.empty() && p.eos[0] >= 0 && p.eos[0] < vocab_size_ ? p.eos[0] : -1;
+  draw.random = {p.seed, p.sample_index, out.history};
+  draw.first_edit = (int32_t)edits_.size();
+  if (!scores) {
+    for (auto& list : of_row_) list.clear();
+    const SampleInput input{&p, slot.history.data(), out.history, nullptr, nullptr};
+    Processors(input, 0, vocab_size_, seen_, ListedEdits(of_row_)).run();
+    size_t edits = 0;
+    for (const auto& list : of_row_) edits += list.size();
+    if (edits_.size() + edits > most_edits_) return false;
+    std::stable_sort(of_row_[3].begin(), of_row_[3].end(), [](const Edit& a, const Edit& b) { return a.id < b.id; });
+    for (const auto& list : of_row_) edits_.insert(edits_.end(), list.begin(), list.end());
+    draw.repeats = (int32_t)of_row_[0].size(), draw.lowers = (int32_t)of_row_[1].size();
+    draw.bans = (int32_t)of_row_[2].size(), draw.biases = (int32_t)of_row_[3].size();
+  }
+  edited_ |= draw.edits() > 0, apart_ |= draw.sums_apart();
+  draws_.push_back(draw);
+  return true;
+}
+
+}  // namespace cuda
+}  // namespace as

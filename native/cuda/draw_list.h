@@ -1,0 +1,39 @@
+// What a step draws on the device, as the kernels read it.
+#pragma once
+#include <vector>
+
+#include "batch/batch.h"
+#include "cuda/kernels/draw.h"
+#include "sampling/processors.h"
+
+namespace as {
+namespace cuda {
+
+class DrawList {
+ public:
+  // vocab_size: of the logits. most_edits: that fit into a step.
+  DrawList(int vocab_size, size_t most_edits) : vocab_size_(vocab_size), most_edits_(most_edits) {}
+
+  size_t most_edits() const { return most_edits_; }
+  void clear() { draws_.clear(), edits_.clear(), edited_ = apart_ = false; }
+  // Adds what is wanted of outputs[row]. mask: which of the step's it is drawn under; -1: none. False, and nothing is
+  // added: too many edits.
+  bool add(const Batch& batch, int row, int mask);
+
+  const std::vector<RowDraw>& draws() const { return draws_; }
+  const std::vector<Edit>& edits() const { return edits_; }
+  bool edited() const { return edited_; }
+  bool apart() const { return apart_; }  // whether any has RowDraw::sums_apart()
+
+ private:
+  const int vocab_size_;
+  const size_t most_edits_;
+  std::vector<RowDraw> draws_;
+  std::vector<Edit> edits_;
+  bool edited_ = false, apart_ = false;
+  sampling::Occurrences seen_;
+  std::vector<Edit> of_row_[4];  // that repeat, lower, ban, bias
+};
+
+}  // namespace cuda
+}  // namespace as

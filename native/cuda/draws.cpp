@@ -1,0 +1,88 @@
+#include "cuda/draws.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr double kMaskSeconds = 30;                          // longer than any mask takes to be written
+constexpr size_t kEditsOfARow = 4096, kMostEdits = 1 << 20;  // of a row on average, of a step
+
+size_t rounded(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+Draws::Draws(const Device& device, float* logits, Best* best, int vocab_size, int max_outputs, Masks* masks)
+    : device_(device), masks_(masks), list_(vocab_size, std::min(kEditsOfARow * max_outputs, kMostEdits)) {
+  const size_t rows = max_outputs;
+  const auto both = [](Memory& host, Memory& on_device, size_t bytes, const char* purpose) {
+    host = Memory(bytes, purpose, Memory::Where::host), on_device = Memory(bytes, purpose);
+  };
+  both(host_draws_, draws_, rows * sizeof(RowDraw), "draws");
+  both(host_edits_, edits_, list_.most_edits() * sizeof(Edit), "penalties of draws");
+  both(host_drawn_, drawn_, rows * sizeof(SampleOutput), "what is drawn");
+  if (masks) both(host_masks_, bits_, rows * masks->words() * sizeof(uint32_t), "masks of draws");
+  task_.logits = logits, task_.width = vocab_size, task_.best = best;
+  task_.chunk = chunk_of(vocab_size), task_.chunks = (vocab_size + task_.chunk - 1) / task_.chunk;
+  task_.masks = bits_.as<uint32_t>(), task_.mask_words = masks ? masks->words() : 0;
+  task_.draws = draws_.as<RowDraw>(), task_.edits = edits_.as<Edit>(), task_.drawn = drawn_.as<SampleOutput>();
+  const size_t chunks = rows * task_.chunks, groups = chunks * groups_of(task_.chunk);
+  const size_t each =
+      rounded(chunks * sizeof(double)) + rounded(chunks * sizeof(float)) + rounded(groups * sizeof(float));
+  sums_ = Memory(2 * each, "sums of draws");
+  char* next = sums_.as();
+  const auto take = [&](size_t bytes) { return next += rounded(bytes), next - rounded(bytes); };
+  for (ChunkSums* sums : {&task_.raw, &task_.processed}) {
+    sums->sums = reinterpret_cast<double*>(take(chunks * sizeof(double)));
+    sums->maxima = reinterpret_cast<float*>(take(chunks * sizeof(float)));
+    sums->groups = reinterpret_cast<float*>(take(groups * sizeof(float)));
+  }
+}
+
+void Draws::send(const Memory& host, const Memory& device, size_t bytes) const {
+  if (bytes)
+    check(cudaMemcpyAsync(device.as(), host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()), "copying draws");
+}
+
+void Draws::queue_masks(const Batch& batch, const std::vector<DrawnBy>& by) {
+  mask_of_.assign(batch.outputs.size(), -1);
+  int count = 0;
+  for (size_t i = 0; i < batch.outputs.size(); i++) {
+    const int mask = batch.outputs[i].mask;
+    if (!mask || by[i] != DrawnBy::draws) continue;
+    if (!masks_) throw std::logic_error("a draw under a mask, and there are no masks");
+    std::copy_n(masks_->wait(mask - 1, kMaskSeconds), masks_->words(),
+                host_masks_.as<uint32_t>() + (size_t)count * masks_->words());
+    mask_of_[i] = count++;
+  }
+  if (count) send(host_masks_, bits_, (size_t)count * masks_->words() * sizeof(uint32_t));
+}
+
+void Draws::queue(const Batch& batch, std::vector<DrawnBy>& by) {
+  list_.clear();
+  queue_masks(batch, by);
+  for (size_t i = 0; i < batch.outputs.size(); i++)
+    if (by[i] == DrawnBy::draws && !list_.add(batch, (int)i, mask_of_[i])) by[i] = DrawnBy::host;
+  const size_t draws = list_.draws().size();
+  if (!draws) return;
+  std::copy(list_.draws().begin(), list_.draws().end(), host_draws_.as<RowDraw>());
+  std::copy(list_.edits().begin(), list_.edits().end(), host_edits_.as<Edit>());
+  send(host_draws_, draws_, draws * sizeof(RowDraw));
+  send(host_edits_, edits_, list_.edits().size() * sizeof(Edit));
+  draw_rows(task_, (int)draws, list_.edited(), list_.apart(), device_.queue());
+  check(cudaMemcpyAsync(host_drawn_.as(), drawn_.as(), draws * sizeof(SampleOutput), cudaMemcpyDeviceToHost,
+                        device_.stream()),
+        "copying what was drawn");
+}
+
+void Draws::take(std::vector<SampleOutput>& samples) const {
+  for (size_t i = 0; i < list_.draws().size(); i++) samples[list_.draws()[i].row] = host_drawn_.as<SampleOutput>()[i];
+}
+
+size_t Draws::bytes() const { return draws_.size() + edits_.size() + bits_.size() + drawn_.size() + sums_.size(); }
+
+}  // namespace cuda
+}  // namespace as

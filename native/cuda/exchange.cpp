@@ -1,0 +1,147 @@
+#include "cuda/exchange.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr size_t kHeader = 4096;      // bytes before the partial sums: flags, and who has left
+constexpr size_t kLeft = 2048;        // where these are
+constexpr size_t kGranule = 2 << 20;  // smaller allocations may share their memory with others
+constexpr double kLeaveSeconds = 2;   // that a rank waits for the others to leave
+
+// The memory of a rank, for the others.
+struct Address {
+  char magic[8];
+  int64_t process;
+  int32_t rank, world, device;
+  uint64_t base, half;
+  cudaIpcMemHandle_t handle;
+};
+constexpr char kMagic[8] = {'A', 'S', 'P', 'E', 'E', 'R', '0', '1'};
+
+size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+}  // namespace
+
+size_t partial_bytes(int rows, int width, bool bf16) {
+  return bf16 ? tiles_bytes(rows, width) : (size_t)rows * width * sizeof(float);
+}
+
+size_t exchange_bytes(size_t half) { return rounded(kHeader + 2 * rounded(half, kHeader), kGranule); }
+
+Exchange::Exchange(const Device& device, int rank, int world, size_t half, double seconds)
+    : device_(device), seconds_(seconds) {
+  if (world < 2 || world > kMostRanks || rank < 0 || rank >= world)
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(world) +
+                                ": a group has up to " + std::to_string(kMostRanks) + " GPUs");
+  device_.use();
+  memory_ = Memory(exchange_bytes(half), "what GPUs exchange");
+  failed_ = Memory(sizeof(int), "a flag", Memory::Where::host);
+  peers_.rank = rank, peers_.world = world, peers_.half = rounded(half, kHeader);
+  peers_.failed = failed_.as<int>(), peers_.limit = (uint64_t)(seconds * 1e9);
+}
+
+Exchange::~Exchange() {
+  try {
+    leave();
+  } catch (const std::runtime_error&) {}  // the device is of no more use
+}
+
+std::string Exchange::address() const {
+  Address own{};
+  std::memcpy(own.magic, kMagic, sizeof kMagic);
+  own.process = getpid(), own.rank = peers_.rank, own.world = peers_.world, own.device = device_.index();
+  own.base = reinterpret_cast<uint64_t>(memory_.as()), own.half = peers_.half;
+  device_.use();
+  check(cudaIpcGetMemHandle(&own.handle, memory_.as()), "sharing memory with other ranks");
+  return std::string(reinterpret_cast<const char*>(&own), sizeof own);
+}
+
+void Exchange::connect(const std::vector<std::string>& addresses) {
+  if (connected_ || (int)addresses.size() != peers_.world)
+    throw std::invalid_argument("ranks connect once, with an address of each");
+  device_.use();
+  for (int r = 0; r < peers_.world; r++) {
+    Address other;
+    if (addresses[r].size() != sizeof other) throw std::invalid_argument("the address of a rank is not whole");
+    std::memcpy(&other, addresses[r].data(), sizeof other);
+    if (std::memcmp(other.magic, kMagic, sizeof kMagic) || other.rank != r || other.world != peers_.world ||
+        other.half != peers_.half)
+      throw std::invalid_argument("the address of rank " + std::to_string(r) + " is of another build, group or model");
+    char* base = memory_.as();
+    if (r != peers_.rank) {
+      check_peer(device_.index(), other.device);
+      if (other.process == getpid()) {
+        base = reinterpret_cast<char*>(other.base);
+        const cudaError_t enabled =
+            other.device == device_.index() ? cudaSuccess : cudaDeviceEnablePeerAccess(other.device, 0);
+        if (enabled != cudaErrorPeerAccessAlreadyEnabled) check(enabled, "reaching another GPU");
+        cudaGetLastError();
+      } else {
+        void* opened = nullptr;
+        const cudaError_t result = cudaIpcOpenMemHandle(&opened, other.handle, cudaIpcMemLazyEnablePeerAccess);
+        if (result != cudaSuccess)
+          throw std::invalid_argument("the memory of rank " + std::to_string(r) + "'s GPU " +
+                                      std::to_string(other.device) + " cannot be opened (" +
+                                      cudaGetErrorString(result) + "): all ranks must be in one container, or in " +
+                                      "several that share IPC and process ids");
+        opened_.push_back(opened);
+        base = static_cast<char*>(opened);
+      }
+    }
+    peers_.partials[r] = base + kHeader, peers_.flags[r] = reinterpret_cast<uint32_t*>(base);
+  }
+  connected_ = true;
+}
+
+Rows Exchange::partial(int call, int width, bool bf16) const {
+  char* data = memory_.as() + kHeader + call % 2 * peers_.half;
+  if (bf16) return {nullptr, reinterpret_cast<uint16_t*>(data), width};
+  return {reinterpret_cast<float*>(data), nullptr, width};
+}
+
+void Exchange::check_waits() const {
+  const int failed = *const_cast<const volatile int*>(failed_.as<int>());
+  if (!failed) return;
+  throw std::runtime_error("rank " + std::to_string(peers_.rank) + " waited " + std::to_string((int)seconds_) +
+                           " s on its GPU for rank " + std::to_string(failed - 1) +
+                           " in a sum over ranks: its process has ended, is stopped, or did not run the step; the "
+                           "group is given up");
+}
+
+// Memory that others have open must stay. The last that a rank does with another's is to say that it has left.
+void Exchange::leave() {
+  if (!connected_) return;
+  device_.use();
+  device_.wait();
+  const uint32_t one = 1;
+  const auto left_of = [](void* base) { return static_cast<char*>(base) + kLeft; };
+  for (int r = 0; r < peers_.world; r++)
+    if (r != peers_.rank)
+      check(cudaMemcpy(left_of(peers_.flags[r]) + peers_.rank * sizeof one, &one, sizeof one, cudaMemcpyDefault),
+            "leaving other ranks");
+  for (void* opened : opened_) cudaIpcCloseMemHandle(opened);
+  const auto began = std::chrono::steady_clock::now();
+  while (true) {
+    uint32_t left[kMostRanks] = {};
+    check(cudaMemcpy(left, left_of(memory_.as()), sizeof left, cudaMemcpyDeviceToHost), "waiting for other ranks");
+    int others = 0;
+    for (int r = 0; r < peers_.world; r++) others += left[r];
+    if (others == peers_.world - 1) return;
+    if (std::chrono::steady_clock::now() - began > std::chrono::duration<double>(kLeaveSeconds)) {
+      memory_.forget();
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace cuda
+}  // namespace as

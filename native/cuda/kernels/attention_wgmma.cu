@@ -1,0 +1,348 @@
+// Attention of many pairs of a row and a query head over bfloat16 caches by wgmma (after Shah et al.,
+// "FlashAttention-3", 2024): two warpgroups have 64 pairs each, and while one computes weights the other multiplies. A
+// third one copies keys and values into shared memory, 64 positions at a time and several stages ahead. The recipe is
+// attention_mma.cu's, and so are the bits: products are the same chains, and a thread has the same values.
+#include "cuda/kernels/attention.cuh"
+#include "cuda/kernels/attention_wgmma.h"
+#include "cuda/kernels/wgmma.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+[[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
+constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pairs
+constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
+[[maybe_unused]] constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
+
+// Warpgroups take turns to ask for products: so one's are not in the way of the other's, which computes weights then.
+[[maybe_unused]] constexpr bool kInTurn = false;
+
+// Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
+template <int kDim>
+struct Shape {
+  static constexpr int kBlocks = kDim / kBlock, kTensorBytes = kBlocks * kBlockBytes, kStageBytes = 2 * kTensorBytes;
+  static constexpr int kShared = kGroups * kTensorBytes + kStages * kStageBytes;
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+struct Barriers {
+  uint64_t full[kStages], empty[kStages];
+};
+
+// What threads wrote into shared memory is there for wgmma.
+__device__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Positions from `begin` to `last`, by a warpgroup.
+template <int kDim>
+__device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
+                             Barriers& barriers) {
+  constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
+  constexpr int kSpans = kTokens / 16;                      // at most, of 64 positions
+  const int size = a.cache.span_size, shift = __ffs(size) - 1, lane = threadIdx.x % 32;
+  const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
+  // Which spans there are: one read by as many lanes, ahead of its use.
+  const auto spans_from = [&](int position) {
+    const int span = (position >> shift) + min(lane, kSpans - 1);
+    return span << shift <= last ? table[span] : 0;
+  };
+  Ring<kStages> ring, done;
+  const auto tell = [&] {
+    written_for_products();
+    barrier_arrive(&barriers.full[done.stage]);
+    done.next();
+  };
+  int asked = 0, spans = spans_from(begin);
+  for (; begin <= last; begin += kTokens, ring.next()) {
+    const int next = spans_from(begin + kTokens);
+    barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    __syncwarp();
+    const uint32_t to = stages + ring.stage * Shape<kDim>::kStageBytes + piece / 8 * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kTokens / kStep; i++) {
+      const int token = own + i * kStep, at = begin + token;
+      const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - (begin >> shift));
+      const bool there = at <= last;
+      const char* from = a.cache.data;
+      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at & (size - 1)) * kDim + piece * 8) * 2;
+      copy_16(to + piece_offset(token, piece % 8), from, there);
+      copy_16(to + Shape<kDim>::kTensorBytes + piece_offset(token, piece % 8),
+              there ? from + (size_t)size * kDim * 2 : from, there);
+    }
+    commit_copies();
+    spans = next;
+    if (asked == kDelay) wait_copies<kDelay>(), tell();
+    else asked++;
+  }
+  wait_copies<0>();
+  for (; asked; asked--) tell();
+}
+
+__device__ void put_piece(char* to, int pair, int piece, const float (&x)[8]) {
+  *reinterpret_cast<uint4*>(to + piece / 8 * kBlockBytes + piece_offset(pair, piece % 8)) =
+      make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
+}
+
+// Queries of 64 pairs from `first` on, by a warpgroup; turns: rotated, halves with halves, as store_cache() does it.
+template <int kDim>
+__device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, bool turns,
+                             const RotaryTable& t, char* to) {
+  constexpr int kHalf = kDim / 2, kPieces = kHalf / 8;
+#pragma unroll 2
+  for (int i = threadIdx.x % 128; i < kBlock * kPieces; i += 128) {
+    const int pair = i / kPieces, piece = i % kPieces;
+    float x[8] = {}, y[8] = {};
+    if (first + pair < rows.count) {
+      const int row = rows.row(first + pair);
+      const float* head = a.qkv + (size_t)row * a.width + rows.head(first + pair, kv_head) * kDim;
+      read_eight(head, piece * 8, kDim, x), read_eight(head, kHalf + piece * 8, kDim, y);
+      if (turns) {
+        float cosine[8], sine[8];
+        read_eight(t.cosine + (size_t)row * kHalf, piece * 8, kHalf, cosine);
+        read_eight(t.sine + (size_t)row * kHalf, piece * 8, kHalf, sine);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+          const float was = x[j];
+          x[j] = __fmul_rn(was, cosine[j]) - __fmul_rn(y[j], sine[j]);
+          y[j] = __fmul_rn(y[j], cosine[j]) + __fmul_rn(was, sine[j]);
+        }
+      }
+    }
+    put_piece(to, pair, piece, x), put_piece(to, pair, kPieces + piece, y);
+  }
+  written_for_products();
+}
+
+// What a warpgroup has of its 64 pairs; a thread, of two: number i of `values` and `scores` is of pair
+// 16 * warp + lane / 4 + 8 * (i % 4 / 2).
+template <int kDim>
+class Attender {
+ public:
+  __device__ Attender(const Attention& a, const TileRows& rows, int first, uint32_t queries)
+      : a_(a), rows_(rows), queries_(queries), pair_(first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = pair_ + 8 * h;
+      positions_[h] = pair < rows.count ? rows.position(pair) : -1;
+      least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
+    }
+    clear(total_), begin_run();
+  }
+
+  __device__ void begin_scores(uint32_t keys) {
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < kDim / 16; s++) {
+      const int at = s / 4 * kBlockBytes + s % 4 * kStepBytes;
+      Tile<kTokens>::multiply(scores_, descriptor(queries_ + at), descriptor(keys + at), s > 0);
+    }
+    commit_products();
+  }
+  // Scores become weights, and what was seen before in the run is made relative to the new maximum.
+  __device__ void weigh(int begin) {
+    const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
+    if (a_.soft_cap > 0) {
+#pragma unroll
+      for (int i = 0; i < kScores; i++) scores_[i] = capped(a_, scores_[i]);
+    }
+    if (!__all_sync(0xffffffffu, whole)) {
+#pragma unroll
+      for (int i = 0; i < kScores; i++) {
+        const int at = begin + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, h = i % 4 / 2;
+        if (at > positions_[h] || at < least_[h]) scores_[i] = -INFINITY;
+      }
+    }
+    const float factor = score_factor(a_);
+    float by[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float now = -INFINITY;
+#pragma unroll
+      for (int i = 2 * h; i < kScores; i += 4) now = fmaxf(fmaxf(now, scores_[i]), scores_[i + 1]);
+      now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
+      now = fmaxf(most_[h], now * factor), by[h] = shrunk(most_[h], now);
+      most_[h] = now, sum_[h] *= by[h];
+    }
+    if (__any_sync(0xffffffffu, by[0] != 1 || by[1] != 1)) {
+#pragma unroll
+      for (int i = 0; i < kValues; i++) values_[i] *= by[i % 4 / 2];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; i++) {
+      const int h = i % 4 / 2;
+      scores_[i] = weight_of(scores_[i], factor, most_[h]);
+      sum_[h] += scores_[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_bf16(scores_[2 * i], scores_[2 * i + 1]);
+  }
+  __device__ void begin_values(uint32_t values) {
+    begin_products();
+#pragma unroll
+    for (int s = 0; s < kTokens / 16; s++)
+      WeighedTile<kDim>::multiply(values_, weights_[s], descriptor_of_columns(values + s * 16 * kRowBytes));
+    commit_products();
+  }
+  __device__ void wait() {
+    wait_products<0>();
+    settle(values_), settle(scores_);
+  }
+  // What the run gave goes to the total.
+  __device__ void end_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int i = 2 * h; i < kValues; i += 4) {
+        total_[i] = merged(total_[i], by, values_[i], run_by);
+        total_[i + 1] = merged(total_[i + 1], by, values_[i + 1], run_by);
+      }
+    }
+    begin_run();
+  }
+  __device__ void write(int kv_head) {
+    const int quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = pair_ + 8 * h;
+      const bool there = pair < rows_.count;
+      const int row = there ? rows_.row(pair) : 0, column = rows_.head(pair, kv_head) * kDim;
+#pragma unroll
+      for (int v = 0; v < kDim / 8; v += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const float* values = total_ + (v + i) * 4 + 2 * h;
+          const float first = share(values[0], total_sum_[h]), second = share(values[1], total_sum_[h]);
+          words[i] = two_bf16(first, second);
+          if (there && !a_.out.tiles)
+            *reinterpret_cast<float2*>(a_.out.values + (size_t)row * a_.out.width + column + (v + i) * 8 +
+                                       2 * quarter) = make_float2(first, second);
+        }
+        exchange(words);
+        if (there && a_.out.tiles)
+          *reinterpret_cast<uint4*>(a_.out.tiles +
+                                    tile_offset(row, column + (v + quarter) * 8, blocks_of(a_.out.width))) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kScores = kTokens / 2, kValues = kDim / 2;
+
+  template <int kCount>
+  __device__ static void clear(float (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) values[i] = 0;
+  }
+  __device__ void begin_run() {
+    clear(values_);
+#pragma unroll
+    for (int h = 0; h < 2; h++) most_[h] = -INFINITY, sum_[h] = 0;
+  }
+
+  const Attention& a_;
+  const TileRows& rows_;
+  const uint32_t queries_;
+  const int pair_;
+  int positions_[2], least_[2];
+  float scores_[kScores], values_[kValues], total_[kValues];
+  float most_[2], sum_[2], total_most_[2] = {-INFINITY, -INFINITY}, total_sum_[2] = {};
+  uint32_t weights_[kTokens / 16][4];
+};
+#endif
+
+template <int kDim>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, bool turns,
+                        const __grid_constant__ RotaryTable table) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using S = Shape<kDim>;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ Barriers barriers;
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) barrier_init(&barriers.full[i], 128), barrier_init(&barriers.empty[i], kGroups);
+    barriers_are_there();
+  }
+  __syncthreads();
+  await_previous();
+  // Tiles that see most come first: what is left for the end is short.
+  const TileRows rows(a, tiles[gridDim.x - 1 - blockIdx.x], kManyPairs);
+  if (rows.count == 0) return;
+  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1), group = threadIdx.x / 128 - 1;
+  const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
+  int begin = rows.first_run * kRunTokens;
+  if (group < 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    copy_context<kDim>(a, a.tables + rows.tile.table, kv_head, begin, last, stages, barriers);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const auto release = [&](int stage) {
+      if (threadIdx.x % 128 == 0) barrier_arrive(&barriers.empty[stage]);
+    };
+    Ring<kStages> ring;
+    if (group * kBlock >= rows.count) {
+      for (; begin <= last; begin += kTokens, ring.next()) {
+        barrier_wait(&barriers.full[ring.stage], ring.parity);
+        release(ring.stage);
+      }
+    } else {
+      copy_queries<kDim>(a, rows, group * kBlock, kv_head, turns, table, shared + group * S::kTensorBytes);
+      if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
+      else asm volatile("bar.sync 2, 128;" ::: "memory");
+      Attender<kDim> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
+      barrier_wait(&barriers.full[0], 0);
+      attender.begin_scores(stages);
+      attender.wait();
+      const bool in_turn = kInTurn && rows.count > kBlock;
+      const auto let = [](int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 + group) : "memory"); };
+      if (in_turn && group == 1) let(0);
+      while (begin <= last) {
+        attender.weigh(begin);
+        if (in_turn) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+        const int stage = ring.stage;
+        attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes);
+        begin += kTokens, ring.next();
+        if (begin <= last) {
+          barrier_wait(&barriers.full[ring.stage], ring.parity);
+          attender.begin_scores(stages + ring.stage * S::kStageBytes);
+        }
+        if (in_turn && (group == 0 || begin <= last)) let(1 - group);
+        attender.wait();
+        release(stage);
+        if (begin % kRunTokens == 0 || begin > last) attender.end_run();
+      }
+      attender.write(kv_head);
+    }
+  }
+#endif
+}
+
+template <int kDim>
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  allow_shared(attend_wgmma_kernel<kDim>, Shape<kDim>::kShared);
+  start(queue, attend_wgmma_kernel<kDim>, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles,
+        turn != nullptr, turn ? turn->table : RotaryTable());
+}
+
+}  // namespace
+
+bool has_attend_wgmma(const Attention& a, const Queue& queue) {
+  return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+}
+
+void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);
+  else start_dim<128>(a, tiles, count, turn, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,13 @@
+// Attention by wgmma.
+#pragma once
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+// Whether there is a kernel for this cache on this chip: bfloat16, heads of 64 or 128 features, capability 9.0.
+bool has_attend_wgmma(const Attention& a, const Queue& queue);
+void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
+
+}  // namespace cuda
+}  // namespace as

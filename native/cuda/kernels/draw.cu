@@ -1,0 +1,683 @@
+// Draws: processors, then sums of chunks by all processors of the device, then a block of threads for each row.
+//
+// A block lists a row's best logits: all that reach a threshold, of which the groups' maxima tell that there are
+// enough; sorts them, and goes on as native/sampling does with candidates. Few are tried first. If candidates are too
+// few, it searches for the last token of the set in the rounds that native/sampling has.
+#include "cuda/kernels/draw.h"
+
+#include <cstring>
+
+#include "common/exact.h"
+#include "cuda/kernels/device.cuh"
+#include "sampling/processors.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+using namespace sampling;
+
+#include "sampling/weights.h"
+
+constexpr unsigned kAll = 0xffffffffu;
+constexpr int kEditThreads = 256, kSumThreads = 256, kThreads = 1024, kWarps = kThreads / 32;
+constexpr int kListed = 4096;  // the most logits that are sorted
+constexpr int kFew = 128;      // how many of a nucleus are tried first
+
+__device__ inline bool allows(const uint32_t* mask, int id) { return (mask[id / 32] >> (id % 32)) & 1u; }
+
+// A row under its mask.
+struct Logits {
+  const float* values;
+  const uint32_t* mask;  // null: none
+
+  __device__ float operator()(int id) const { return mask && !allows(mask, id) ? -INFINITY : values[id]; }
+};
+
+__device__ inline Logits processed_of(const DrawTask& task, const RowDraw& draw) {
+  return {task.logits + (size_t)draw.row * task.width,
+          draw.mask < 0 ? nullptr : task.masks + (size_t)draw.mask * task.mask_words};
+}
+
+// ---- processors
+
+__global__ void __launch_bounds__(kEditThreads) edit_kernel(DrawTask task) {
+  after_previous();
+  const RowDraw& draw = task.draws[blockIdx.x];
+  float* x = task.logits + (size_t)draw.row * task.width;
+  Edit* edits = task.edits + draw.first_edit;
+  for (int i = threadIdx.x; i < draw.edits(); i += kEditThreads) edits[i].before = x[edits[i].id];
+  __syncthreads();
+  for (int i = threadIdx.x; i < draw.repeats; i += kEditThreads) x[edits[i].id] = repeated(x[edits[i].id], edits[i].by);
+  __syncthreads();
+  edits += draw.repeats;
+  for (int i = threadIdx.x; i < draw.lowers; i += kEditThreads) x[edits[i].id] = lowered(x[edits[i].id], edits[i].by);
+  __syncthreads();
+  edits += draw.lowers;
+  for (int i = threadIdx.x; i < draw.bans; i += kEditThreads) x[edits[i].id] = -INFINITY;
+  __syncthreads();
+  edits += draw.bans;
+  for (int i = threadIdx.x; i < draw.biases; i += kEditThreads) {
+    const int id = edits[i].id;
+    if (x[id] == -INFINITY || (i && edits[i - 1].id == id)) continue;
+    for (int k = i; k < draw.biases && edits[k].id == id; k++) x[id] = biased(x[id], edits[k].by);
+  }
+}
+
+// ---- sums of chunks
+
+__device__ inline float greater(float a, float b) { return b > a ? b : a; }
+
+// Half a warp sums a chunk of 256, each thread what LogitKernels calls a lane.
+template <typename Values>
+__device__ void sum_chunk(const Values& x, int width, float scale, int c, float& top, double& sum, float& group) {
+  const int lane = threadIdx.x % kLanes;
+  float values[kChunk / kLanes];
+  float most = -INFINITY;
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) {
+    const int id = c * kChunk + k * kLanes + lane;
+    values[k] = id < width ? x(id) : -INFINITY;
+  }
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) most = greater(most, values[k]);
+  most = greater(most, __shfl_xor_sync(kAll, most, 8));
+  most = greater(most, __shfl_xor_sync(kAll, most, 4));
+  group = most;  // of lanes that are the same modulo 4
+  most = greater(most, __shfl_xor_sync(kAll, most, 2));
+  most = greater(most, __shfl_xor_sync(kAll, most, 1));
+  top = most;
+  float own = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kChunk / kLanes; k++) own += exp_nonpositive((values[k] - top) * scale);
+  sum = 0.0;
+  for (int j = 0; j < kLanes; j++) sum += __shfl_sync(kAll, own, j, kLanes);
+  if (top == -INFINITY) sum = 0.0;
+}
+
+// A thread sums a chunk of a small vocabulary.
+template <typename Values>
+__device__ void sum_small_chunk(const Values& x, int begin, int end, float scale, float& top, double& sum) {
+  top = -INFINITY, sum = 0.0;
+  for (int i = begin; i < end; i++) top = greater(top, x(i));
+  for (int i = begin; i < end && top > -INFINITY; i++) sum += exp_nonpositive((x(i) - top) * scale);
+}
+
+// kRaw: of the model's logits, of draws that sum them apart.
+template <bool kRaw>
+__global__ void __launch_bounds__(kSumThreads) sum_kernel(DrawTask task) {
+  after_previous();
+  const RowDraw& draw = task.draws[blockIdx.y];
+  if (kRaw && !draw.sums_apart()) return;
+  Logits x = processed_of(task, draw);
+  if (kRaw) x.mask = nullptr;
+  const float scale = kRaw ? 1.0f : draw.scale;
+  const ChunkSums& to = kRaw ? task.raw : task.processed;
+  const size_t first = (size_t)blockIdx.y * task.chunks;
+  if (task.chunk == kChunk) {
+    const int c = blockIdx.x * (kSumThreads / kLanes) + threadIdx.x / kLanes;
+    float top, group;
+    double sum;
+    sum_chunk(x, task.width, scale, c, top, sum, group);
+    if (c >= task.chunks) return;
+    if (threadIdx.x % kLanes < kGroups) to.groups[(first + c) * kGroups + threadIdx.x % kLanes] = group;
+    if (threadIdx.x % kLanes == 0) to.maxima[first + c] = top, to.sums[first + c] = sum;
+    return;
+  }
+  const int c = blockIdx.x * kSumThreads + threadIdx.x;
+  if (c >= task.chunks) return;
+  float top;
+  double sum;
+  sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), scale, top, sum);
+  to.groups[first + c] = to.maxima[first + c] = top, to.sums[first + c] = sum;
+}
+
+// ---- a block's work on a row: all threads call these, and get the same
+
+using Key = unsigned long long;
+
+struct BinSums {
+  uint32_t counts[kBins], low[kBins], high[kBins];  // masses in two words
+};
+
+// A bin of a search, and all up to it.
+struct FoundBin {
+  Key mass_up_to, mass;
+  int count_up_to, count;
+};
+
+struct Shared {
+  union {
+    Key list[kListed];  // of logits
+    double terms[kListed];
+    BinSums bins;
+  };
+  float weights[kCandidates];
+  int histogram[256];
+  double keys[kWarps];
+  Key masses[kWarps];
+  float tops[kWarps];
+  int ids[kWarps];
+  double sum;
+  Key mass;
+  FoundBin found;
+  int count, token, digit;
+};
+
+// Ascending keys are descending logits, and among equal ones ascending ids.
+__device__ inline uint32_t rank_of(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 is as good as 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float of_rank(uint32_t rank) {
+  return __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
+}
+__device__ inline Key key_of(float x, int id) { return (Key)~rank_of(x) << 32 | (unsigned)id; }
+__device__ inline float logit_of(Key key) { return of_rank(~(uint32_t)(key >> 32)); }
+__device__ inline int id_of(Key key) { return (int)(uint32_t)key; }
+
+__device__ float block_max(Shared& s, const float* x, int n) {
+  float top = -INFINITY;
+  for (int i = threadIdx.x; i < n; i += kThreads) top = greater(top, x[i]);
+  for (int step = 16; step; step /= 2) top = greater(top, __shfl_xor_sync(kAll, top, step));
+  if (threadIdx.x % 32 == 0) s.tops[threadIdx.x / 32] = top;
+  __syncthreads();
+  for (int w = 0; w < kWarps; w++) top = greater(top, s.tops[w]);
+  __syncthreads();
+  return top;
+}
+
+template <typename T>
+__device__ T block_min(T* of_warps, T value) {
+  for (int step = 16; step; step /= 2) value = min(value, __shfl_xor_sync(kAll, value, step));
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  for (int w = 0; w < kWarps; w++) value = min(value, of_warps[w]);
+  __syncthreads();
+  return value;
+}
+
+// Of values of all threads: the sum of those up to this one.
+template <typename T>
+__device__ T block_scan(T* of_warps, T value) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(kAll, value, step);
+    if (lane >= step) value += other;
+  }
+  if (lane == 31) of_warps[warp] = value;
+  __syncthreads();
+  for (int w = 0; w < warp; w++) value += of_warps[w];
+  __syncthreads();
+  return value;
+}
+
+// A row's sums.
+struct RowSums {
+  const float* maxima;
+  const double* sums;
+  const float* groups;
+  int chunks, group_count;
+};
+
+__device__ inline RowSums row_sums(const DrawTask& task, const ChunkSums& of, int draw) {
+  const int groups = groups_of(task.chunk);
+  const size_t first = (size_t)draw * task.chunks;
+  return {of.maxima + first, of.sums + first, of.groups + first * groups, task.chunks, task.chunks * groups};
+}
+
+// The weight of all, relative to `top`: chunk by chunk.
+__device__ double total_weight(Shared& s, const RowSums& row, float top, float scale) {
+  double sum = 0.0;
+  for (int from = 0; from < row.chunks; from += kListed) {
+    const int count = min(kListed, row.chunks - from);
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const double depth = ((double)top - row.maxima[from + i]) * scale;
+      s.terms[i] = depth < 80.0 ? row.sums[from + i] * exact::exp(-depth) : 0.0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll 8
+      for (int i = 0; i < count; i++) sum += s.terms[i];
+      s.sum = sum;
+    }
+    __syncthreads();
+  }
+  sum = s.sum;
+  __syncthreads();
+  return sum;
+}
+
+// Among digits that s.histogram counts, ascending: the one of number `left` (from 1 on), and its number among those of
+// that digit. Clears the histogram.
+__device__ int digit_of(Shared& s, int& left) {
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int counts[8], own = 0;
+    for (int k = 0; k < 8; k++) {
+      own += counts[k] = s.histogram[8 * threadIdx.x + k];
+      s.histogram[8 * threadIdx.x + k] = 0;
+    }
+    int before = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kAll, before, step);
+      if ((int)threadIdx.x >= step) before += other;
+    }
+    before -= own;
+    if (before < left && before + own >= left) {
+      int k = 0;
+      while (before + counts[k] < left) before += counts[k++];
+      s.digit = 8 * (int)threadIdx.x + k, s.count = left - before;
+    }
+  }
+  __syncthreads();
+  left = s.count;
+  const int digit = s.digit;
+  __syncthreads();
+  return digit;
+}
+
+// A key that at least `want` groups' best have or are before, about the least such; ~0 if there are fewer. All finite
+// logits are before that.
+__device__ Key limit_of_groups(Shared& s, const RowSums& row, int want) {
+  if (want >= row.group_count) return ~0ull;
+  uint32_t prefix = 0;
+  for (int shift = 24; shift >= 8; shift -= 8) {
+    for (int g = threadIdx.x; g < row.group_count; g += kThreads) {
+      const uint32_t digits = ~rank_of(row.groups[g]);
+      if (shift == 24 || (digits ^ prefix) >> (shift + 8) == 0) atomicAdd(&s.histogram[digits >> shift & 255], 1);
+    }
+    prefix |= (uint32_t)digit_of(s, want) << shift;
+  }
+  const uint32_t last = prefix | 255;
+  return last >= ~rank_of(-INFINITY) ? ~0ull : (Key)last << 32 | 0xffffffffu;
+}
+
+// Calls visit(key) for all finite logits up to the limit, by any of the threads.
+template <typename Visit>
+__device__ void visit_best(const DrawTask& task, const Logits& x, const RowSums& row, Key limit, Visit visit) {
+  const auto look = [&](int id, float value) {
+    const Key key = key_of(value, id);
+    if (key <= limit && value > -INFINITY) visit(key);
+  };
+  if (task.chunk != kChunk) {
+    for (int id = threadIdx.x; id < task.width; id += kThreads) look(id, x(id));
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int base = 0; base < row.chunks; base += kThreads) {
+    const int own = base + lane * kWarps + warp;
+    const bool wanted = own < row.chunks && row.maxima[own] > -INFINITY && key_of(row.maxima[own], 0) <= limit;
+    for (unsigned todo = __ballot_sync(kAll, wanted); todo; todo &= todo - 1) {
+      const int first = (base + (__ffs(todo) - 1) * kWarps + warp) * kChunk;
+      float values[kChunk / 32];
+#pragma unroll
+      for (int k = 0; k < kChunk / 32; k++) {
+        const int id = first + k * 32 + lane;
+        values[k] = id < task.width ? x(id) : -INFINITY;
+      }
+#pragma unroll
+      for (int k = 0; k < kChunk / 32; k++) look(first + k * 32 + lane, values[k]);
+    }
+  }
+}
+
+// A limit that at least `want` logits, and no more than kListed, have or are before, given one of which more are.
+__device__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key limit,
+                               int want) {
+  Key prefix = 0;
+  int before = 0;
+  for (int shift = 56;; shift -= 8) {
+    visit_best(task, x, row, limit, [&](Key key) {
+      if (shift == 56 || (key ^ prefix) >> (shift + 8) == 0) atomicAdd(&s.histogram[key >> shift & 255], 1);
+    });
+    __syncthreads();
+    int left = want - before;
+    // With all of its digit there may be few enough.
+    const int mine = threadIdx.x < 256 ? s.histogram[threadIdx.x] : 0, asked = left;
+    __syncthreads();
+    const int digit = digit_of(s, left);
+    if ((int)threadIdx.x == digit) s.count = mine;
+    __syncthreads();
+    const int same = s.count;
+    __syncthreads();
+    before += asked - left;
+    prefix |= (Key)digit << shift;
+    if (before + same <= kListed) return prefix | (((Key)1 << shift) - 1);
+  }
+}
+
+// Lists the finite logits up to the limit, in order, and returns how many there are. If they are more than kListed,
+// only some are listed, at least `want`, and the limit becomes theirs.
+__device__ int list_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key& limit, int want) {
+  for (;;) {
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+    visit_best(task, x, row, limit, [&](Key key) {
+      const int at = atomicAdd(&s.count, 1);
+      if (at < kListed) s.list[at] = key;
+    });
+    __syncthreads();
+    if (s.count <= kListed) break;
+    __syncthreads();
+    limit = limit_of_logits(s, task, x, row, limit, want);
+  }
+  const int count = s.count;
+  int size = 2;  // bitonic sort
+  while (size < count) size *= 2;
+  for (int i = count + threadIdx.x; i < size; i += kThreads) s.list[i] = ~0ull;
+  __syncthreads();
+  for (int run = 2; run <= size; run *= 2) {
+    for (int step = run / 2; step; step /= 2) {
+      for (int i = threadIdx.x; i < size / 2; i += kThreads) {
+        const int low = 2 * i - (i & (step - 1)), high = low + step;
+        const Key a = s.list[low], b = s.list[high];
+        if ((a > b) == ((low & run) == 0)) s.list[low] = b, s.list[high] = a;
+      }
+      __syncthreads();
+    }
+  }
+  return count;
+}
+
+// ---- draws: ids, or
+constexpr int kWider = -2;    // the set is wider than what is listed
+constexpr int kNothing = -3;  // everything is banned
+
+// The place in `weights` where their running sum passes uniform * sum. By one thread.
+__device__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
+  double left = uniform * sum;
+  int pick = 0;
+  for (int i = 0; i < count; i++) {
+    if (weights[i] <= 0.0f) continue;
+    pick = i;
+    if (left < weights[i]) break;
+    left -= weights[i];
+  }
+  return pick;
+}
+
+__device__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, float top) {
+  int found = INT_MAX;
+  for (int c = threadIdx.x; c < row.chunks; c += kThreads)
+    if (row.maxima[c] >= top) found = min(found, c);
+  const int begin = block_min(s.ids, found) * task.chunk, i = begin + (int)threadIdx.x;
+  return block_min(s.ids, (int)threadIdx.x < task.chunk && i < task.width && x(i) >= top ? i : INT_MAX);
+}
+
+// Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
+template <typename Values>
+__device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x, const RowSums& row,
+                          float top) {
+  double best = 0.0;
+  int winner = INT_MAX;
+  const auto take = [&](double key, int chunk) {
+    if (chunk != INT_MAX && (winner == INT_MAX || key > best || (key == best && chunk < winner)))
+      best = key, winner = chunk;
+  };
+  for (int c = threadIdx.x; c < row.chunks; c += kThreads) {
+    const double weight = row.sums[c] * exp_nonpositive((row.maxima[c] - top) * draw.scale);
+    if (!(weight > 0.0)) continue;
+    const Uniforms pair = chunk_uniforms_of(draw.random, c / 2);
+    const double wait = -exact::log(c % 2 ? pair.second : pair.first);
+    take(exact::log(row.sums[c] / wait) + (double)row.maxima[c] * draw.scale, c);
+  }
+  for (int step = 16; step; step /= 2) {
+    const double key = __shfl_xor_sync(kAll, best, step);
+    take(key, __shfl_xor_sync(kAll, winner, step));
+  }
+  if (threadIdx.x % 32 == 0) s.keys[threadIdx.x / 32] = best, s.ids[threadIdx.x / 32] = winner;
+  __syncthreads();
+  for (int w = 0; w < kWarps; w++) take(s.keys[w], s.ids[w]);
+  const int begin = winner * task.chunk, count = min(task.chunk, task.width - begin);
+  if ((int)threadIdx.x < count)
+    s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * draw.scale);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    double sum = 0.0;
+    for (int i = 0; i < count; i++) sum += s.weights[i];
+    s.token = begin + inverse_cdf(s.weights, count, sum, uniforms_of(draw.random).second);
+  }
+  __syncthreads();
+  return s.token;
+}
+
+// Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
+// part of theirs. whole: there are no others.
+__device__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
+  const double steps = steps_of(draw.scale);
+  int behind = size;  // the first that min_p leaves out
+  for (int i = threadIdx.x; i < size; i += kThreads) {
+    const float logit = logit_of(s.list[i]);
+    s.weights[i] = exp_nonpositive((logit - top) * draw.scale);
+    if (draw.deepest >= 0 && depth_of(logit, top, steps) > draw.deepest) behind = min(behind, i);
+  }
+  behind = block_min(s.ids, behind);
+  if (threadIdx.x == 0) {
+    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) {
+      double mass = 0.0;
+      for (int i = 0; i < size; i++) mass += s.weights[i];
+      need = mass * (double)draw.top_p;
+    }
+    double sum = 0.0;
+    int kept = 0;
+    for (; kept < behind && (kept == 0 || sum < need); kept++) sum += s.weights[kept];
+    s.token = kWider;
+    if (kept < size || sum >= need || whole)
+      s.token = id_of(s.list[inverse_cdf(s.weights, kept, sum, uniforms_of(draw.random).first)]);
+  }
+  __syncthreads();
+  const int token = s.token;
+  __syncthreads();
+  return token;
+}
+
+// Logits up to a place (sampling::Search).
+struct Kept {
+  Logits all;
+  double top, steps;
+  uint64_t last;
+
+  __device__ uint64_t place(float value, int id) const {
+    return (uint64_t)depth_of(value, top, steps) << kIdBits | (uint32_t)id;
+  }
+  __device__ float operator()(int id) const {
+    const float value = all(id);
+    return value > -INFINITY && place(value, id) <= last ? value : -INFINITY;
+  }
+};
+
+// Adds up the bins of a search's level.
+__device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, const Kept& x, int level) {
+  for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins.counts[b] = s.bins.low[b] = s.bins.high[b] = 0;
+  __syncthreads();
+  const int shift = shift_of(level);
+  const uint64_t digits = level ? x.last >> shift >> kDigitBits : 0;
+#pragma unroll 4
+  for (int id = threadIdx.x; id < task.width; id += kThreads) {
+    const float value = x.all(id);
+    if (value == -INFINITY) continue;
+    const uint64_t place = x.place(value, id) >> shift;
+    if (level && place >> kDigitBits != digits) continue;
+    const int bin = (int)(place % kBins);
+    const float weight = exp_nonpositive((value - (float)x.top) * draw.scale);
+    const uint64_t mass = (uint64_t)(int64_t)((double)weight / kMassUnit);
+    atomicAdd(&s.bins.counts[bin], 1u);
+    const uint32_t low = (uint32_t)mass, before = atomicAdd(&s.bins.low[bin], low);
+    const uint32_t high = (uint32_t)(mass >> 32) + (before + low < before);
+    if (high) atomicAdd(&s.bins.high[bin], high);
+  }
+  __syncthreads();
+}
+
+// From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
+__device__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits, float top) {
+  static_assert(kBins == kThreads, "each thread has a bin");
+  Kept x{logits, top, steps_of(draw.scale), 0};
+  bool by_count = draw.kind == Draw::top_k;
+  double target = by_count ? draw.top_k : -1.0;
+  uint64_t count = 0, mass = 0;  // of tokens in bins before x.last
+  int level = 0;
+  const auto end_search = [&](bool all, uint64_t up_to) {
+    if (by_count && draw.top_p < 1.0f) {
+      by_count = false, target = (double)up_to * (double)draw.top_p;
+      x.last = count = mass = 0, level = 0;
+      return;
+    }
+    if (all) x.last = ~0ull;
+    if (draw.deepest >= 0) x.last = min((Key)x.last, (Key)draw.deepest << kIdBits | (((Key)1 << kIdBits) - 1));
+    level = kLevels;
+  };
+  if (!by_count && draw.top_p == 1.0f) end_search(true, 0);
+  while (level < kLevels) {
+    fill_bins(s, task, draw, x, level);
+    const int bin = threadIdx.x, own = (int)s.bins.counts[bin];
+    const Key own_mass = (Key)s.bins.high[bin] << 32 | s.bins.low[bin];
+    const Key up_to = block_scan(s.masses, own_mass);
+    const int counted = block_scan(s.ids, own);
+    if (target < 0.0) {
+      if (bin == kBins - 1) s.mass = up_to;
+      __syncthreads();
+      target = (double)s.mass * (double)draw.top_p;
+      __syncthreads();
+    }
+    const uint64_t reached = by_count ? count + counted : mass + up_to;
+    const int found = block_min(s.ids, own && !((double)reached < target) ? bin : INT_MAX);
+    if (bin == min(found, kBins - 1)) s.found = {up_to, own_mass, counted, own};
+    __syncthreads();
+    const FoundBin in = s.found;
+    __syncthreads();
+    const uint64_t end = mass + in.mass_up_to;  // the weight of tokens up to there
+    if (found == INT_MAX) {
+      end_search(true, end);
+      continue;
+    }
+    const int shift = shift_of(level);
+    x.last |= (uint64_t)found << shift;
+    count += in.count_up_to - in.count, mass = end - in.mass;
+    if (in.count > 1 && level + 1 < kLevels) {
+      level++;
+    } else {
+      x.last |= ((uint64_t)1 << shift) - 1;
+      end_search(false, end);
+    }
+  }
+  // The sums that there are may still be needed for log probabilities.
+  const ChunkSums& to = draw.sums_apart() ? task.processed : task.raw;
+  float* maxima = to.maxima + (size_t)blockIdx.x * task.chunks;
+  double* sums = to.sums + (size_t)blockIdx.x * task.chunks;
+  if (task.chunk == kChunk) {
+    constexpr int kAtOnce = kThreads / kLanes;
+    for (int from = 0; from < task.chunks; from += kAtOnce) {
+      const int c = from + threadIdx.x / kLanes;
+      float most, group;
+      double sum;
+      sum_chunk(x, task.width, draw.scale, c, most, sum, group);
+      if (c < task.chunks && threadIdx.x % kLanes == 0) maxima[c] = most, sums[c] = sum;
+    }
+  } else {
+    for (int c = threadIdx.x; c < task.chunks; c += kThreads)
+      sum_small_chunk(x, c * task.chunk, min((c + 1) * task.chunk, task.width), draw.scale, maxima[c], sums[c]);
+  }
+  __syncthreads();
+  return draw_chunk(s, task, draw, x, row_sums(task, to, blockIdx.x), top);
+}
+
+__device__ int draw_token(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x, const RowSums& row) {
+  const float top = block_max(s, row.maxima, row.chunks);
+  if (top == -INFINITY) return kNothing;
+  if (draw.kind == Draw::greedy) return first_best(s, task, x, row, top);
+  if (draw.kind == Draw::all) return draw_chunk(s, task, draw, x, row, top);
+  const bool by_count = draw.kind == Draw::top_k;
+  const int most = by_count ? min(draw.top_k, kCandidates) : kCandidates;
+  double need = INFINITY;
+  if (!by_count && draw.top_p < 1.0f) need = total_weight(s, row, top, draw.scale) * (double)draw.top_p;
+  for (int want = by_count ? most : kFew;; want = kCandidates) {
+    Key limit = limit_of_groups(s, row, want);
+    int count = list_best(s, task, x, row, limit, want + 1);
+    if (want == kCandidates && count == most && limit != ~0ull)  // are those all?
+      limit = ~0ull, count = list_best(s, task, x, row, limit, want + 1);
+    const bool whole = (by_count && draw.top_k <= kCandidates) || (limit == ~0ull && count <= most);
+    int token = kWider;
+    if (whole || !by_count) token = draw_listed(s, draw, min(count, most), top, need, whole);
+    if (token == kWider && want == kCandidates) token = draw_wide(s, task, draw, x, top);
+    if (token != kWider) return token;
+  }
+}
+
+__device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
+  Key best = ~0ull;
+  for (int id = threadIdx.x; id < task.width; id += kThreads)
+    if (const float value = x(id); value > -INFINITY) best = min(best, key_of(value, id));
+  return block_min(s.masses, best);
+}
+
+// The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
+__device__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+  const Key allowed = best_key(s, task, x);
+  if (allowed != ~0ull) return id_of(allowed);
+  return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
+}
+
+__global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
+  after_previous();
+  __shared__ Shared s;
+  if (threadIdx.x < 256) s.histogram[threadIdx.x] = 0;
+  __syncthreads();
+  const RowDraw& draw = task.draws[blockIdx.x];
+  float* logits = task.logits + (size_t)draw.row * task.width;
+  int bad = 0;
+  float most = -INFINITY;
+  for (int part = 0; part < kBestParts; part++) {
+    const Best& best = task.best[draw.row * kBestParts + part];
+    bad += best.not_finite;
+    if (best.token >= 0) most = greater(most, best.logit);
+  }
+  const bool numbers = !bad && most > -INFINITY;
+  int token = draw.target;
+  if (token < 0 && numbers)
+    token = draw_token(s, task, draw, processed_of(task, draw), row_sums(task, task.processed, blockIdx.x));
+  __syncthreads();
+  const Edit* edits = task.edits + draw.first_edit;
+  for (int i = threadIdx.x; i < draw.edits(); i += kThreads) logits[edits[i].id] = edits[i].before;
+  __syncthreads();
+
+  if (token == kNothing) token = fallback(s, task, draw, processed_of(task, draw));
+  double log_norm = 0.0;
+  int tops = 0;
+  if (numbers && draw.top_logprobs >= 0) {
+    const RowSums row = row_sums(task, draw.sums_apart() ? task.raw : task.processed, blockIdx.x);
+    log_norm = most + exact::log(total_weight(s, row, most, 1.0f));
+    if (draw.top_logprobs > 0) {
+      Key limit = limit_of_groups(s, row, draw.top_logprobs);
+      tops = min(list_best(s, task, {logits, nullptr}, row, limit, draw.top_logprobs), draw.top_logprobs);
+    }
+  }
+  SampleOutput& to = task.drawn[blockIdx.x];
+  if (threadIdx.x < kMaxTopLogprobs) {
+    const bool there = (int)threadIdx.x < tops;
+    const int id = there ? id_of(s.list[threadIdx.x]) : -1;
+    to.top_ids[threadIdx.x] = id, to.top_logprobs[threadIdx.x] = there ? (float)(logits[id] - log_norm) : 0.0f;
+  }
+  if (threadIdx.x) return;
+  // The next step's rows find it where they find likeliest tokens.
+  if (numbers && draw.target < 0) task.best[draw.row * kBestParts] = {INFINITY, token, 0};
+  to.token = numbers ? token : -1;
+  to.logprob = numbers && draw.top_logprobs >= 0 ? (float)(logits[token] - log_norm) : 0.0f;
+  to.status = numbers ? SampleStatus::kOk : SampleStatus::kNotFinite;
+}
+
+}  // namespace
+
+void draw_rows(const DrawTask& task, int draws, bool edited, bool apart, const Queue& queue) {
+  const int each = task.chunk == kChunk ? kSumThreads / kLanes : kSumThreads;
+  const dim3 blocks(ceil_div(task.chunks, each), draws);
+  if (apart) start(queue, sum_kernel<true>, blocks, kSumThreads, 0, task);
+  if (edited) start(queue, edit_kernel, dim3(draws), kEditThreads, 0, task);
+  start(queue, sum_kernel<false>, blocks, kSumThreads, 0, task);
+  start(queue, draw_kernel, dim3(draws), kThreads, 0, task);
+  launched("draw_rows");
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,200 @@
+"""Groups of several GPUs: sums over ranks, whole models against the CPU's ranks and against themselves, a rank that is
+killed. Where there are fewer GPUs than ranks, ranks share them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from allspark_client import AsModelConfig, ClientEngine
+from allspark_launch.serving import background_group, shipped_model
+from allspark_server.runtime.device import SHARED_GPUS
+from allspark_server.runtime.plan import SamplingParams
+from driver import Driver, together, windows
+from gpu_toys import executor
+
+pytestmark = pytest.mark.cuda
+# Kernels that are loaded when they are first used wait for all that run on their GPU: for a rank beside that waits for
+# them. Ranks that are processes, or have a GPU each, do not wait so.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+VOCAB = 512
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    print(f"ALLSPARK_TEST_SEED={SEED}")
+    monkeypatch.setenv(SHARED_GPUS, "1")
+
+
+def unit(ranks: int) -> dict[str, str]:
+    """A GPU for each rank, or what there is in turn."""
+    from allspark_server import _cuda
+
+    count = _cuda.device_count()
+    return {"compute_unit": "CUDA:" + ",".join(str(rank % count) for rank in range(ranks))}
+
+
+def on_gpus(ranks: int, directory=None, **fields) -> Driver:
+    return Driver(directory or shipped_model(), ranks, engine_max_length=512, cache_memory=64 << 20, max_step_tokens=256,
+                  **{**unit(ranks), **fields})
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    bits = x.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+
+
+# -- the sum -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_ranks_are_added_in_order(ranks, width, rounded):
+    """To the bit; a row's bits are its own; normed as it should be."""
+    gpu, rng = executor(), np.random.default_rng(SEED)
+    parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
+    y, norm = rng.normal(size=(67, width)).astype(np.float32), rng.normal(size=width).astype(np.float32)
+    total = np.zeros_like(y)
+    for part in bf16(parts) if rounded else parts:
+        total = total + part
+    for adds, expected in ((False, total), (True, y + total)):
+        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds)
+        assert found.tobytes() == expected.tobytes()
+        exact = expected.astype(float)
+        exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6) * norm
+        np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
+        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds)
+        assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_float32_is_the_cpus(ranks):
+    """Logits and greedy ids of as many ranks, in chunks, with heads and features that do not divide evenly."""
+    with on_gpus(ranks, weight_dtype="float32") as gpu, \
+            Driver(shipped_model(), ranks, weight_dtype="float32", engine_max_length=512) as cpu:
+        for length in (1, 33, 200):
+            ids, logits = gpu.generate(prompt_of(length), 24, chunk=100)
+            expected, others = cpu.generate(prompt_of(length), 24)
+            for found, other, a, b in zip(logits, others, ids, expected):
+                assert np.abs(found - other).max() < 1e-3 * other.std()
+                if a != b:
+                    best = np.sort(other)[-2:]
+                    assert best[1] - best[0] < 1e-3 * other.std()
+                    break
+
+
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-dynamic", "qwen3-bf16-sharded", "llama-bf16-heads-of-64"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_awkward_heads(name, ranks):
+    """KV heads that two ranks share: 14 query heads and 2 KV heads on 3 ranks, say."""
+    pytest.importorskip("transformers")
+    from checkpoints import checkpoint
+
+    with on_gpus(ranks, checkpoint(name), weight_dtype="float32") as gpu, \
+            Driver(checkpoint(name), ranks, weight_dtype="float32") as cpu:
+        for length in (1, 65, 300):
+            prompt = np.random.default_rng(length).integers(0, 1000, length).tolist()
+            found, expected = gpu.generate(prompt, 4, chunk=90)[1], cpu.generate(prompt, 4)[1]
+            assert np.abs(found[0] - expected[0]).max() < 1e-3 * expected[0].std()
+    with on_gpus(ranks, checkpoint(name), weight_dtype="bfloat16") as gpu, on_gpus(1, checkpoint(name),
+                                                                                   weight_dtype="bfloat16") as one:
+        prompt = np.random.default_rng(1).integers(0, 1000, 300).tolist()
+        found, expected = gpu.generate(prompt, 1)[1][0], one.generate(prompt, 1)[1][0]
+        assert np.abs(found - expected).max() < 0.2 * expected.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_do_not_depend_on_chunks_and_others(dtype):
+    prompts = [prompt_of(n) for n in (1, 5, 70, 129, 33)]
+    found = []
+    for chunk in (256, 47, 9):
+        with on_gpus(2, weight_dtype=dtype, engine_max_batch=8) as gpu:
+            found.append([row.tobytes() for row in together(gpu, prompts, min(chunk, 256 // len(prompts)))])
+    alone = []
+    with on_gpus(2, weight_dtype=dtype, engine_max_batch=8) as gpu:
+        for prompt in prompts:
+            alone.append(together(gpu, [prompt], 64)[0].tobytes())
+    assert found[0] == found[1] == found[2] == alone
+
+
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+    """The step of one rank alone ends with an error, not never."""
+    from allspark_server.runtime.device import Gpu
+
+    monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
+    with on_gpus(2, weight_dtype="float32") as gpu:
+        from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
+
+        plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
+                        work=[WorkItem(0, 3, DRAW, spans=[0])]).encode()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s on its GPU for rank 0 in a sum over ranks"):
+            gpu.runners[1].step(plan)
+        assert time.monotonic() - began < 10
+
+
+def test_addresses_are_checked():
+    from allspark_server import _cuda, _native
+
+    pair = windows(2)
+    gpu = _cuda.Executor(0, _native.HostSampler(1, window=pair[0]), pair[0])
+    address = gpu.share(16)
+    with pytest.raises(ValueError, match="not whole"):
+        gpu.connect([address, b"x"])
+    with pytest.raises(ValueError, match="with an address of each"):
+        gpu.connect([address])
+    with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
+        gpu.connect([address, address])
+    with pytest.raises(ValueError, match="there is no GPU 99"):
+        _cuda.check_peer(0, 99)
+
+
+# -- groups of processes -----------------------------------------------------------------------------------------------
+CONFIGS = [{"do_sample": False}, {"seed": 3, "temperature": 1.2, "top_k": 20}, {"seed": 4, "top_p": 0.9},
+           {"do_sample": False, "logprobs": False}, {"seed": 5, "min_p": 0.05, "repetition_penalty": 1.2}]
+
+
+def ask(engine, number: int, config: dict, new: int = 40, after: int = 0, then=lambda: None) -> tuple:
+    started = engine.start_request("m", {"input_ids": prompt_of(1 + 29 * number)},
+                                   {"max_new_tokens": new, "eos_token_id": -1, "logprobs": True, **config})
+    return started[2], after, then
+
+
+def collect(asked) -> tuple[list, list]:
+    results, after, then = asked
+    ids, logprobs = [], []
+    for elements in results:
+        ids += elements.ids_from_generate
+        logprobs += elements.token_logprobs_list
+        if after and len(ids) >= after:
+            after = 0
+            then()
+    return ids, logprobs
+
+
+def test_a_group_of_two_processes_and_a_killed_rank():
+    """Same bytes alone and together, with graphs and prefix cache; and after a rank was killed in the middle."""
+    words = ["--gpus", unit(2)["compute_unit"].removeprefix("CUDA:")]
+    with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0], reconnect_timeout=120) as engine:
+        engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,
+                                           cache_memory=256 << 20, **unit(2)))
+        engine.start_model("m")
+        assert engine.get_rank_nums() == 2 and engine.get_model_info("m").isa.startswith("sm_")
+        alone = [collect(ask(engine, i, config)) for i, config in enumerate(CONFIGS)]
+        assert all(len(ids) == 40 for ids, _ in alone)
+        asked = [ask(engine, i, config) for i, config in enumerate(CONFIGS)]
+        assert [collect(each) for each in asked] == alone
+        long = collect(ask(engine, 2, CONFIGS[1], 300))
+        victim = next(p for p in reversed(psutil.Process(group.supervisor_pid).children(recursive=True))
+                      if p.cmdline()[1:3] == ["-m", "allspark_server"])
+        assert collect(ask(engine, 2, CONFIGS[1], 300, 100, victim.kill)) == long
+        assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]

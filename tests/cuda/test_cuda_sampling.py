@@ -1,0 +1,158 @@
+"""Draws on the GPU: tokens, log probabilities and likeliest ids have the bits of the host's sampler on the same
+logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from allspark_server.runtime.plan import DRAW, Flag, NewSlot, StepPlan, WorkItem
+from gpu_toys import executor
+from test_sampling import PROCESSORS, Params, bitmask, draw, random_case
+from test_split_draws import DRAWS
+
+pytestmark = pytest.mark.cuda
+DIM, SLOTS, LONGEST, SPAN = 16, 8, 128, 16
+
+
+class Head:
+    """Logits of any vocabulary: a step's are a row of the embeddings, with some attention, times a matrix. ties: of
+    many ids they are the same."""
+
+    def __init__(self, vocab: int, rng: np.random.Generator, spread: float, ties: bool, masks: int = SLOTS):
+        self.vocab = vocab
+        self.e = e = executor()
+        qkv, out, last = e.add_tensor(3 * DIM), e.add_tensor(DIM), e.add_tensor(DIM, 1)
+        logits = e.add_tensor(vocab, 1)
+        table, head = e.add_matrix(vocab, 3 * DIM, "float32"), e.add_matrix(vocab, DIM, "float32")
+        rows = rng.normal(size=(vocab, 3 * DIM)).astype(np.float32)
+        weights = (rng.normal(size=(vocab, DIM)) * spread).astype(np.float32)
+        if ties:
+            weights = weights[rng.integers(0, 20, vocab)]
+        rows[0] = np.nan  # of id 0
+        assert e.fill_matrix(table, rows, "F32") == 3 * DIM and e.fill_matrix(head, weights, "F32") == 0
+        e.add_op("embedding", [], [qkv], [table], {"vocab_begin": 0})
+        e.add_op("span_attention", [qkv], [out], [], {"layer": 0, "q_heads": 1, "kv_heads": 1, "head_dim": DIM,
+                                                      "group": 1, "scale": 0.25})
+        e.add_op("select_rows", [out], [last], [], {})
+        e.add_op("linear", [last], [logits], [head], {})
+        e.add_op("sample", [logits], [], [], {"vocab_begin": 0, "vocab_size": vocab})
+        e.allocate(SLOTS * LONGEST, SLOTS, LONGEST, SPAN, SLOTS * LONGEST // SPAN, "float32", SLOTS * LONGEST, masks)
+
+    def draws(self, cases: list[tuple[Params, np.ndarray, np.ndarray | None]], flags: int = DRAW, outputs: int = 1):
+        """A step of sequences (parameters, history, mask) of their own, and its logits."""
+        new, work, masks = [], [], self.e.masks
+        for slot, (params, history, mask) in enumerate(cases):
+            new.append(NewSlot(slot, [int(i) for i in history], params.block().tobytes(), 0))
+            spans = [slot * (LONGEST // SPAN) + i for i in range(-(-len(history) // SPAN))]
+            work.append(WorkItem(slot, len(history), flags, spans=spans, outputs=outputs,
+                                 mask=0 if mask is None else slot + 1))
+            if mask is not None:
+                masks.clear(slot)
+                masks.bits[slot, :len(mask)] = mask
+                masks.publish(slot)
+        found = self.e.step(StepPlan(new=new, work=work).encode(), True)
+        self.e.step(StepPlan(free=list(range(len(cases)))).encode())
+        return found
+
+
+def assert_same(found, i: int, expected: dict) -> None:
+    assert int(found.tokens[i]) == expected["token"]
+    assert bool(found.status[i]) == bool(expected["status"])
+    assert found.logprobs[i].tobytes() == np.float32(expected["logprob"]).tobytes()
+    assert found.top_ids[i].tolist() == expected["top_ids"]
+    assert found.top_logprobs[i].tobytes() == np.array(expected["top_logprobs"], np.float32).tobytes()
+
+
+@pytest.mark.parametrize("vocab, spread, ties", [
+    (300, 1.0, True), (1024, 2.0, False), (5003, 1.0, False), (16384, 0.5, True), (40_001, 1.0, False),
+    (151_936, 0.2, False), (151_936, 1.0, True), (262_144, 1.5, False)])
+def test_every_processor_and_kind_of_draw(vocab, spread, ties):
+    rng = np.random.default_rng(vocab)
+    head = Head(vocab, rng, spread, ties)
+    cases = []
+    for name in [*PROCESSORS, None]:
+        for how, fields in DRAWS.items():
+            params, history = random_case(rng, name, vocab, 60) if name else (Params(), rng.integers(1, vocab, 60))
+            history = np.maximum(history, 1)
+            for field, value in fields.items():
+                setattr(params, field, value)
+            params.do_sample, params.sample_index = how != "greedy", int(rng.integers(4))
+            params.seed, params.logprobs = int(rng.integers(2**62)), bool(rng.integers(2))
+            params.top_logprobs = int(rng.integers(21)) if rng.integers(2) else 0
+            mask = bitmask(rng.random(vocab) < rng.choice([0.0, 0.01, 0.6])) if rng.integers(4) == 0 else None
+            cases.append((params, history, mask))
+    rng.shuffle(cases)
+    for first in range(0, len(cases), SLOTS):
+        some = cases[first:first + SLOTS]
+        found = head.draws(some)
+        for i, (params, history, mask) in enumerate(some):
+            assert_same(found, i, draw(found.logits[i], params, history, 1, mask))
+
+
+def test_what_is_no_number_is_a_status():
+    head = Head(2000, np.random.default_rng(0), 1.0, False)
+    cases = [(Params(top_p=0.5, logprobs=True), [1, 2, token], None) for token in (5, 0, 7)]
+    found = head.draws(cases)
+    assert found.status.astype(bool).tolist() == [False, True, False] and found.tokens[1] == -1
+    for i, (params, history, mask) in enumerate(cases):
+        assert_same(found, i, draw(found.logits[i], params, history))
+
+
+def test_everything_banned():
+    vocab = 3000
+    head = Head(vocab, np.random.default_rng(1), 1.0, False)
+    words = [[i] for i in range(vocab)]
+    masks = (None, bitmask(np.arange(vocab) % 7 == 0), bitmask(np.zeros(vocab, bool)))
+    for fields in ({}, {"top_p": 0.5}, {"do_sample": False}, {"top_k": 5}):
+        for eos in ([], [3], [vocab + 5]):
+            cases = [(Params(bad_words=words, eos=eos, logprobs=True, **fields), [1, 2, 9], mask) for mask in masks]
+            found = head.draws(cases)
+            for i, (params, history, mask) in enumerate(cases):
+                assert_same(found, i, draw(found.logits[i], params, history, 1, mask))
+
+
+def test_prompts_are_scored():
+    head, rng = Head(5003, np.random.default_rng(2), 1.0, False), np.random.default_rng(3)
+    cases = [(Params(), rng.integers(1, 5003, length), None) for length in (40, 128)]
+    found = head.draws(cases, DRAW | Flag.PROMPT, outputs=30)
+    assert len(found.prompt_logprobs) == 2 * 29
+    for case, (_, history, _) in enumerate(cases):
+        for i in range(29):
+            row, target = found.logits[case * 30 + i].astype(np.float64), history[len(history) - 29 + i]
+            log_norm = row.max() + np.log(np.exp(row - row.max()).sum())
+            top = draw(found.logits[case * 30 + i], Params(do_sample=False, logprobs=True, top_logprobs=20))
+            at = case * 29 + i
+            assert abs(found.prompt_logprobs[at] - (row[target] - log_norm)) < 1e-4
+            assert found.prompt_top_ids[at].tolist() == top["top_ids"]
+            assert found.prompt_top_logprobs[at].tobytes() == np.array(top["top_logprobs"], np.float32).tobytes()
+
+
+def test_a_draw_is_the_same_in_every_batch():
+    vocab, rng = 40_000, np.random.default_rng(4)
+    head = Head(vocab, rng, 0.6, False)
+    cases = []
+    for how, fields in DRAWS.items():
+        params, history = random_case(rng, "all", vocab, 50)
+        params.do_sample, params.seed, params.top_logprobs = how != "greedy", 5, 4
+        for field, value in fields.items():
+            setattr(params, field, value)
+        cases.append((params, np.maximum(history, 1), None))
+    cases = cases[:SLOTS]
+    together = head.draws(cases)
+    for i, case in enumerate(cases):
+        alone = head.draws([case])
+        assert alone.tokens[0] == together.tokens[i] and alone.logprobs[0] == together.logprobs[i]
+        assert alone.top_ids[0].tolist() == together.top_ids[i].tolist()
+
+
+def test_long_histories_are_too_many_edits_for_one_step():
+    """Then the host draws the rows that are left."""
+    vocab, rng = 151_936, np.random.default_rng(5)
+    head = Head(vocab, rng, 1.0, False)
+    biases = [(int(i), 0.5) for i in rng.permutation(vocab)]
+    cases = [(Params(logit_bias=biases, seed=i, top_p=0.9, logprobs=True), rng.integers(1, vocab, 20), None)
+             for i in range(SLOTS)]
+    found = head.draws(cases)
+    for i, (params, history, mask) in enumerate(cases):
+        assert_same(found, i, draw(found.logits[i], params, history))

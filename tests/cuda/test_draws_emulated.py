@@ -1,0 +1,29 @@
+"""The kernels of draws on the CPU, by an emulation of blocks of threads, against the host's sampler."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "native"
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", secrets.randbits(31)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bits_of_the_hosts_sampler(tmp_path):
+    sources = [NATIVE / "cuda/draw_list.cpp", NATIVE / "sampling/sampler.cpp", NATIVE / "sampling/sampler_shard.cpp"]
+    emulated = Path(__file__).parent / "emulated"
+    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "g++")
+    program = tmp_path / "draws"
+    subprocess.run([*compiler, "-std=c++17", "-O2", "-ffp-contract=off", f"-I{emulated}", f"-I{NATIVE}",
+                    emulated / "draws.cpp", *sources, "-o", program], check=True)
+    done = subprocess.run([program, "60", str(SEED)], capture_output=True, text=True)
+    assert done.returncode == 0, f"ALLSPARK_TEST_SEED={SEED}: {done.stdout}{done.stderr}"

@@ -1,0 +1,87 @@
+// Attention of many rows (native/cuda/kernels/attention_wgmma.cu) at Qwen2.5-7B's shape: its bits against the kernel of
+// mma.sync, and the time of both. `./attend [1x8192 ...]`: sequences x their rows, no context before them.
+// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a attend.cu
+//   ../../../native/cuda/kernels/attention_mma.cu -o attend
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/attention_wgmma.cu"
+
+using namespace as::cuda;
+#define CHECK(x) must(x, #x)
+void must(cudaError_t e, const char* what) {
+  if (e) printf("%s: %s\n", what, cudaGetErrorString(e)), exit(1);
+}
+
+__device__ float noise(uint64_t i) {  // about normal
+  i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
+  return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
+}
+__global__ void fill(float* x, uint16_t* y, size_t count, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  if (x) x[i] = noise(i + seed);
+  else y[i] = to_bf16(noise(i + seed));
+}
+__global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count && a[i] != b[i]) atomicAdd(n, 1ull);
+}
+
+int main(int argc, char** argv) {
+  constexpr int kHeads = 28, kKv = 4, kDim = 128, kSpan = 32, kWidth = (kHeads + 2 * kKv) * kDim;
+  const Queue queue{nullptr, 90};
+  for (int c = 1; c < argc; c++) {
+    int sequences = 1, length = 1;
+    sscanf(argv[c], "%dx%d", &sequences, &length);
+    const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
+    Attention a;
+    a.cache = {nullptr, CacheType::bf16, kSpan, kKv, kDim, kDim};
+    a.group = kHeads / kKv, a.scale = 0.0883883f, a.width = kWidth;
+    const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, kHeads * kDim);
+    float* qkv;
+    uint16_t *data, *results[2];
+    AttentionTile* device_tiles;
+    int* tables;
+    unsigned long long *counter, found;
+    CHECK(cudaMalloc(&qkv, (size_t)rows * kWidth * 4)), CHECK(cudaMalloc(&data, cache));
+    CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
+    fill<<<ceil_div((size_t)rows * kWidth, 256), 256>>>(qkv, nullptr, (size_t)rows * kWidth, 1);
+    fill<<<ceil_div(cache / 2, 256), 256>>>(nullptr, data, cache / 2, 2);
+    std::vector<AttentionTile> tiles;
+    std::vector<int> table;
+    for (int s = 0; s < sequences; s++) {
+      for (int first = 0; first < length * a.group; first += kManyPairs)
+        tiles.push_back({s * length, length, 0, s * spans, first});
+      for (int i = 0; i < spans; i++) table.push_back(s * spans + (i * 7 + 3) % spans);
+    }
+    CHECK(cudaMalloc(&tables, table.size() * 4)),
+        CHECK(cudaMalloc(&device_tiles, tiles.size() * sizeof(AttentionTile)));
+    CHECK(cudaMemcpy(tables, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
+    CHECK(cudaMemcpy(device_tiles, tiles.data(), tiles.size() * sizeof(AttentionTile), cudaMemcpyHostToDevice));
+    a.cache.data = (char*)data, a.qkv = qkv, a.tables = tables;
+    printf("%s:", argv[c]);
+    for (int by = 0; by < 2; by++) {
+      CHECK(cudaMalloc(&results[by], out)), CHECK(cudaMemset(results[by], 0, out));
+      a.out = {nullptr, results[by], kHeads * kDim};
+      const auto once = [&] {
+        if (by) attend_many_mma(a, device_tiles, (int)tiles.size(), queue);
+        else attend_wgmma(a, device_tiles, (int)tiles.size(), nullptr, queue);
+      };
+      cudaEvent_t begin, end;
+      CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end));
+      once(), CHECK(cudaDeviceSynchronize()), CHECK(cudaEventRecord(begin));
+      for (int i = 0; i < 5; i++) once();
+      CHECK(cudaEventRecord(end)), CHECK(cudaEventSynchronize(end));
+      float ms;
+      CHECK(cudaEventElapsedTime(&ms, begin, end));
+      const double work = 2.0 * sequences * kHeads * kDim * length * (double)length;
+      printf(" %s %.1f us, %.0f TFLOP/s;", by ? "mma" : "wgmma", ms * 200, work / (ms * 2e-4) / 1e12);
+    }
+    differ<<<ceil_div(out / 4, 256), 256>>>((uint32_t*)results[0], (uint32_t*)results[1], out / 4, counter);
+    CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
+    printf(" %llu of %zu differ\n", found, out / 4);
+  }
+}

@@ -1,0 +1,167 @@
+// Products of many rows (native/cuda/kernels/linear_wide.cu) by each width of tile: their bits against the kernel of
+// some rows, and their speed at Qwen2.5-7B's shapes. `./wide [check] [time] [widths] [rows=1024,8192]` nvcc -O3
+// -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
+//   ../../../native/cuda/kernels/linear_split.cu -o wide
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "cuda/kernels/linear_wide.cu"
+
+using namespace as::cuda;
+#define CHECK(x) must(x, #x)
+void must(cudaError_t e, const char* what) {
+  if (e) printf("%s: %s\n", what, cudaGetErrorString(e)), exit(1);
+}
+
+__device__ float noise(uint64_t i) {  // about normal
+  i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
+  return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
+}
+__global__ void fill(uint16_t* tiles, size_t rows, int columns, float scale, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i >= rows * columns) return;
+  tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_bf16(noise(i + seed) * scale);
+}
+__global__ void fill_floats(float* x, size_t count, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count) x[i] = noise(i + seed);
+}
+__global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count && a[i] != b[i]) atomicAdd(n, 1ull);
+}
+
+struct Problem {
+  Product p;
+  int rows;
+  size_t y_bytes;
+  void* y = nullptr;
+
+  Problem(int n, int k, int rows, bool gated, bool adds, bool bias) : rows(rows) {
+    const int blocks = (rows + 127) / 128 * 128;
+    uint16_t *w, *x;
+    CHECK(cudaMalloc(&w, tiles_bytes(n, k))), CHECK(cudaMalloc(&x, tiles_bytes(blocks, k)));
+    CHECK(cudaMemset(w, 0, tiles_bytes(n, k))), CHECK(cudaMemset(x, 0, tiles_bytes(blocks, k)));
+    fill<<<ceil_div((size_t)n * k, 256), 256>>>(w, n, k, 0.02f, 1);
+    fill<<<ceil_div((size_t)rows * k, 256), 256>>>(x, rows, k, 1, 77);
+    const int width = gated ? n / 2 : n;
+    y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
+    CHECK(cudaMalloc(&y, y_bytes));
+    reset();
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::bf16, p.w.tiles = w, p.w.most_pieces = most_pieces(n);
+    p.x = {nullptr, x, k}, p.gated = gated, p.adds = adds;
+    p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
+    float* b = nullptr;
+    if (bias) CHECK(cudaMalloc(&b, (n + 1) * 4)), fill_floats<<<ceil_div(n, 256), 256>>>(b, n, 5);
+    p.bias = b;
+  }
+  ~Problem() {
+    CHECK(cudaFree((void*)p.w.tiles)), CHECK(cudaFree((void*)p.x.tiles)), CHECK(cudaFree(y)),
+        CHECK(cudaFree((void*)p.bias));
+  }
+  void reset() {
+    if (p.gated) CHECK(cudaMemset(y, 0, y_bytes));
+    else fill_floats<<<ceil_div(y_bytes / 4, 256), 256>>>((float*)y, y_bytes / 4, 9);
+  }
+};
+
+const Queue queue{nullptr, 90};
+std::vector<Choice> choices(const Problem& a) {
+  if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
+  return {std::begin(kByPieces), std::end(kByPieces)};
+}
+// by: a width, 0 for what linear_wide() chooses, -1 for the kernel of some rows.
+void by(int columns, const Problem& a) {
+  if (columns < 0) return linear_split(a.p, a.rows, queue);
+  if (columns == 0) return linear_wide(a.p, a.rows, queue);
+  for (const Choice& c : choices(a))
+    if (c.columns == columns) return c.start(a.p, a.rows, queue);
+}
+
+unsigned long long* counter;
+
+void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
+  Problem a(n, k, rows, gated, adds, bias);
+  a.reset(), by(-1, a);
+  void* expected;
+  CHECK(cudaMalloc(&expected, a.y_bytes)), CHECK(cudaMemcpy(expected, a.y, a.y_bytes, cudaMemcpyDeviceToDevice));
+  printf("%d x %d, %d rows%s%s%s: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "",
+         bias ? ", bias" : "");
+  for (const auto& [columns, start] : choices(a)) {
+    CHECK(cudaMemset(counter, 0, 8));
+    a.reset(), by(columns, a);
+    differ<<<ceil_div(a.y_bytes / 4, 256), 256>>>((uint32_t*)a.y, (uint32_t*)expected, a.y_bytes / 4, counter);
+    unsigned long long found;
+    CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
+    printf(" %llu", found);
+  }
+  printf("\n");
+  CHECK(cudaFree(expected));
+}
+
+float seconds(int columns, const Problem& a, int times) {
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end));
+  by(columns, a);
+  CHECK(cudaEventRecord(begin));
+  for (int i = 0; i < times; i++) by(columns, a);
+  CHECK(cudaEventRecord(end)), CHECK(cudaEventSynchronize(end));
+  float ms;
+  CHECK(cudaEventElapsedTime(&ms, begin, end));
+  CHECK(cudaEventDestroy(begin)), CHECK(cudaEventDestroy(end));
+  return ms / times * 1e-3f;
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  CHECK(cudaMalloc(&counter, 8));
+  const auto asked = [&](const char* what) {
+    for (int i = 1; i < argc; i++)
+      if (!strcmp(argv[i], what)) return true;
+    return false;
+  };
+  std::vector<int> sizes;
+  for (int i = 1; i < argc; i++)
+    if (!strncmp(argv[i], "rows=", 5))
+      for (char* at = argv[i] + 5; *at; at += *at == ',') sizes.push_back(strtol(at, &at, 10));
+  printf("clusters at once: %d of %d\n", Kernel<192, false>::clusters(), kCluster);
+  if (asked("check")) {
+    check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
+    check(1152, 3584, 1000, false, true, true), check(2 * 1216, 896, 321, true, false, false);
+    check(3584, 18944, 700, false, true, false), check(1030, 900, 301, false, false, true);
+    check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
+    check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
+  }
+  const struct {
+    const char* name;
+    int n, k;
+    bool gated, adds, bias;
+  } shapes[] = {{"qkv", 4608, 3584, false, false, true},
+                {"o", 3584, 3584, false, true, false},
+                {"gate_up", 37888, 3584, true, false, false},
+                {"down", 3584, 18944, false, true, false}};
+  for (int rows : sizes) {
+    double all = 0, work = 0;
+    for (const auto& s : shapes) {
+      Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias);
+      const double operations = 2.0 * rows * s.n * s.k;
+      const int times = std::max(3, (int)(4e12 / operations));
+      printf("%d rows, %s:", rows, s.name);
+      if (asked("time")) {
+        const float t = seconds(0, a, times);
+        all += t, work += operations;
+        printf(" %.1f us, %.0f TFLOP/s", t * 1e6, operations / t / 1e12);
+      }
+      if (asked("split")) printf("; split %.0f", operations / seconds(-1, a, times) / 1e12);
+      if (asked("widths"))
+        for (const auto& [columns, start] : choices(a))
+          printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
+      printf("\n");
+    }
+    if (all > 0) printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
+  }
+  CHECK(cudaDeviceSynchronize());
+}
