@@ -167,7 +167,7 @@ class Gpu:
     def check(self, config, forms, cache_dtype):
         missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
-            missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
+            missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:
