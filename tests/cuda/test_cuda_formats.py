@@ -91,7 +91,7 @@ def of_bytes(x: np.ndarray) -> np.ndarray:
     return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
 
 
-@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 7), *SIZES[4:]])
 @pytest.mark.parametrize("form, group", [*FORMATS, *INTEGERS])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     """By every kernel; and against float64."""
