@@ -90,12 +90,13 @@ class Cpus:
         self.isa = self._native.isa()
 
     def check(self, config, forms, cache_dtype):
-        if any(form.dtype == "float8" for form in forms):
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "weight_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
-                                                               "; on CPUs use 'int8', or 'w8a8'")
+        wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
         if cache_dtype == "float8":
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, "cache_dtype='float8' is for GPUs (compute_unit='CUDA:0')"
-                                                               "; on CPUs use cache_mode='AsCacheQuantI8'")
+            wanted.append("cache_dtype='float8'")
+        if wanted:
+            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"{wanted[0]} is for GPUs (compute_unit='CUDA:0'); on CPUs use weight_dtype='int8' or "
+                                "'w8a8', cache_mode=AsCacheQuantI8")
 
     def available(self, world):
         return available_memory(world)
@@ -166,7 +167,7 @@ class Gpu:
     def check(self, config, forms, cache_dtype):
         missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
-            missing.append(f"a matrix of type float8 on a GPU of {self.isa}, and on others than sm_90,")
+            missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:

@@ -87,7 +87,8 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
       added(bias ? m.n * sizeof(float) : 0, "a bias"),
       tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
-      widened(m.kind == Kind::codes ? widened_bytes(m.n, m.k, false, 1 << 30) : 0, "widened weights"),
+      widened(m.kind == Kind::codes && (by == By::any || by == By::wide) ? widened_bytes(m.n, m.k, false, 1 << 30) : 0,
+              "widened weights"),
       bytes(m.takes_bytes() ? byte_rows_bytes(rows, m.k) : 0, "quantized activations");
   check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
   if (bias) check(cudaMemcpy(added.as(), bias, added.size(), cudaMemcpyHostToDevice), "copying a bias");

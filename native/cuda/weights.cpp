@@ -41,7 +41,6 @@ Matrix matrix_of(int n, int k, const std::string& format, int group) {
                                 " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMostIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
-  if (m.kind == Kind::codes && !getenv("AS_PIECES")) m.most_pieces = most_pieces(n);  // XXX
   m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
   m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
   return m;

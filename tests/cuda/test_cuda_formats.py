@@ -91,7 +91,7 @@ def of_bytes(x: np.ndarray) -> np.ndarray:
     return np.rint(x * (np.float32(127) / top)).astype(float) * (top / np.float32(127))
 
 
-@pytest.mark.parametrize("n, k", SIZES)
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 7), *SIZES[4:]])
 @pytest.mark.parametrize("form, group", [*FORMATS, *INTEGERS])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     """By every kernel; and against float64."""
@@ -138,25 +138,6 @@ def test_float8(n, k):
     for first, rows in PARTS:
         part = gpu.multiply(handle, x[first:first + rows], n, bias)
         assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
-
-
-@pytest.mark.parametrize("k", [130, 3000])
-@pytest.mark.parametrize("form, group", [("int4", 64), ("int4", 32), ("int8", 0)])
-def test_products_with_many_columns(k, form, group):
-    """Whose sums are one piece; blocks of threads share tiles."""
-    rng, gpu, n = np.random.default_rng(SEED), executor(), 17000
-    handle = gpu.add_matrix(n, k, form, group)
-    gpu.fill_matrix(handle, np.tile((rng.normal(size=(170, k)) * k**-0.5).astype(np.float32), (100, 1)), "F32")
-    x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
-    every = gpu.multiply(handle, x, n, bias)
-    weights = np.stack([gpu.read_row(handle, row) for row in range(170)])
-    expected = np.tile(as_bf16(x) @ as_bf16(weights).T, (1, 100)) + bias
-    error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
-    assert error < EXACT, error
-    for first, rows in PARTS:
-        for by in ("any", "mma", "split", "stream", "wide"):
-            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
-            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])

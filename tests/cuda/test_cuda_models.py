@@ -98,7 +98,7 @@ def test_quantized_weights_are_near_the_cpus(fields):
         for length in LENGTHS:
             prompt = prompt_of(length)
             found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
-            assert np.abs(found - expected).max() < (0.1 if "int" in fields["weight_dtype"] else 0.5) * expected.std()
+            assert np.abs(found - expected).max() < (0.2 if "int" in fields["weight_dtype"] else 0.6) * expected.std()
 
 
 def test_float8_is_near_bfloat16():
@@ -108,10 +108,10 @@ def test_float8_is_near_bfloat16():
         for length in LENGTHS:
             prompt = prompt_of(length)
             found, expected = gpu.generate(prompt, 1)[1][0], cpu.generate(prompt, 1)[1][0]
-            assert np.sqrt(np.mean((found - expected)**2)) < 0.15 * expected.std()
+            assert np.sqrt(np.mean((found - expected)**2)) < 0.25 * expected.std()
 
 
-@pytest.mark.parametrize("mode, tolerance", [("AsCacheQuantI8", 0.05), ("AsCacheQuantU4", 0.5)])
+@pytest.mark.parametrize("mode, tolerance", [("AsCacheQuantI8", 0.1), ("AsCacheQuantU4", 0.6)])
 def test_quantized_caches_are_near_the_cpus(mode, tolerance):
     directory = checkpoint("qwen3-tied")
     fields = {"cache_mode": mode, "weight_dtype": "float32"}

@@ -54,6 +54,7 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
 template <int kDim>
 __device__ void write_row(const Attention& a, const TileRows& rows, int pair, int kv_head,
                           const float (&values)[kDim / 8][4], int h, float sum) {
+  if (!rows.has(pair, kv_head)) return;
   const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int v = 0; v < kDim / 8; v++)
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int pair = warp * kPairs + lane / 4 + 8 * h;
-    const bool there = computes && pair < rows.count;
+    const bool there = computes && pair < rows.count && rows.has(pair, kv_head);
     positions[h] = there ? rows.position(pair) : -1;
     least[h] = a.window ? positions[h] - a.window + 1 : 0;
     const float* from =

@@ -298,13 +298,9 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  static const int few = getenv("AS_FEW") ? atoi(getenv("AS_FEW")) : 8;              // XXX
-  static const int most = getenv("AS_MOST") ? atoi(getenv("AS_MOST")) : kMostFused;  // XXX
-  const bool stream = p.w.most_pieces == 1;
-  if (by == By::any) by = rows > most ? By::wide : stream ? By::stream : rows <= few ? By::mma : By::split;
+  if (by == By::any) by = rows > kMostFused ? By::wide : rows <= 8 ? By::mma : By::split;
   if (by == By::wide) return linear_widened(p, rows, queue);
-  if (by == By::mma || queue.capability != 90) return linear_quantized_mma(p, rows, queue);
-  if (by == By::stream && stream) linear_quantized_stream(p, rows, queue);
+  if (by == By::mma || queue.capability != 90) linear_quantized_mma(p, rows, queue);
   else linear_quantized_split(p, rows, queue);
 }
 

@@ -8,8 +8,6 @@ namespace cuda {
 // By mma.sync: any rows, any chip. By wgmma: rows as linear_split() has them, of chips of capability 9.0.
 void linear_quantized_mma(const Product& p, int rows, const Queue& queue);
 void linear_quantized_split(const Product& p, int rows, const Queue& queue);
-// The same of matrices whose sums are one piece.
-void linear_quantized_stream(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as
