@@ -334,10 +334,9 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-bool has_attend_wgmma(const Attention& a, const Queue& queue) {
-  return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
-}
+// Not yet for any cache: on an H200 it takes less than half of attention_mma.cu's time, but its results are others
+// (tests/perf/cuda/attend.cu), and why is not known.
+bool has_attend_wgmma(const Attention&, const Queue&) { return false; }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);

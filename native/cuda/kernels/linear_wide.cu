@@ -218,9 +218,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: copied is what this block asked for; empty is it at all blocks that this one copies for.
+    // Of a stage: copied is what this block asked for; empty is it at all blocks of the cluster.
     for (int i = 0; i < S::kStages; i++)
-      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], (kAcross + kDown - 1) * kGroups);
+      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], kCluster * kGroups);
     barriers_are_there();
   }
   __syncthreads();
@@ -254,12 +254,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     await_previous();
     float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
-    // Blocks that copy for this one are told by a thread each.
+    // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
+    // to wait for (a tile beyond the last) could tell twice what another has not told once.
     const int teller = threadIdx.x % 128;
-    const int told =
-        teller < kAcross ? down * kAcross + teller : (teller - kAcross + (teller - kAcross >= down)) * kAcross + across;
     const auto release = [&](int stage) {
-      if (teller < kAcross + kDown - 1) barrier_arrive_at(&barriers.empty[stage], told);
+      if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
     };
     if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int tile = first_tile; tile < walk.count(); tile += step) {

@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
   if (asked("check")) {
     check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
     check(1152, 3584, 1000, false, true, true), check(2 * 1216, 896, 321, true, false, false);
-    check(3584, 18944, 700, false, true, false), check(1030, 900, 301, false, false, true);
+    check(3584, 18944, 700, false, true, false), check(1036, 900, 301, false, false, true);
     check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
     check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
   }
