@@ -111,8 +111,8 @@ def test_linear(n, k, form, tolerance, bias):
     compare(own, tolerance)
 
 
-@pytest.mark.parametrize("n, k", [*SIZES, (200, 4100), (128, 20000), (1030, 900), (1036, 900), (16500, 130),
-                                  (17003, 65)])
+@pytest.mark.parametrize("n, k", [*SIZES, (200, 4100), (128, 20000), (1030, 900), (1036, 900), (1216, 896),
+                                  (16500, 130), (17003, 65)])
 @pytest.mark.parametrize("form", ["float32", "bfloat16"])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     """By every kernel; and against float64."""

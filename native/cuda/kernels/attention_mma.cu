@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
         now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
         now[h] = fmaxf(most[h], now[h] * factor);
         const float by = shrunk(most[h], now[h]);
-        most[h] = now[h], sum[h] *= by;
+        most[h] = now[h], sum[h] = __fmul_rn(sum[h], by);
 #pragma unroll
         for (int v = 0; v < kValues; v++) out[v][2 * h] *= by, out[v][2 * h + 1] *= by;
       }

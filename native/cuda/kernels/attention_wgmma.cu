@@ -162,7 +162,7 @@ class Attender {
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
       now = fmaxf(most_[h], now * factor), by[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] *= by[h];
+      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by[h]);
     }
     if (__any_sync(0xffffffffu, by[0] != 1 || by[1] != 1)) {
 #pragma unroll

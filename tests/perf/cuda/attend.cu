@@ -83,5 +83,11 @@ int main(int argc, char** argv) {
     differ<<<ceil_div(out / 4, 256), 256>>>((uint32_t*)results[0], (uint32_t*)results[1], out / 4, counter);
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
     printf(" %llu of %zu differ\n", found, out / 4);
+    for (int by = 0; found && by < 2; by++) {
+      uint32_t first[8];
+      CHECK(cudaMemcpy(first, results[by], sizeof(first), cudaMemcpyDeviceToHost));
+      for (uint32_t word : first) printf(" %08x", word);
+      printf(by ? "\n" : " |");
+    }
   }
 }
