@@ -334,8 +334,8 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-// Not yet for any cache: alone it has attention_mma.cu's bits in less than half of its time (tests/perf/cuda/attend.cu),
-// but tests/cuda has not run with it.
+// Not yet for any cache: alone it has attention_mma.cu's bits in less than half of its time
+// (tests/perf/cuda/attend.cu), but tests/cuda has not run with it.
 bool has_attend_wgmma(const Attention&, const Queue&) { return false; }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

@@ -15,7 +15,7 @@ namespace {
 template <int kRows, int kGroups>
 struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;          // of sums: rows lie in different banks
   static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
   static constexpr int kPartBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kPartBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
