@@ -70,10 +70,6 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
-    # A call's window grows by what is being read of it, and by nothing else: calls that wait to be read (_AT_ONCE) hold
-    # 64 KiB each. With probes of the bandwidth all windows grow to tens of MiB. Each Session may be in the middle of a
-    # largest message; what limits that is the number of streams.
-    ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),   # a second server on the same port is an error, not a rival for its connections
     ("grpc.max_concurrent_streams", 256),       # of a connection; all requests of a stream share one
     ("grpc.max_connection_idle_ms", 600_000),   # of a connection without calls: no client of ours is

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -359,64 +358,6 @@ def test_only_so_many_calls_of_one_client_are_read_at_once():
         return log
 
     assert asyncio.run(calls()) == ["a0", "a1", "b0", "a0", "a1", "b0", "a2", "a3", "a2", "a3"]
-
-
-def test_calls_that_wait_to_be_read_hold_little(tmp_path):
-    """Beside the few that are read no call's message gets further than a small window, however many there are."""
-    largest, streams = 1 << 20, 256
-    with serving(f"unix:{tmp_path}/s", max_message=largest), socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(f"{tmp_path}/s")
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, b""))
-        numbers = range(1, 2 * streams, 2)
-        window = 65535
-        left, credit = dict.fromkeys(numbers, largest), dict.fromkeys((0, *numbers), window)
-        for number in numbers:      # a call, and how long its message is, of which the last byte never comes
-            connection.sendall(_frame(_HEADERS, number, _GENERATE, flags=4)
-                               + _frame(_DATA, number, struct.pack(">BI", 0, largest)))
-            credit[0], credit[number] = credit[0] - 5, credit[number] - 5
-        received, sent, quiet = b"", 0, time.monotonic()
-        connection.settimeout(0.05)
-        while time.monotonic() < quiet + 0.5:
-            for number in numbers:
-                while (size := min(16384, left[number] - 1, credit[number], credit[0])) > 0:
-                    connection.sendall(_frame(_DATA, number, bytes(size)))
-                    left[number] -= size
-                    credit[0], credit[number] = credit[0] - size, credit[number] - size
-                    sent, quiet = sent + size, time.monotonic()
-            with contextlib.suppress(TimeoutError):
-                received += connection.recv(1 << 16)
-            while len(received) >= 9 and len(received) >= (end := 9 + int.from_bytes(received[:3], "big")):
-                kind, flags, number = received[3], received[4], int.from_bytes(received[5:9], "big")
-                payload = received[9:end]
-                received = received[end:]
-                if kind == _WINDOW_UPDATE:
-                    credit[number] += int.from_bytes(payload, "big")
-                elif kind == _PING and not flags:
-                    connection.sendall(_frame(_PING, 0, payload, flags=1))
-                elif kind == _SETTINGS and not flags:
-                    for key, value in struct.iter_unpack(">HI", payload):
-                        if key == 4:            # all windows grow by it
-                            credit |= {number: credit[number] + value - window for number in numbers}
-                            window = value
-        read = service_module._AT_ONCE
-        assert 0.9 * read * largest < sent < read * largest + (streams - read) * 65535
-
-
-_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
-
-
-def _frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
-    """Of HTTP/2."""
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def _literal(text: str) -> bytes:
-    return bytes([len(text)]) + text.encode()
-
-
-#: headers of a call, without tables: POST, http, the path and so on
-_GENERATE = (b"\x83\x86\x04" + _literal("/allspark.Allspark/Generate") + b"\x01" + _literal("localhost") + b"\x0f\x10"
-             + _literal("application/grpc") + b"\x00" + _literal("te") + _literal("trailers"))
 
 
 def test_closing_a_client_ends_its_requests(served):
