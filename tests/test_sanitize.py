@@ -84,7 +84,7 @@ class Decoder:
 def test_plans_are_decoded(program, tmp_path):
     """Those that a scheduler could send are taken, and changed ones refused or taken, without a report."""
     accepted, rng, most = 0, Random(2026), 4000
-    target = Plans(tmp_path)
+    target = Plans(tmp_path / "target")
     with subprocess.Popen([program, "plans"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         target.runner, target.slots, target.ended = Decoder(process), {}, set()
