@@ -1,6 +1,6 @@
-// All-reduce in rank order over peer memory, two GPUs of one process: one-shot (everybody reads all partials) and two-shot
-// (each sums its part, then gathers), bf16 or fp32 partials, replayed as a graph of 56 a step. Sums are fp32, in rank order.
-// nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a all_reduce.cu && ./a.out
+// All-reduce in rank order over peer memory, two GPUs of one process: one-shot (everybody reads all partials) and
+// two-shot (each sums its part, then gathers), bf16 or fp32 partials, replayed as a graph of 56 a step. Sums are fp32,
+// in rank order. nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a all_reduce.cu && ./a.out
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -11,15 +11,22 @@
 #include <cstring>
 #include <thread>
 #include <vector>
-#define CHECK(x) do { cudaError_t e_ = (x); if (e_) { printf("%s: %s\n", #x, cudaGetErrorString(e_)); exit(1); } } while (0)
+#define CHECK(x)                                      \
+  do {                                                \
+    cudaError_t e_ = (x);                             \
+    if (e_) {                                         \
+      printf("%s: %s\n", #x, cudaGetErrorString(e_)); \
+      exit(1);                                        \
+    }                                                 \
+  } while (0)
 
 constexpr int kRanks = 2, kMaxBlocks = 64;
-struct Shared {                       // of a rank, readable and writable by all
+struct Shared {                           // of a rank, readable and writable by all
   uint32_t flags[2][kRanks][kMaxBlocks];  // phase, from rank, block: how many calls have come that far
 };
 struct Peers {
-  char* data[kRanks];                 // partials: two buffers in turn
-  char* result[kRanks];               // two-shot: sums of one's part
+  char* data[kRanks];    // partials: two buffers in turn
+  char* result[kRanks];  // two-shot: sums of one's part
   Shared* shared[kRanks];
 };
 
@@ -27,15 +34,21 @@ __device__ void signal_and_wait(const Peers& p, int rank, int phase, uint32_t ca
   __syncthreads();
   if (threadIdx.x < kRanks) {
     const int r = threadIdx.x;
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&p.shared[r]->flags[phase][rank][blockIdx.x]), "r"(call) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(&p.shared[r]->flags[phase][rank][blockIdx.x]), "r"(call)
+                 : "memory");
     uint32_t seen;
-    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(&p.shared[rank]->flags[phase][r][blockIdx.x]) : "memory");
+    do
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];"
+                   : "=r"(seen)
+                   : "l"(&p.shared[rank]->flags[phase][r][blockIdx.x])
+                   : "memory");
     while ((int32_t)(seen - call) < 0);
   }
   __syncthreads();
 }
 
-template <class E> __device__ void add(float* sum, uint4 v) {
+template <class E>
+__device__ void add(float* sum, uint4 v) {
   if constexpr (sizeof(E) == 2) {
     const __nv_bfloat162* x = (const __nv_bfloat162*)&v;
     for (int i = 0; i < 4; i++) sum[2 * i] += __low2float(x[i]), sum[2 * i + 1] += __high2float(x[i]);
@@ -44,10 +57,13 @@ template <class E> __device__ void add(float* sum, uint4 v) {
     for (int i = 0; i < 4; i++) sum[i] += x[i];
   }
 }
-template <class E> __device__ uint4 pack(const float* sum) {
+template <class E>
+__device__ uint4 pack(const float* sum) {
   uint4 v;
-  if constexpr (sizeof(E) == 2) for (int i = 0; i < 4; i++) ((__nv_bfloat162*)&v)[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
-  else for (int i = 0; i < 4; i++) ((float*)&v)[i] = sum[i];
+  if constexpr (sizeof(E) == 2)
+    for (int i = 0; i < 4; i++) ((__nv_bfloat162*)&v)[i] = __floats2bfloat162_rn(sum[2 * i], sum[2 * i + 1]);
+  else
+    for (int i = 0; i < 4; i++) ((float*)&v)[i] = sum[i];
   return v;
 }
 
@@ -74,9 +90,10 @@ __global__ void all_reduce(Peers p, int rank, uint4* y, int n, uint32_t* calls) 
       for (int r = 0; r < kRanks; r++) add<E>(sum, ((const uint4*)(p.data[r] + half * room))[i]);
       ((uint4*)(p.result[rank] + half * room))[i] = pack<E>(sum);
     }
-    signal_and_wait(p, rank, 1, call);   // block b of each rank summed what block b of the others gathers
+    signal_and_wait(p, rank, 1, call);  // block b of each rank summed what block b of the others gathers
     for (int r = 0; r < kRanks; r++)
-      for (int i = r * part + first; i < min(n, (r + 1) * part); i += threads) y[i] = ((const uint4*)(p.result[r] + half * room))[i];
+      for (int i = r * part + first; i < min(n, (r + 1) * part); i += threads)
+        y[i] = ((const uint4*)(p.result[r] + half * room))[i];
   }
   if (threadIdx.x == 0) calls[blockIdx.x] = call;
 }
@@ -84,7 +101,10 @@ __global__ void all_reduce(Peers p, int rank, uint4* y, int n, uint32_t* calls) 
 int main() {
   int devices;
   CHECK(cudaGetDeviceCount(&devices));
-  if (devices < kRanks) { printf("needs %d GPUs, has %d\n", kRanks, devices); return 0; }
+  if (devices < kRanks) {
+    printf("needs %d GPUs, has %d\n", kRanks, devices);
+    return 0;
+  }
   Peers p;
   uint4* y[kRanks];
   uint32_t* calls[kRanks];
@@ -92,7 +112,8 @@ int main() {
   cudaEvent_t begin[kRanks], end[kRanks];
   for (int r = 0; r < kRanks; r++) {
     CHECK(cudaSetDevice(r));
-    for (int o = 0; o < kRanks; o++) if (o != r) CHECK(cudaDeviceEnablePeerAccess(o, 0));
+    for (int o = 0; o < kRanks; o++)
+      if (o != r) CHECK(cudaDeviceEnablePeerAccess(o, 0));
     CHECK(cudaMalloc(&p.data[r], (size_t)2 << 25));
     CHECK(cudaMalloc(&p.result[r], (size_t)2 << 25));
     CHECK(cudaMalloc(&p.shared[r], sizeof(Shared)));
@@ -109,7 +130,8 @@ int main() {
     CHECK(cudaDeviceSynchronize());
   }
   constexpr int kCalls = 56;
-  printf("us an all-reduce of [rows, 3584], best over blocks (number of blocks):\n%6s %22s %22s %22s %22s\n", "rows", "one-shot bf16", "two-shot bf16", "one-shot fp32", "two-shot fp32");
+  printf("us an all-reduce of [rows, 3584], best over blocks (number of blocks):\n%6s %22s %22s %22s %22s\n", "rows",
+         "one-shot bf16", "two-shot bf16", "one-shot fp32", "two-shot fp32");
   for (int rows : {1, 8, 32, 128, 256, 1024}) {
     printf("%6d", rows);
     for (int kind = 0; kind < 4; kind++) {
@@ -173,7 +195,12 @@ int main() {
   CHECK(cudaMemcpy(x.data(), p.data[0] + ((size_t)1 << 25), 7168, cudaMemcpyDefault));
   CHECK(cudaMemcpy(z.data(), p.data[1] + ((size_t)1 << 25), 7168, cudaMemcpyDefault));
   int differ = 0, wrong = 0;
-  auto f = [](uint16_t u) { uint32_t w = (uint32_t)u << 16; float v; memcpy(&v, &w, 4); return v; };
+  auto f = [](uint16_t u) {
+    uint32_t w = (uint32_t)u << 16;
+    float v;
+    memcpy(&v, &w, 4);
+    return v;
+  };
   for (int i = 0; i < 3584; i++) differ += a[i] != b[i], wrong += fabs(f(a[i]) - (f(x[i]) + f(z[i]))) > 0.01;
   printf("ranks differ in %d of 3584, wrong %d\n", differ, wrong);
 }

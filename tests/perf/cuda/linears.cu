@@ -37,7 +37,9 @@ int main(int argc, char** argv) {
     const char* name;
     By by;
     int least, most;
-  } kernels[] = {{"mma", By::mma, 1, 32}, {"split", By::split, 8, 256}, {"stream", By::stream, 1, 512},
+  } kernels[] = {{"mma", By::mma, 1, 32},
+                 {"split", By::split, 8, 256},
+                 {"stream", By::stream, 1, 512},
                  {"wide", By::wide, 128, 4096}};
   std::vector<int> all;
   for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1,8,16,32,64,128,256"), ","); at;
@@ -55,7 +57,8 @@ int main(int argc, char** argv) {
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
   for (const auto& shape : shapes) {
     const size_t bytes = tiles_bytes(shape.n, shape.k);
-    const int copies = bytes > (200 << 20) ? 1 : (int)((400 << 20) / bytes) + 1, launches = bytes > (200 << 20) ? 10 : 32;
+    const int copies = bytes > (200 << 20) ? 1 : (int)((400 << 20) / bytes) + 1,
+              launches = bytes > (200 << 20) ? 10 : 32;
     std::vector<uint16_t*> weights;
     for (int i = 0; i < copies; i++) weights.push_back(memory<uint16_t>(bytes));
     for (int rows : all) {
@@ -64,7 +67,8 @@ int main(int argc, char** argv) {
       for (const auto& kernel : kernels) {
         if (rows < kernel.least || rows > kernel.most) continue;
         Product p;
-        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds, p.gated = shape.gated;
+        p.w = {shape.n, shape.k, Kind::bf16, nullptr, nullptr, {}, most_pieces(shape.n)}, p.adds = shape.adds,
+        p.gated = shape.gated;
         p.x = {nullptr, x, shape.k};
         p.y = shape.gated ? Rows{nullptr, gated, shape.n / 2} : Rows{y, nullptr, shape.n};
         const auto run = [&] {

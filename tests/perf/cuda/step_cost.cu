@@ -1,14 +1,24 @@
-// What a decode step costs besides its bytes: kernels of a graph, with and without programmatic dependent launch, and grid
-// barriers of one persistent kernel; then the same ways streaming the weights of Qwen2.5-7B's shape once.
-// nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a step_cost.cu && ./a.out
+// What a decode step costs besides its bytes: kernels of a graph, with and without programmatic dependent launch, and
+// grid barriers of one persistent kernel; then the same ways streaming the weights of Qwen2.5-7B's shape once. nvcc -O3
+// -std=c++17 -gencode arch=compute_90a,code=sm_90a step_cost.cu && ./a.out
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
-#define CHECK(x) do { cudaError_t e_ = (x); if (e_) { printf("%s: %s\n", #x, cudaGetErrorString(e_)); exit(1); } } while (0)
+#define CHECK(x)                                      \
+  do {                                                \
+    cudaError_t e_ = (x);                             \
+    if (e_) {                                         \
+      printf("%s: %s\n", #x, cudaGetErrorString(e_)); \
+      exit(1);                                        \
+    }                                                 \
+  } while (0)
 
-struct Piece { const uint4* data; size_t count; };  // of 16 bytes
+struct Piece {
+  const uint4* data;
+  size_t count;
+};  // of 16 bytes
 
 __device__ uint4 stream(Piece p, size_t first, size_t stride) {
   uint4 sum = {};
@@ -16,7 +26,10 @@ __device__ uint4 stream(Piece p, size_t first, size_t stride) {
   for (; i + 7 * stride < p.count; i += 8 * stride) {
     uint4 v[8];
 #pragma unroll
-    for (int u = 0; u < 8; u++) asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v[u].x), "=r"(v[u].y), "=r"(v[u].z), "=r"(v[u].w) : "l"(p.data + i + u * stride));
+    for (int u = 0; u < 8; u++)
+      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                   : "=r"(v[u].x), "=r"(v[u].y), "=r"(v[u].z), "=r"(v[u].w)
+                   : "l"(p.data + i + u * stride));
 #pragma unroll
     for (int u = 0; u < 8; u++) sum.x ^= v[u].x, sum.y ^= v[u].y, sum.z ^= v[u].z, sum.w ^= v[u].w;
   }
@@ -29,7 +42,8 @@ __global__ void read_kernel(Piece p, uint32_t* out, bool dependent, int ahead) {
   const size_t first = blockIdx.x * (size_t)blockDim.x + threadIdx.x, stride = (size_t)gridDim.x * blockDim.x;
   if (dependent) {
     for (int a = 0; a < ahead; a++)
-      if (first + a * stride < p.count && threadIdx.x % 8 == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.data + first + a * stride));
+      if (first + a * stride < p.count && threadIdx.x % 8 == 0)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(p.data + first + a * stride));
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   }
@@ -71,7 +85,9 @@ int main() {
   std::vector<Piece> full, none;
   size_t at = 0;
   for (int layer = 0; layer < 28; layer++)
-    for (size_t s : sizes) full.push_back({(const uint4*)(weights + at), s * 2 / 16}), at += s * 2, none.push_back({(const uint4*)weights, 0});
+    for (size_t s : sizes)
+      full.push_back({(const uint4*)(weights + at), s * 2 / 16}), at += s * 2,
+          none.push_back({(const uint4*)weights, 0});
   cudaStream_t stream;
   CHECK(cudaStreamCreate(&stream));
   cudaEvent_t begin, end;
@@ -111,8 +127,10 @@ int main() {
         CHECK(cudaStreamEndCapture(stream, &graph));
         CHECK(cudaGraphInstantiate(&exec, graph, 0));
         const double us = best([&] { CHECK(cudaGraphLaunch(exec, stream)); });
-        const char* names[] = {"graph", "graph, dependent launch", "graph, dependent, 8 lines ahead", "graph, dependent, 32 lines ahead"};
-        printf("  %-34s %d blocks an SM: %8.1f us, %.2f us a kernel beyond the bytes\n", names[mode], blocks, us, (us - floor) / pieces.size());
+        const char* names[] = {"graph", "graph, dependent launch", "graph, dependent, 8 lines ahead",
+                               "graph, dependent, 32 lines ahead"};
+        printf("  %-34s %d blocks an SM: %8.1f us, %.2f us a kernel beyond the bytes\n", names[mode], blocks, us,
+               (us - floor) / pieces.size());
         CHECK(cudaGraphExecDestroy(exec));
         CHECK(cudaGraphDestroy(graph));
       }
@@ -126,13 +144,15 @@ int main() {
         CHECK(cudaMemsetAsync(counter, 0, 4, stream));
         CHECK(cudaLaunchCooperativeKernel(persistent, sms * blocks, 512, arguments, 0, stream));
       });
-      printf("  %-34s %d blocks an SM: %8.1f us, %.2f us a barrier beyond the bytes\n", "one kernel, grid barriers", blocks, us, (us - floor) / n);
+      printf("  %-34s %d blocks an SM: %8.1f us, %.2f us a barrier beyond the bytes\n", "one kernel, grid barriers",
+             blocks, us, (us - floor) / n);
     }
     // a kernel alone, from memory: what its ramp-up and tail cost
     if (which)
       for (int m = 0; m < 4; m++) {
         const double us = best([&] { read_kernel<<<sms * 2, 256, 0, stream>>>(full[m], out, false, 0); });
-        printf("  matrix %d alone: %.1f us for %.1f MB (%.1f us at 4.44 TB/s)\n", m, us, full[m].count * 16e-6, full[m].count * 16 / 4.44e6);
+        printf("  matrix %d alone: %.1f us for %.1f MB (%.1f us at 4.44 TB/s)\n", m, us, full[m].count * 16e-6,
+               full[m].count * 16 / 4.44e6);
       }
   }
 }
