@@ -65,6 +65,7 @@ _AT_ONCE = 12
 _OPTIONS = [
     ("grpc.keepalive_time_ms", PING_INTERVAL_SECONDS * 1000),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
+    # Of probes of the bandwidth, which stand in for keepalive: without them no silent client is noticed.
     ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

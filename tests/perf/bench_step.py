@@ -107,7 +107,8 @@ def measure(running: int, waiting: int, accepted: int) -> None:
     allowed, mean = 60 + running, statistics.mean(times["total"])
     print(f"{running:5d} running: {medians['total']:6.0f} us = plan {medians['plan']:.0f} + encode "
           f"{medians['encode']:.0f} + complete {medians['complete']:.0f}; mean {mean:.0f}, "
-          f"{mean / allowed:.2f} of {allowed} us; output stage {medians['output']:.0f}, take {medians['take']:.0f}; {model.scheduler.waiting} waiting")
+          f"{mean / allowed:.2f} of {allowed} us; output stage {medians['output']:.0f}, take {medians['take']:.0f}; "
+          f"{model.scheduler.waiting} waiting")
 
 
 if __name__ == "__main__":
