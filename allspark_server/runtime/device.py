@@ -29,7 +29,7 @@ class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
+    ops cost. windows: whether caches can do without what windows have left
     behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
@@ -37,7 +37,6 @@ class Device(Protocol):
     cache_share: float
     largest_cache_share: float
     profiled: bool
-    adapts: bool
     windows: bool
     host_memory: bool
 
@@ -63,13 +62,16 @@ class Device(Protocol):
     def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
                  masks: int, adapters: dict) -> None:
         """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans. adapters:
-        how many rows may have, as the native library names it; {} where `adapts` is False."""
+        how many rows may have, as the native library names it; {}: none."""
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """Of so many matrices with so many rows of these columns."""
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
         """Of one layer and KV head."""
+
+    def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
+        """Of the two matrices that an adapter has for one target."""
 
     def activation_bytes(self, model, rows: int, outputs: int) -> int:
         """What steps of a RankModel need, of so many rows, so many of them with outputs."""
@@ -82,7 +84,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = windows = host_memory = True
+    profiled = windows = host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -122,6 +124,9 @@ class Cpus:
     def span_bytes(self, span_size, head_dim, dtype):
         return self._native.span_bytes(span_size, head_dim, dtype)
 
+    def adapter_bytes(self, rank, inputs, columns, dtype):
+        return self._native.adapter_bytes(rank, inputs, columns, dtype)
+
     def activation_bytes(self, model, rows, outputs):
         graph, native = model.graph, self._native
         attention = native.attention_bytes(self._threads, model.config.engine_max_length, graph.config.head_dim,
@@ -137,9 +142,11 @@ class Cpus:
             size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
             prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
         forms = 2 if model.targets else 1  # of the program: with adapters, and without
+        together = max((len(target.weight.parts) for target in model.targets), default=0)
+        lora = native.lora_bytes(rows, together, model.config.lora_max_rank) if together else 0
         # A product's own rows, and attention's.
         return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
-                + model.adapter_scratch_bytes(native, rows))
+                + lora)
 
 
 class Gpu:
@@ -147,7 +154,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = windows = host_memory = False
+    profiled = windows = host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
@@ -178,7 +185,8 @@ class Gpu:
             raise not_available(f"{missing[0]} on CUDA")
 
     def available(self, world):
-        return max(0, self._first.free_bytes() - GPU_RESERVE) // self._group.count(self._index)
+        free, _ = self._library.memory_info(self._index)
+        return max(0, free - GPU_RESERVE) // self._group.count(self._index)
 
     def reserve(self, name, size):
         return None  # the driver knows what is taken
@@ -199,13 +207,16 @@ class Gpu:
             executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, **adapters)
 
     def matrix_bytes(self, rows, part, experts):
         return self._library.matrix_bytes(rows, part.inputs, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)
+
+    def adapter_bytes(self, rank, inputs, columns, dtype):
+        return self._library.adapter_bytes(rank, inputs, columns, dtype)
 
     def activation_bytes(self, model, rows, outputs):
         config, net = model.config, model.graph.config
@@ -215,7 +226,8 @@ class Gpu:
         rotary = rows * net.head_dim * 4
         dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
         shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
-        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared
+        lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
+        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
                 + self._widened_bytes(model, rows, outputs))
 
     def _widened_bytes(self, model, rows: int, outputs: int) -> int:

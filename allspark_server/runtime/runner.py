@@ -18,7 +18,6 @@ from allspark_server.runtime.device import Device, device_of, gpu_of, step_token
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
-from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
 from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
@@ -71,7 +70,7 @@ class ModelRunner:
         self._profiler: Profiler | None = None
         self._meter: CeilingMeter | None = None
         self._host_file: HostCacheFile | None = None
-        self._adapter_memory: dict[int, Reservation] = {}  # by their index
+        self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapters' index
         #: of the bytes that load has read on this rank
         self.digest = ""
         #: how other ranks reach this one's device, known after load; allocate_cache needs every rank's
@@ -93,7 +92,7 @@ class ModelRunner:
         # A draft model's tables are those of its target, and it may lag behind.
         whole = config.speculation == "draft" or not device.windows
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
-                                        adapters=device.adapts and config.lora_max_num > 0)
+                                        adapters=config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
@@ -170,13 +169,12 @@ class ModelRunner:
     def load_adapter(self, index: int, directory: str) -> str:
         """Loads a LoRA adapter while steps run, none of which names this index; returns its digest, which is equal on
         every rank that has read the same. AllSparkError if it cannot."""
-        config, model, native = self.config, self._loaded(), native_library()
+        config, model = self.config, self._loaded()
         if not model.targets:
-            why = "on CUDA" if config.on_gpus else "with lora_max_num=0"
-            raise not_available(f"load_lora of model {config.model_name!r} {why}")
+            raise not_available(f"load_lora of model {config.model_name!r} with lora_max_num=0")
         began = time.perf_counter()
         adapter = model.open_adapter(directory)
-        size = model.adapter_bytes(native, adapter)
+        size = model.adapter_bytes(self._device, adapter)
         with planning():
             available = self._device.available(self.world)
             if size > available:
@@ -190,7 +188,8 @@ class ModelRunner:
                 model.fill_adapter(adapter, filled)
                 self._executor.set_adapter(index, filled)
         except BaseException:
-            reservation.release()
+            if reservation is not None:
+                reservation.release()
             raise
         self._adapter_memory[index] = reservation
         logger.info("rank %d of %d loaded %s of the adapter in %s in %.2f s", self.rank, self.world, mib(size),
@@ -199,8 +198,10 @@ class ModelRunner:
 
     def unload_adapter(self, index: int) -> None:
         """Frees an adapter between steps; nothing happens if there is none of this index."""
-        if (reservation := self._adapter_memory.pop(index, None)) is not None:
-            self._executor.set_adapter(index, None)
+        if index not in self._adapter_memory:
+            return
+        self._executor.set_adapter(index, None)
+        if (reservation := self._adapter_memory.pop(index)) is not None:
             reservation.release()
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
@@ -264,7 +265,7 @@ class ModelRunner:
         """Frees weights and cache; nothing else may be called afterwards."""
         self._device = self._executor = self._draft_executor = None
         self._model = self._draft = self._profiler = self._meter = None
-        for reservation in self._adapter_memory.values():
+        for reservation in filter(None, self._adapter_memory.values()):
             reservation.release()
         if self._host_file is not None:
             self._host_file.close()

@@ -46,9 +46,11 @@ size_t span_bytes(int span_size, int head_dim, CacheType type) {
 
 // They are wherever weights are: what products read is rounded as much, and float32 would be twice the traffic, 5 % of
 // a step from 128 rows on. (With two ranks at 1,024 rows 49 us against 27, at 1 row 3.6 us either way.)
-bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce) {
-  if (!all_reduce) return false;
-  const OpNode& maker = program.ops()[all_reduce - 1];
+bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
+  size_t before = all_reduce;
+  while (before && ops[before - 1].is("lora")) before--;  // these add to what there is
+  if (!before) return false;
+  const OpNode& maker = ops[before - 1];
   return (maker.is("linear") || maker.is("embedding")) && !weights.matrix(maker.weights[0]).values;
 }
 
@@ -57,19 +59,20 @@ size_t largest_partial(const Program& program, const Weights& weights, int max_r
   for (size_t i = 0; i < program.ops().size(); i++) {
     const OpNode& op = program.ops()[i];
     if (op.is("all_reduce"))
-      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program, weights, i)));
+      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program.ops(), weights, i)));
   }
   return most;
 }
 
 CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-                       LogitSampler& sampler, Masks* masks, const Ranks* ranks)
+                       LogitSampler& sampler, Masks* masks, const Ranks* ranks, const Adapters* adapters)
     : device_(device),
       program_(program),
       weights_(weights),
       limits_(limits),
       sampler_(sampler),
-      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt) {
+      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
+      adapters_(adapters) {
   check_program();
   device_.use();
   most_runs_ = (limits.max_length + kRunTokens - 1) / kRunTokens;
@@ -78,20 +81,35 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
   best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
-  if (ranks_) bind_first_call();
-  for (size_t i = 0; i < program.ops().size(); i++) i += bind(i);
+  bind_form(false);
+  if (adapters_ && adapters_->targets()) bind_form(true);
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
   host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
-  launches_.push_back(
-      [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
-        if (size.outputs) best_tokens(logits, width, size.outputs, best, queue);
-      });
   if (width == sample.integer("vocab_size"))
     draws_.emplace(device_, in(sample).values(), best_.as<Best>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
+}
+
+std::vector<OpNode> CudaRunner::ops_of(bool adapted) const {
+  std::vector<OpNode> ops = program_.ops();
+  if (!adapted)
+    ops.erase(std::remove_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is("lora"); }), ops.end());
+  return ops;
+}
+
+void CudaRunner::bind_form(bool adapted) {
+  ops_ = ops_of(adapted);
+  if (ranks_) bind_first_call();
+  for (size_t i = 0; i < ops_.size(); i++) i += bind(i);
+  const Tensor logits = in(ops_.back());
+  launches_.push_back([=, best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
+    if (size.outputs) best_tokens(logits.values(), logits.rows.width, size.outputs, best, queue);
+  });
+  forms_[adapted] = {std::move(launches_), heads_from_};
+  ops_.clear(), launches_.clear(), heads_from_ = 0;
 }
 
 void CudaRunner::check_program() const {
@@ -119,6 +137,7 @@ int CudaRunner::max_rows(int tensor) const {
 bool CudaRunner::in_tiles(int tensor) const {
   bool read = false;
   for (const OpNode& op : program_.ops()) {
+    if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
     if (has(op.inputs, tensor)) {
       if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
       read = true;
@@ -134,8 +153,10 @@ void CudaRunner::allocate_tensors() {
   std::vector<size_t> offsets;
   for (int t = 0; t < (int)specs.size(); t++) {
     offsets.push_back(bytes);
+    // With adapters, gates and what they gate may lie as pair_rows() has them.
+    const int width = adapters_ ? paired_rows(specs[t].width) : specs[t].width;
     const size_t need =
-        in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * specs[t].width * sizeof(float);
+        in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
     bytes += (need + kAlign - 1) / kAlign * kAlign;
   }
   activations_ = Memory(bytes, "activations");
@@ -146,9 +167,13 @@ void CudaRunner::allocate_tensors() {
     else tensor.rows.values = reinterpret_cast<float*>(data);
     tensors_.push_back(tensor);
   }
-  size_t rotary = 0, widened = 0, bytes_of_rows = 0;
-  for (size_t i = 0; i < program_.ops().size(); i++) {
-    const OpNode& op = program_.ops()[i];
+  size_t rotary = 0, widened = 0, bytes_of_rows = 0, inner = 0;
+  for (const OpNode& op : program_.ops())
+    if (op.is("lora") && adapters_)
+      inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets * adapters_->limits.max_rank);
+  const std::vector<OpNode> ops = ops_of(false);
+  for (size_t i = 0; i < ops.size(); i++) {
+    const OpNode& op = ops[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
     if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
@@ -156,12 +181,13 @@ void CudaRunner::allocate_tensors() {
     const Matrix& w = weights_.matrix(op.weights[0]);
     if (w.takes_bytes()) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
     if (w.kind != Kind::codes) continue;
-    const bool gated = is_gated(i);
+    const bool gated = is_gated(ops, i);
     widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
   tiles_ = Memory(converted, "activations in bfloat16");
   widened_ = Memory(widened, "widened weights");
+  inner_ = Memory(inner * sizeof(float), "adapters' products");
   byte_rows_ = Memory(bytes_of_rows, "quantized activations");
 }
 
@@ -197,7 +223,7 @@ void CudaRunner::allocate_cache() {
 }
 
 int CudaRunner::bind(size_t i) {
-  const OpNode& op = program_.ops()[i];
+  const OpNode& op = ops_[i];
   const Queue queue = device_.queue();
   const auto add_launch = [&](Launch launch, int row_set) {
     launches_.push_back([launch = std::move(launch), row_set](const Size& size) {
@@ -205,6 +231,7 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
+  if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) return bind_all_reduce(i);
@@ -229,7 +256,13 @@ int CudaRunner::bind(size_t i) {
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
                x.row_set);
   } else if (op.is("silu_mul")) {
-    add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+    const auto pairs = pairs_.find(op.inputs[0]);
+    if (pairs == pairs_.end())
+      add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+    else
+      add_launch([=, bias = pairs->second.bias](
+                     const Size& size) { silu_mul_pairs(x.values(), bias, count(x, size), y.rows, queue); },
+                 x.row_set);
   } else if (op.is("add") || op.is("scale")) {
     if (y.values() != x.values()) refuse(std::string("op ") + op.spec->name + " into another tensor");
     if (op.is("add"))
@@ -256,7 +289,7 @@ int CudaRunner::bind(size_t i) {
     const auto table = rotary_.find(op.integer("table"));
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
     const Turn turn{table->second, std::string(op.choice("pairs")) == "interleaved"};
-    const OpNode& next = program_.ops()[i + 1];
+    const OpNode& next = ops_[i + 1];
     if (next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
         op.integer("head_dim") == next.integer("head_dim") &&
         op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads")) {
@@ -274,7 +307,7 @@ int CudaRunner::bind(size_t i) {
 }
 
 std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
   const OpNode& op = ops[next];
   if (!op.is("add") || op.inputs[1] != tensor || op.inputs[0] == tensor) return {};
   if (out(op).values() != in(op).values()) return {};
@@ -288,7 +321,8 @@ std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
 // A step makes an even number of calls, so that each has the same buffer in every step: the first may have nothing to
 // add up.
 void CudaRunner::bind_first_call() {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
+  next_call_ = 0;
   calls_ = (int)std::count_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is("all_reduce"); });
   if (calls_ % 2 == 0) return;
   calls_++, next_call_++;
@@ -298,14 +332,14 @@ void CudaRunner::bind_first_call() {
 }
 
 std::optional<Rows> CudaRunner::partial_of(size_t i) const {
-  const OpNode &op = program_.ops()[i], &next = program_.ops()[i + 1];
+  const OpNode &op = ops_[i], &next = ops_[i + 1];
   if (!ranks_ || !next.is("all_reduce") || next.inputs[0] != op.outputs[0]) return {};
-  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(program_, weights_, i + 1));
+  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
 }
 
 // The sum, what it is added to, and its norm, where these come next.
 int CudaRunner::bind_all_reduce(size_t i) {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
   const OpNode& op = ops[i];
   const int tensor = op.inputs[0];
   if (!op.outputs.empty() && op.outputs[0] != tensor) refuse("all_reduce into another tensor");
@@ -314,7 +348,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
   size_t last = i;
   RankSum sum;
   sum.peers = ranks_->exchange.peers(), sum.peers.step = data_->step();
-  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(program_, weights_, i);
+  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(ops_, weights_, i);
   int into = tensor;
   if (sum_at(i + 1, tensor)) last = i + 1, into = ops[last].inputs[0], sum.adds = true;
   sum.y = tensors_[into].rows;
@@ -332,8 +366,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
 }
 
 // Whether ops[linear] makes gates and what they gate for the next op alone.
-bool CudaRunner::is_gated(size_t linear) const {
-  const auto& ops = program_.ops();
+bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
   if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
@@ -347,17 +380,20 @@ bool CudaRunner::is_gated(size_t linear) const {
 }
 
 int CudaRunner::bind_linear(size_t i) {
-  const OpNode& op = program_.ops()[i];
+  const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
-  const std::optional<size_t> sum =
-      sum_at(i + (!ranks_ && program_.ops()[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
-  const bool gated = is_gated(i);
-  if (gated) weights_.pair(op.weights[0]);
+  const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
+  const bool gated = is_gated(ops_, i);
+  if (gated && paired_.insert(op.weights[0]).second) weights_.pair(op.weights[0]);
   Product p;
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
-  p.y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(program_.ops()[gated ? i + 1 : i]).rows);
+  p.y = sum ? in(ops_[*sum]).rows : partial_of(i).value_or(out(ops_[gated ? i + 1 : i]).rows);
+  if (!gated && paired_.count(op.weights[0])) {  // adapters add to what gates, before it does
+    pairs_[op.outputs[0]] = {p.bias};
+    p.bias = nullptr, p.y.width = p.w.n;
+  }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
@@ -373,6 +409,29 @@ int CudaRunner::bind_linear(size_t i) {
     else linear_quantized(p, rows, queue);
   });
   return sum ? (int)(*sum - i) : gated;
+}
+
+// All of a linear's targets at once.
+int CudaRunner::bind_lora(size_t i) {
+  const OpNode& op = ops_[i];
+  size_t end = i;
+  while (ops_[end].is("lora") && ops_[end].inputs == op.inputs) end++;
+  const Tensor y = in(op), x = in(op, 1);
+  AdaptedSums sums;
+  sums.pairs = adapters_->table(), sums.targets = adapters_->targets();
+  sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
+  sums.bf16 = adapters_->limits.bf16, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
+  sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
+  if (pairs_.count(op.inputs[0])) sums.half = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+  for (size_t next = i; next < end; sums.count = 0) {
+    for (; next < end && sums.count < kMostTargets; next++)
+      sums.columns[sums.count++] = {ops_[next].integer("target"), ops_[next].integer("offset"),
+                                    ops_[next].integer("columns")};
+    launches_.push_back([=, queue = device_.queue()](const Size& size) {
+      if (const int rows = count(y, size)) add_low_rank(sums, rows, queue);
+    });
+  }
+  return (int)(end - i) - 1;
 }
 
 void CudaRunner::bind_attention(const OpNode& op) {
@@ -413,6 +472,8 @@ void CudaRunner::bind_rotary_table(const OpNode& op) {
   t.base = op.number("base"), t.factor = op.number("factor"), t.original_max = op.number("original_max");
   size_t taken = 0;
   for (const auto& [number, other] : rotary_) taken += (size_t)limits_.max_rows * other.dim;
+  if (const auto same = rotary_.find(op.integer("table")); same != rotary_.end())  // the other form has it
+    taken = same->second.cosine - rotary_memory_.as<float>();
   t.cosine = rotary_memory_.as<float>() + taken, t.sine = t.cosine + (size_t)limits_.max_rows * (t.dim / 2);
   rotary_[op.integer("table")] = t;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {

@@ -37,8 +37,11 @@ void CudaExecutor::connect(const std::vector<std::string>& addresses) {
   exchange_->connect(addresses);
 }
 
-void CudaExecutor::allocate(const Limits& limits, int masks) {
+void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters) {
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
+  if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
+    throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
+                                std::to_string(adapters.max_rank));
   weights_.finish();
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
@@ -47,14 +50,16 @@ void CudaExecutor::allocate(const Limits& limits, int masks) {
                                 " rows, and connect(), before allocate()");
   std::optional<Ranks> ranks;
   if (window_) ranks.emplace(Ranks{*exchange_, *window_});
+  adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
-                                         ranks ? &*ranks : nullptr);
+                                         ranks ? &*ranks : nullptr, adapters_.get());
   slot_limits_ = SlotLimits{};
   slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
   slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
   slot_limits_.span_size = limits.span_size, slot_limits_.num_spans = limits.num_spans;
   slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
   slot_limits_.hidden_states = runner_->hidden_states();
+  slot_limits_.adapters.assign(adapters.count, 0);
   decoder_.emplace(*runner_, nullptr, slot_limits_);
 }
 
@@ -63,6 +68,21 @@ void CudaExecutor::allocate_host_cache(int spans) {
   host_spans_ = std::make_unique<HostSpans>(device_, runner_->layers(), slot_limits_.num_spans, spans);
   slot_limits_.host_spans = spans;
   decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+}
+
+std::shared_ptr<Adapter> CudaExecutor::new_adapter() const {
+  if (!adapters_) throw std::invalid_argument("there is no room for adapters");
+  return adapters_->make();
+}
+
+void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
+  if (!adapters_ || index < 0 || index >= adapters_->limits.count)
+    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  const bool loaded = adapter != nullptr;
+  if (!loaded) decoder_->set_adapter(index, false);
+  adapters_->set(index, std::move(adapter));
+  slot_limits_.adapters[index] = loaded;
+  decoder_->set_adapter(index, loaded);
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {

@@ -31,7 +31,12 @@ class CudaExecutor : public StepModel {
   void connect(const std::vector<std::string>& addresses);
   // Compiles the program. Neither program nor weights may change from then on. masks: how many there are for plans to
   // name.
-  void allocate(const Limits& limits, int masks);
+  // adapters: as many as plans may name, if the program has ops for them.
+  void allocate(const Limits& limits, int masks, const AdapterLimits& adapters = {});
+  // After allocate(): an empty adapter for this program, to be filled by any thread, while steps run.
+  std::shared_ptr<Adapter> new_adapter() const;
+  // Between steps, or while none names this index: plans may name the adapter by it from now on; null: no longer.
+  void set_adapter(int index, std::shared_ptr<Adapter> adapter);
   // A second tier of the cache, after allocate() and before any step.
   void allocate_host_cache(int spans);
   size_t host_cache_bytes(int spans) const { return runner_ ? spans * HostSpans::span_bytes(runner_->layers()) : 0; }
@@ -60,6 +65,7 @@ class CudaExecutor : public StepModel {
   std::shared_ptr<Masks> masks_;
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0;
+  std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;
   SlotLimits slot_limits_;
   std::unique_ptr<HostSpans> host_spans_;

@@ -147,6 +147,37 @@ void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue);
 
+// ---- adapters
+// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
+// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+struct LowRank {
+  const char *a = nullptr, *b = nullptr;
+  int rank = 0;
+  float scale = 0;
+};
+AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+// Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
+struct AdaptedColumns {
+  int target = 0, offset = 0, columns = 0;
+};
+constexpr int kMostTargets = 4;  // of one launch
+// y += scale * b (a x) for rows that have an adapter; others are not touched.
+struct AdaptedSums {
+  const LowRank* pairs = nullptr;  // [adapters, targets]
+  int targets = 0;
+  const int *adapters = nullptr, *chosen = nullptr;  // of each row of the step, -1: none; chosen: null, or y's rows
+  bool bf16 = false;
+  Rows x;
+  float* y = nullptr;
+  int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
+  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  int max_rank = 0, count = 0;
+  AdaptedColumns columns[kMostTargets];
+};
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
+// silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
+void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
+
 // ---- attention
 struct RotaryTable {
   const float *inverse = nullptr, *longer = nullptr;  // [half]; longer: null, or beyond original_max

@@ -36,20 +36,24 @@ Source source_of(const std::string& name, const py::array& a) {
       "source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
 }
 
+HostRows host_rows(const py::array& a, const std::string& source, int64_t column) {
+  const Source type = source_of(source, a);
+  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
+  if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
+    throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
+  return {a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column};
+}
+
 std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
                                int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   std::vector<HostRows> rows;
   const Matrix& m = e.weights().matrix(id);
   const int64_t group = group_size.value_or(m.codes.bits ? m.codes.group : 0);
   for (const py::array& a : arrays) {
-    const Source type = source_of(source, a);
-    if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
-    if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
-      throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
+    rows.push_back(host_rows(a, source, column));
     if (m.codes.bits && !group_size && a.shape(1) != m.k)
       throw std::invalid_argument("fill_matrix: " + std::to_string(a.shape(1)) + " columns do not fit a matrix of " +
                                   std::to_string(m.k));
-    rows.push_back({a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column});
   }
   py::gil_scoped_release release;
   return e.weights().fill_rows(id, rows, row_offset, group);
@@ -108,6 +112,35 @@ CacheType cache_type_of(const std::string& name) {
   if (name == "float8") return CacheType::float8;
   throw std::invalid_argument("caches of type " + name +
                               " are not available on CUDA yet: float32, bfloat16, int8, uint4 and float8 are");
+}
+
+bool is_bf16(const std::string& dtype) {
+  if (dtype != "bfloat16" && dtype != "float32")
+    throw std::invalid_argument("adapters are float32 or bfloat16, not " + dtype);
+  return dtype == "bfloat16";
+}
+
+void bind_adapters(py::module_& m) {
+  m.def(
+      "adapter_bytes",
+      [](int rank, int inputs, int columns, const std::string& dtype) {
+        return adapter_bytes(rank, inputs, columns, is_bf16(dtype));
+      },
+      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
+  m.def(
+      "lora_bytes", [](int rows, int max_rank) { return (size_t)rows * kMostTargets * max_rank * sizeof(float); },
+      py::arg("rows"), py::arg("max_rank"), "Scratch memory of adapters' products with so many rows.");
+  py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
+      .def(
+          "set",
+          [](Adapter& adapter, int target, const py::array& a, const std::string& a_source, const py::array& b,
+             const std::string& b_source, float scale) {
+            const HostRows first = host_rows(a, a_source, 0), second = host_rows(b, b_source, 0);
+            py::gil_scoped_release release;
+            return adapter.set(target, first, second, scale);
+          },
+          py::arg("target"), py::arg("a"), py::arg("a_source"), py::arg("b"), py::arg("b_source"), py::arg("scale"),
+          "As the CPU backend's.");
 }
 
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
@@ -265,6 +298,7 @@ PYBIND11_MODULE(_cuda, m) {
                py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
                "window: to the other ranks of a group; the sampler must have it, too.");
   bind_weights(executor);
+  bind_adapters(m);
   executor
       .def(
           "add_row_set", [](CudaExecutor& e, int of, int times) { return e.program().add_row_set(of, times); },
@@ -304,15 +338,23 @@ PYBIND11_MODULE(_cuda, m) {
       .def(
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, int masks, bool graphs) {
+             const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
+             const std::string& adapter_dtype) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
                         cache_type_of(dtype), graphs},
-                       masks);
+                       masks, {adapters, adapter_rank, is_bf16(adapter_dtype)});
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
-          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same.")
+          py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
+          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
+          "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them.")
+      .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
+      .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Between steps, or while none names this index: plans may name the adapter by it from now on. None: no "
+           "longer.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {

@@ -33,7 +33,7 @@ CudaRunner::~CudaRunner() {
 
 void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
-  const bool heads = !heads_from_ || want_logits ||
+  const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   const bool graph = limits_.graphs && heads && decodes(batch);
@@ -180,7 +180,8 @@ void CudaRunner::copy_hidden(const Batch& batch) {
 }
 
 void CudaRunner::launch(const Size& size, bool heads) {
-  for (size_t i = 0; i < (heads ? launches_.size() : heads_from_); i++) launches_[i](size);
+  const Form& form = forms_[size.adapted];
+  for (size_t i = 0; i < (heads ? form.launches.size() : form.heads_from); i++) form.launches[i](size);
 }
 
 // A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.

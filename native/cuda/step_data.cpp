@@ -12,8 +12,8 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 }  // namespace
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, few, many, runs) <
-         std::tie(other.rows, other.outputs, other.few, other.many, other.runs);
+  return std::tie(rows, outputs, few, many, runs, adapted) <
+         std::tie(other.rows, other.outputs, other.few, other.many, other.runs, other.adapted);
 }
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group)
@@ -22,7 +22,7 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
   take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows),
-      take(chosen_, max_outputs);
+      take(adapters_, rows), take(chosen_, max_outputs);
   take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, (size_t)max_slots * max_spans);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
@@ -41,6 +41,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     const std::vector<int32_t>& spans = slot.spans[0];
     const int used = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
     std::copy_n(spans.begin(), used, table);
+    size.adapted |= item.adapter >= 0;
     AttentionTile tile{item.row, item.count, item.start, (int)(table - host(tables_)), 0};
     if (pairs <= kFewPairs) {
       few[size.few++] = tile;
@@ -50,7 +51,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
-      host(tokens_)[r] = row.token, host(positions_)[r] = row.position;
+      host(tokens_)[r] = row.token, host(positions_)[r] = row.position, host(adapters_)[r] = item.adapter;
       host(prompts_)[r] = slot.sampling.prompt_len;
       host(where_)[r] = spans[row.position / span_size_] * span_size_ + row.position % span_size_;
     }
@@ -59,10 +60,10 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   for (int r = size.rows; r < padded; r++) {
     host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1, host(where_)[r] = -1;
-    host(chosen_)[r] = 0;
+    host(adapters_)[r] = -1, host(chosen_)[r] = 0;
     few[r] = {0, 0, 0, 0, 0};
   }
-  if (padded) size = {padded, padded, padded, 0, size.runs};
+  if (padded) size = {padded, padded, padded, 0, size.runs, size.adapted};
   const auto send = [&](size_t begin, size_t end) {
     check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), (end - begin) * sizeof(int),
                           cudaMemcpyHostToDevice, device.stream()),

@@ -18,7 +18,8 @@ class StepData {
   // that the batch does not have.
   struct Size {
     int rows = 0, outputs = 0, few = 0, many = 0;
-    int runs = 1;  // of the context of few tiles: 1, or 2 for more
+    int runs = 1;          // of the context of few tiles: 1, or 2 for more
+    bool adapted = false;  // some row has an adapter
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: of a batch of single rows that each draw, up to how many rows.
@@ -27,9 +28,10 @@ class StepData {
   const int* step() const { return at(step_); }  // how many came before
   const int* tokens() const { return at(tokens_); }
   const int* positions() const { return at(positions_); }
-  const int* prompts() const { return at(prompts_); }  // the length of its sequence's prompt
-  const int* where() const { return at(where_); }      // of the cache: span * span size + place; -1: nowhere
-  const int* chosen() const { return at(chosen_); }    // the row of each output
+  const int* prompts() const { return at(prompts_); }    // the length of its sequence's prompt
+  const int* where() const { return at(where_); }        // of the cache: span * span size + place; -1: nowhere
+  const int* adapters() const { return at(adapters_); }  // of each row, -1: none
+  const int* chosen() const { return at(chosen_); }      // the row of each output
   const int* tables() const { return at(tables_); }
   const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
   const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
@@ -41,7 +43,8 @@ class StepData {
 
   const int span_size_, group_;
   int steps_ = 0;
-  size_t step_, tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
+      all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written
   int turn_ = 0;
 };
