@@ -29,15 +29,13 @@ class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
     and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. windows: whether caches can do without what windows have left
-    behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
+    ops cost. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
     cache_share: float
     largest_cache_share: float
     profiled: bool
-    windows: bool
     host_memory: bool
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -84,7 +82,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = windows = host_memory = True
+    profiled = host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -154,7 +152,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = windows = host_memory = False
+    profiled = host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
@@ -228,6 +226,7 @@ class Gpu:
         shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
         lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
         return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
+                + model.span_bytes(self)  # of zeros: what windows have left behind
                 + self._widened_bytes(model, rows, outputs))
 
     def _widened_bytes(self, model, rows: int, outputs: int) -> int:

@@ -90,7 +90,7 @@ class ModelRunner:
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
                                           self.window)
         # A draft model's tables are those of its target, and it may lag behind.
-        whole = config.speculation == "draft" or not device.windows
+        whole = config.speculation == "draft"
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
                                         adapters=config.lora_max_num > 0)
         models = [model]

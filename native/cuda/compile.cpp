@@ -79,7 +79,8 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
   allocate_tensors();
   allocate_cache();
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
-                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
+                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_,
+                program.windows(), limits.num_spans);
   best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
   bind_form(false);
   if (adapters_ && adapters_->targets()) bind_form(true);
@@ -122,8 +123,9 @@ void CudaRunner::check_program() const {
     throw std::invalid_argument("a cache of " + std::to_string(l.num_spans) + " spans is too large");
   if (program_.ops().empty() || !program_.ops().back().is("sample"))
     throw std::invalid_argument("the op list must end with sample");
-  if (program_.cache_groups().size() != 1 || program_.cache_groups()[0].kind != CacheKind::full)
-    refuse("cache groups but the one of full attention");
+  for (const CacheGroup& group : program_.cache_groups())
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
+      refuse(std::string("cache group of kind ") + name_of(group.kind));
   if (program_.row_sets().size() > kOutputRows + 1) refuse("experts");
   for (const TensorSpec& tensor : program_.tensors())
     if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
@@ -142,7 +144,9 @@ bool CudaRunner::in_tiles(int tensor) const {
       if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
       read = true;
     }
-    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("span_attention")) return false;
+    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&
+        !op.is("span_attention"))
+      return false;
   }
   return read;
 }
@@ -193,6 +197,8 @@ void CudaRunner::allocate_tensors() {
 
 void CudaRunner::allocate_cache() {
   std::map<int, LayerCache> layers;
+  // One more, of zeros: it stands for those that windows have left behind. What is read there has weight zero.
+  const size_t spans = limits_.num_spans + (size_t)1;
   size_t bytes = 0, partials = 0;
   int groups = 0;
   for (const OpNode& op : program_.ops()) {
@@ -204,9 +210,11 @@ void CudaRunner::allocate_cache() {
     const int group = shared_heads(op).group;
     if (groups++ && group != group_) refuse("layers of different numbers of query heads to a KV head");
     group_ = group;
-    if (!layers.emplace(op.integer("layer"), layer).second)
-      throw std::invalid_argument("op span_attention: two for layer " + std::to_string(op.integer("layer")));
-    bytes += layer.span_bytes() * limits_.num_spans;
+    const auto [same, fresh] = layers.emplace(op.integer("layer"), layer);  // cache groups share the spans
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
+                                  " is of another size in another cache group");
+    if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
   }
   cache_ = Memory(bytes, "the KV cache");
@@ -215,7 +223,7 @@ void CudaRunner::allocate_cache() {
     if (index != (int)layers_.size())
       throw std::invalid_argument("op span_attention: layer " + std::to_string(index) + " of a model with " +
                                   std::to_string(layers.size()));
-    layer.data = next, next += layer.span_bytes() * limits_.num_spans;
+    layer.data = next, next += layer.span_bytes() * spans;
     layers_.push_back(layer);
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
@@ -263,6 +271,25 @@ int CudaRunner::bind(size_t i) {
       add_launch([=, bias = pairs->second.bias](
                      const Size& size) { silu_mul_pairs(x.values(), bias, count(x, size), y.rows, queue); },
                  x.row_set);
+  } else if (op.is("gelu_tanh_mul")) {
+    add_launch([=](const Size& size) { gelu_tanh_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+  } else if (op.is("soft_cap")) {
+    if (y.values() != x.values()) refuse("op soft_cap into another tensor");
+    add_launch([=, cap = (float)op.number("cap")](
+                   const Size& size) { soft_cap(x.values(), cap, (size_t)count(x, size) * x.rows.width, queue); },
+               x.row_set);
+  } else if (op.is("qk_square_sums")) {
+    add_launch(
+        [=, columns = QkColumns{op.integer("q_columns"), op.integer("k_offset"), op.integer("k_columns")}](
+            const Size& size) { qk_square_sums(x.values(), x.rows.width, columns, count(x, size), y.values(), queue); },
+        x.row_set);
+  } else if (op.is("qk_norm")) {
+    if (y.values() != x.values()) refuse("op qk_norm into another tensor");
+    const QkNorm norm{vector(op, 0),         vector(op, 1),         op.integer("q_columns"), op.integer("k_columns"),
+                      op.integer("q_width"), op.integer("k_width"), (float)op.number("eps")};
+    add_launch([=, sums = in(op, 1).values()](
+                   const Size& size) { qk_norm(x.values(), x.rows.width, norm, sums, count(x, size), queue); },
+               x.row_set);
   } else if (op.is("add") || op.is("scale")) {
     if (y.values() != x.values()) refuse(std::string("op ") + op.spec->name + " into another tensor");
     if (op.is("add"))
@@ -443,10 +470,11 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
-  a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
   constexpr int kTilesAProcessor = 3;  // that attend at once
+  const int* where = data_->where(op.integer("cache_group"));
   const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
@@ -455,7 +483,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
     const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
-    store_cache(a, data->where(), turned, !turns, size.rows, queue);
+    store_cache(a, where, turned, !turns, size.rows, queue);
     attend_few(a, data->few(), size.few, splits, queue);
     attend_many(a, data->many(), size.many, turns ? turned : nullptr, queue);
   });

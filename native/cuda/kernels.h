@@ -105,6 +105,22 @@ void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
 void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+// gelu as tanh approximates it; in [rows, 2 width]
+void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+// cap * tanh(x / cap)
+void soft_cap(float* x, float cap, size_t count, const Queue& queue);
+// Of [queries | keys | values]: sums [rows, 2] of the squares of all queries, and of k_columns from k_offset on; and
+// both multiplied with weights, by such sums over all ranks, as one vector of that width each.
+struct QkColumns {
+  int q_columns = 0, k_offset = 0, k_columns = 0;
+};
+void qk_square_sums(const float* x, int width, const QkColumns& columns, int rows, float* sums, const Queue& queue);
+struct QkNorm {
+  const float *q_weight = nullptr, *k_weight = nullptr;
+  int q_columns = 0, k_columns = 0, q_width = 0, k_width = 0;
+  float eps = 0;
+};
+void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int rows, const Queue& queue);
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue);
 // Float rows into tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);

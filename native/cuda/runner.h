@@ -54,7 +54,7 @@ class CudaRunner : public QueuedRunner {
   bool draw(const Batch& batch) override;
   bool done() const override;
   Drawn finish(const Batch& batch) override;
-  size_t cache_bytes() const { return cache_.size(); }
+  size_t cache_bytes() const { return cache_.size() / (limits_.num_spans + 1) * limits_.num_spans; }
   const std::vector<LayerCache>& layers() const { return layers_; }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 

@@ -25,6 +25,8 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
         assert found.add_matrix(n, k, form, group) == handle
         assert found.fill_matrix(handle, values, "F32") == 0
         own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+    for kind, window in own.cache_groups:
+        found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:
         found.add_row_set(*row_set)
     for width, rows, _ in own.program.tensors:
