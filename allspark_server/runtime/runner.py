@@ -204,6 +204,17 @@ class ModelRunner:
         if (reservation := self._adapter_memory.pop(index)) is not None:
             reservation.release()
 
+    def move_memory(self, loaded: bool) -> None:
+        """Between steps, on a GPU: gives its memory back, with weights kept in the host's, or takes it again. What the
+        cache held is lost. AllSparkError if there is not enough memory where they go: then nothing has changed."""
+        self._loaded()
+        began = time.perf_counter()
+        name, what = self.config.model_name, "load" if loaded else "unload"
+        with memory_errors(f"{what}_device_mem of model {name!r}"):
+            (self._executor.load if loaded else self._executor.unload)()
+        logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, what, name,
+                    time.perf_counter() - began)
+
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
         """The second tier: memory, or a file, of which all is checked that it holds from before."""
         config, model = self.config, self._model

@@ -163,7 +163,7 @@ void CudaRunner::allocate_tensors() {
         in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
     bytes += (need + kAlign - 1) / kAlign * kAlign;
   }
-  activations_ = Memory(bytes, "activations");
+  activations_ = Memory(bytes, "activations", Memory::Where::lent);
   for (int t = 0; t < (int)specs.size(); t++) {
     Tensor tensor{{nullptr, nullptr, specs[t].width}, specs[t].rows};
     char* data = activations_.as() + offsets[t];
@@ -190,7 +190,7 @@ void CudaRunner::allocate_tensors() {
   }
   rotary_memory_ = Memory(rotary, "rotary tables");
   tiles_ = Memory(converted, "activations in bfloat16");
-  widened_ = Memory(widened, "widened weights");
+  widened_ = Memory(widened, "widened weights", Memory::Where::lent);
   inner_ = Memory(inner * sizeof(float), "adapters' products");
   byte_rows_ = Memory(bytes_of_rows, "quantized activations");
 }
@@ -217,7 +217,7 @@ void CudaRunner::allocate_cache() {
     if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
   }
-  cache_ = Memory(bytes, "the KV cache");
+  cache_ = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache_.as();
   for (auto& [index, layer] : layers) {
     if (index != (int)layers_.size())
@@ -227,7 +227,7 @@ void CudaRunner::allocate_cache() {
     layers_.push_back(layer);
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
-  partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention");
+  partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention", Memory::Where::lent);
 }
 
 int CudaRunner::bind(size_t i) {

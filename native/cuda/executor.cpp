@@ -85,6 +85,29 @@ void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
   decoder_->set_adapter(index, loaded);
 }
 
+void CudaExecutor::unload() {
+  if (!runner_) throw std::invalid_argument("allocate() before unload()");
+  if (unloaded_) return;
+  device_.use();
+  device_.wait();
+  weights_.unload();
+  runner_->unload();
+  unloaded_ = true;
+}
+
+void CudaExecutor::load() {
+  if (!unloaded_) return;
+  device_.use();
+  runner_->load();
+  try {
+    weights_.load();
+  } catch (...) {
+    runner_->unload();
+    throw;
+  }
+  unloaded_ = false;
+}
+
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);

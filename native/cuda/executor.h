@@ -40,6 +40,11 @@ class CudaExecutor : public StepModel {
   // A second tier of the cache, after allocate() and before any step.
   void allocate_host_cache(int spans);
   size_t host_cache_bytes(int spans) const { return runner_ ? spans * HostSpans::span_bytes(runner_->layers()) : 0; }
+  // After allocate(), between steps: weights go to pinned memory of the host, and back; what the cache held is lost.
+  // Nothing happens if they are where they are to go. Both throw std::runtime_error, and change nothing, where there is
+  // not enough memory.
+  void unload();
+  void load();
   StepOutput step(const std::string& plan, bool want_logits) override;
   bool begin(const std::string& plan) override;
   void draw() override;
@@ -65,6 +70,7 @@ class CudaExecutor : public StepModel {
   std::shared_ptr<Masks> masks_;
   std::unique_ptr<Exchange> exchange_;
   int shared_rows_ = 0;
+  bool unloaded_ = false;
   std::unique_ptr<Adapters> adapters_;
   std::unique_ptr<CudaRunner> runner_;
   SlotLimits slot_limits_;

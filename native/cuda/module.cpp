@@ -362,6 +362,9 @@ PYBIND11_MODULE(_cuda, m) {
             e.allocate_host_cache(spans);
           },
           py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+      .def("unload", &CudaExecutor::unload, py::call_guard<py::gil_scoped_release>(),
+           "Between steps: weights go to pinned memory of the host, and the cache is lost; the GPU's memory is free.")
+      .def("load", &CudaExecutor::load, py::call_guard<py::gil_scoped_release>(), "Undoes unload().")
       .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
       .def(
           "step",

@@ -31,6 +31,22 @@ CudaRunner::~CudaRunner() {
   if (drawn_) cudaEventDestroy(drawn_);
 }
 
+void CudaRunner::unload() {
+  for (Memory* memory : lent_) memory->give_back();
+}
+
+void CudaRunner::load() {
+  try {
+    for (Memory* memory : lent_) memory->take_again();
+  } catch (...) {
+    unload();
+    throw;
+  }
+  for (Memory* memory : lent_)
+    if (memory->lent()) check(cudaMemsetAsync(memory->as(), 0, memory->size(), device_.stream()), "clearing memory");
+  device_.wait();
+}
+
 void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
   const bool heads = !forms_[0].heads_from || want_logits ||

@@ -56,6 +56,11 @@ class CudaRunner : public QueuedRunner {
   Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size() / (limits_.num_spans + 1) * limits_.num_spans; }
   const std::vector<LayerCache>& layers() const { return layers_; }
+  // The memory that steps work in, and the cache, whose content is lost: given back, and had again, zeroed. Nothing on
+  // the device may use them; recorded steps stay. load() throws std::runtime_error, and changes nothing, where there is
+  // not enough.
+  void unload();
+  void load();
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -124,6 +129,7 @@ class CudaRunner : public QueuedRunner {
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
       host_hidden_, inner_;
+  Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
   std::optional<Turn> turn_;  // of the attention that comes next

@@ -73,7 +73,7 @@ int Weights::add_matrix(int n, int k, const std::string& format, int group) {
         "weights of type float8 are for GPUs of compute capability 9.0 (Hopper): this one's is " +
         std::to_string(device_.capability() / 10) + "." + std::to_string(device_.capability() % 10));
   device_.use();
-  w.memory = Memory(matrix_bytes(w.matrix), "weights");
+  w.memory = Memory(matrix_bytes(w.matrix), "weights", Memory::Where::lent);
   place(w);
   weights_.push_back(std::move(w));
   return (int)weights_.size() - 1;
@@ -224,11 +224,42 @@ void Weights::pair(int id) {
   Weight& w = weights_.at(id);
   Weight paired{w.matrix, {}, w.hash};
   paired.matrix.n = paired_rows(w.matrix.n);
-  paired.memory = Memory(matrix_bytes(paired.matrix), "weights");
+  paired.memory = Memory(matrix_bytes(paired.matrix), "weights", Memory::Where::lent);
   place(paired);
   pair_rows(w.matrix, paired.matrix, device_.queue());
   device_.wait();
   w = std::move(paired);
+}
+
+void Weights::unload() {
+  std::vector<Memory> copies(weights_.size());
+  for (size_t i = 0; i < weights_.size(); i++)
+    if (weights_[i].memory.lent() && !weights_[i].unloaded.size())
+      copies[i] = Memory(weights_[i].memory.size(), "weights that the GPU has not", Memory::Where::host, false);
+  for (size_t i = 0; i < weights_.size(); i++)
+    if (copies[i].size())
+      check(cudaMemcpyAsync(copies[i].as(), weights_[i].memory.as(), copies[i].size(), cudaMemcpyDeviceToHost,
+                            device_.stream()),
+            "unloading weights");
+  device_.wait();
+  for (size_t i = 0; i < weights_.size(); i++)
+    if (copies[i].size()) weights_[i].memory.give_back(), weights_[i].unloaded = std::move(copies[i]);
+}
+
+void Weights::load() {
+  std::vector<Weight*> taken;
+  try {
+    for (Weight& w : weights_)
+      if (w.unloaded.size()) w.memory.take_again(), taken.push_back(&w);
+  } catch (...) {
+    for (Weight* w : taken) w->memory.give_back();
+    throw;
+  }
+  for (Weight* w : taken)
+    check(cudaMemcpyAsync(w->memory.as(), w->unloaded.as(), w->memory.size(), cudaMemcpyHostToDevice, device_.stream()),
+          "loading weights");
+  device_.wait();
+  for (Weight* w : taken) w->unloaded = Memory();
 }
 
 const Matrix& Weights::matrix(int id) const {

@@ -54,12 +54,17 @@ class Weights {
   void pair(int id);
   // All is filled: gives back what only filling needs.
   void finish() { staging_ = {}; }
+  // Matrices go to pinned memory of the host, and back. Nothing on the device may use them; addresses stay. Both throw
+  // std::runtime_error, and change nothing, where there is not enough memory.
+  void unload();
+  void load();
 
  private:
   struct Weight {
     Matrix matrix;  // k = 0: none, but a vector
     Memory memory;
     uint64_t hash;
+    Memory unloaded = {};  // what is in the host's memory meanwhile
   };
   // Where rows wait to be packed: while the device packs those of one turn, the next is filled.
   struct Staging {
