@@ -28,6 +28,7 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
   Codes codes = {};
   int most_pieces = kMostPieces;  // of a sum along K
+  int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations

@@ -10,6 +10,7 @@
 #include "comm/communicator.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
+#include "cuda/experts.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -66,7 +67,9 @@ class CudaRunner : public QueuedRunner {
   };
 
   void check_program() const;
-  int count(const Tensor& t, const Size& size) const { return t.row_set == kOutputRows ? size.outputs : size.rows; }
+  // How many entries a row set has in a step of so many rows, so many of them with outputs.
+  int rows_of(int row_set, int rows, int outputs) const;
+  int count(const Tensor& t, const Size& size) const { return rows_of(t.row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool in_tiles(int tensor) const;
   void allocate_tensors();
@@ -80,6 +83,10 @@ class CudaRunner : public QueuedRunner {
   int bind(size_t i);
   int bind_linear(size_t i);
   void bind_attention(const OpNode& op);
+  void allocate_routings();
+  void bind_router(const OpNode& op);
+  int bind_expert_linear(size_t i);
+  int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
@@ -108,6 +115,14 @@ class CudaRunner : public QueuedRunner {
       host_hidden_;
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
+  // A row set of entries of experts: its routers form it one after the other.
+  struct Routed {
+    Routing routing;
+    Kind kind;   // of experts' matrices
+    int shares;  // the tensor of weights
+  };
+  std::map<int, Routed> routed_;  // by row set
+  std::vector<Memory> routing_memory_;
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
