@@ -162,6 +162,19 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
   return y;
 }
 
+std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
+  if (!runner_) throw std::invalid_argument("allocate() before expert_tiles()");
+  const Routing& routing = runner_->routing(row_set);
+  int count = 0;
+  device_.use(), device_.wait();
+  check(cudaMemcpy(&count, routing.tile_count, sizeof count, cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<ExpertTile> tiles(count);
+  check(cudaMemcpy(tiles.data(), routing.tiles, count * sizeof(ExpertTile), cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<std::pair<int, int>> found;
+  for (const ExpertTile& tile : tiles) found.emplace_back(tile.expert, tile.count);
+  return found;
+}
+
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,
                              bool adds, float* y, float* normed) {
   if (ranks < 1 || ranks > kMostRanks || rows < 1 || width < 1)

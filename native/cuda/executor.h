@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "batch/queued_decoder.h"
@@ -42,6 +43,8 @@ class CudaExecutor : public StepModel {
   StepOutput finish() override;
   void set_profiling(bool) override {}  // there is no profile yet
   std::shared_ptr<Masks> masks() const { return masks_; }
+  // Of the last step: experts and numbers of entries, of each tile of a row set's.
+  std::vector<std::pair<int, int>> expert_tiles(int row_set) const;
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.

@@ -136,6 +136,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           },
           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("group_size") = py::none())
+      .def(
+          "fill_noise", [](CudaExecutor& e, int id, float size) { e.weights().fill_noise(id, size); }, py::arg("id"),
+          py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
            py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
@@ -352,6 +355,8 @@ PYBIND11_MODULE(_cuda, m) {
             return to_result(out, want_logits);
           },
           py::arg("plan"), py::arg("want_logits") = false)
+      .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
+           "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")
       .def_property_readonly("device_name", [](const CudaExecutor& e) { return e.device().name(); })
       .def_property_readonly(

@@ -52,6 +52,8 @@ class CudaRunner : public QueuedRunner {
   Drawn finish(const Batch& batch) override;
   size_t cache_bytes() const { return cache_.size(); }
   const std::vector<LayerCache>& layers() const { return layers_; }
+  // std::out_of_range for a row set that is not of experts.
+  const Routing& routing(int row_set) const { return routed_.at(row_set).routing; }
   bool hidden_states() const { return heads_from_ > 0; }
 
  private:

@@ -223,6 +223,15 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   device_.wait();
 }
 
+void Weights::fill_noise(int id, float size) {
+  const Matrix& m = matrix(id);
+  if (m.kind != Kind::bf16 || m.k % kBlock)
+    throw std::invalid_argument("fill_noise: the matrix must be bfloat16, its columns a multiple of " +
+                                std::to_string(kBlock));
+  device_.use();
+  cuda::fill_noise(weights_[id].memory.as(), weights_[id].memory.size(), size, id, device_.queue());
+}
+
 int Weights::add_vector(const std::vector<float>& values) {
   device_.use();
   Weight w{{}, Memory(std::max<size_t>(values.size(), 1) * sizeof(float), "weights"), 0};

@@ -43,6 +43,9 @@ class Weights {
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same of rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);
+  // Random values, made on the device, evenly between -size and size: for benchmarks of large models. Of a matrix of
+  // bfloat16 with whole blocks of columns.
+  void fill_noise(int id, float size);
   int add_vector(const std::vector<float>& values);
 
   // Ids count matrices and vectors together. std::invalid_argument for the other kind.
