@@ -383,11 +383,13 @@ int CudaRunner::bind_linear(size_t i) {
   if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);

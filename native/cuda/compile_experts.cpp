@@ -1,4 +1,5 @@
 // Layers of experts become launches: part of CudaRunner's constructor.
+#include <algorithm>
 #include <stdexcept>
 
 #include "cuda/runner.h"
@@ -46,6 +47,13 @@ void CudaRunner::allocate_routings() {
   for (const OpNode& op : program_.ops())
     if (op.is("linear") && weights_.matrix(op.weights[0]).experts != 1)
       throw std::invalid_argument("op linear: weight " + std::to_string(op.weights[0]) + " is a stack of experts");
+}
+
+// Whether a tensor is logits of experts, or gates of rows.
+bool CudaRunner::is_routing(int tensor) const {
+  return std::any_of(program_.ops().begin(), program_.ops().end(), [&](const OpNode& op) {
+    return (op.is("router") && op.inputs[0] == tensor) || (op.is("sigmoid_mul") && op.inputs[1] == tensor);
+  });
 }
 
 void CudaRunner::bind_router(const OpNode& op) {

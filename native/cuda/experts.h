@@ -39,6 +39,10 @@ void place_routing(char* memory, int rows, int experts, Routing& routing);
 // Rows of a tile of products with so many entries of so many experts.
 int expert_tile_rows(Kind kind, int entries, int experts);
 
+// Whether linear_few() takes a matrix: of float32, not large.
+bool has_few_columns(const Matrix& matrix);
+// As linear_f32(), but in another order, and neither adding nor gated.
+void linear_few(const Product& p, int rows, const Queue& queue);
 // where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue);

@@ -86,6 +86,7 @@ class CudaRunner : public QueuedRunner {
   int bind_linear(size_t i);
   void bind_attention(const OpNode& op);
   void allocate_routings();
+  bool is_routing(int tensor) const;
   void bind_router(const OpNode& op);
   int bind_expert_linear(size_t i);
   int bind_combine_experts(size_t i);
