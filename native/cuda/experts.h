@@ -18,7 +18,7 @@ struct Router {
 };
 
 // Adjacent entries of an expert, which is counted from the rank's first.
-struct ExpertTile {
+struct alignas(16) ExpertTile {
   int expert, first, count;
 };
 
@@ -50,11 +50,12 @@ void route(const float* logits, const Router& router, const Routing& routing, co
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
 
 // y [entries, n] = x w^T + bias with the matrix (and bias) of each entry's expert: w is a stack of those. Sums over K
-// are one chain each, whatever the kernel. gathers: x has rows, else entries. entries: of the step, of all experts.
+// are one chain each, whatever the kernel. gathers: x has rows, else entries. follows: the kernel before on the stream
+// is such a product, too, of the same routing and type. entries: of the step, of all experts.
 struct ExpertProduct {
   Product product;
   Routing routing;
-  bool gathers = false;
+  bool gathers = false, follows = false;
 };
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 
