@@ -101,10 +101,11 @@ int CudaRunner::bind_expert_linear(size_t i) {
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.gated = gated;
   p.x = x.rows, p.y = gated ? out(program_.ops()[i + 1]).rows : y.rows;
   e.routing = routed.routing, e.gathers = x.row_set != y.row_set;
-  e.follows =
-      i > 1 && program_.ops()[i - 1].is("silu_mul") && program_.ops()[i - 2].is("expert_linear") && is_gated(i - 2);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  const auto& ops = program_.ops();
+  e.follows = i > 1 && ops[i - 2].is("expert_linear") && is_gated(i - 2) && out(ops[i - 2]).row_set == y.row_set &&
+              ops[i - 1].outputs[0] == op.inputs[0] && !converts;
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size), entries = count(y, size);
     if (!rows) return;
