@@ -35,6 +35,8 @@ SharedHeads shared_heads(const OpNode& op) {
   return kv_heads == 1 ? SharedHeads{q_heads, 0} : SharedHeads{group, first};
 }
 
+bool is_product(const OpNode& op) { return op.is("linear") || op.is("expert_linear"); }
+
 Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("heads"), op.integer("head_dim")}; }
 
 }  // namespace
@@ -50,8 +52,12 @@ bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t
   size_t before = all_reduce;
   while (before && ops[before - 1].is("lora")) before--;  // these add to what there is
   if (!before) return false;
-  const OpNode& maker = ops[before - 1];
-  return (maker.is("linear") || maker.is("embedding")) && !weights.matrix(maker.weights[0]).values;
+  const OpNode* maker = &ops[before - 1];
+  if (maker->is("combine_experts"))
+    for (size_t i = before - 1; i-- > 0 && !maker->is("expert_linear");)
+      if (has(ops[i].outputs, maker->inputs[0])) maker = &ops[i];
+  return (maker->is("linear") || maker->is("embedding") || maker->is("expert_linear")) &&
+         !weights.matrix(maker->weights[0]).values;
 }
 
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows) {
@@ -82,6 +88,7 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_,
                 program.windows(), limits.num_spans);
   best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
+  allocate_routings();
   bind_form(false);
   if (adapters_ && adapters_->targets()) bind_form(true);
   const OpNode& sample = program.ops().back();
@@ -126,13 +133,19 @@ void CudaRunner::check_program() const {
   for (const CacheGroup& group : program_.cache_groups())
     if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
       refuse(std::string("cache group of kind ") + name_of(group.kind));
-  if (program_.row_sets().size() > kOutputRows + 1) refuse("experts");
   for (const TensorSpec& tensor : program_.tensors())
     if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
 }
 
+int CudaRunner::rows_of(int row_set, int rows, int outputs) const {
+  if (row_set == kAllRows) return rows;
+  if (row_set == kOutputRows) return outputs;
+  const RowSet& formed = program_.row_sets()[row_set];
+  return formed.times * rows_of(formed.of, rows, outputs);
+}
+
 int CudaRunner::max_rows(int tensor) const {
-  return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
+  return rows_of(program_.tensors()[tensor].rows, limits_.max_rows, limits_.max_outputs);
 }
 
 // Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
@@ -141,7 +154,7 @@ bool CudaRunner::in_tiles(int tensor) const {
   for (const OpNode& op : program_.ops()) {
     if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
     if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
+      if (!is_product(op) || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&
@@ -179,7 +192,7 @@ void CudaRunner::allocate_tensors() {
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
+    if (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
     if (!op.is("linear")) continue;
     const Matrix& w = weights_.matrix(op.weights[0]);
@@ -234,13 +247,16 @@ int CudaRunner::bind(size_t i) {
   const OpNode& op = ops_[i];
   const Queue queue = device_.queue();
   const auto add_launch = [&](Launch launch, int row_set) {
-    launches_.push_back([launch = std::move(launch), row_set](const Size& size) {
-      if (row_set == kOutputRows ? size.outputs : size.rows) launch(size);
+    launches_.push_back([this, launch = std::move(launch), row_set](const Size& size) {
+      if (rows_of(row_set, size.rows, size.outputs)) launch(size);
     });
   };
   if (op.is("linear")) return bind_linear(i);
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
+  if (op.is("router")) return bind_router(op), 0;
+  if (op.is("expert_linear")) return bind_expert_linear(i);
+  if (op.is("combine_experts")) return bind_combine_experts(i);
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) return bind_all_reduce(i);
   if (op.is("sample")) return 0;
@@ -302,6 +318,11 @@ int CudaRunner::bind(size_t i) {
       add_launch([=, factor = (float)op.number("factor")](
                      const Size& size) { scale(x.values(), factor, (size_t)count(x, size) * x.rows.width, queue); },
                  x.row_set);
+  } else if (op.is("sigmoid_mul")) {
+    if (y.values() != x.values()) refuse("op sigmoid_mul into another tensor");
+    add_launch([=, gate = in(op, 1)](
+                   const Size& size) { sigmoid_mul(x.values(), gate.values(), count(x, size), x.rows.width, queue); },
+               x.row_set);
   } else if (op.is("select_rows")) {
     add_launch(
         [=, data = &*data_](const Size& size) { select_rows(x.values(), data->chosen(), size.outputs, y.rows, queue); },
@@ -382,7 +403,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
   if (const OpNode& next = ops[last + 1]; next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into)
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
-                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
+                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
@@ -425,11 +446,13 @@ int CudaRunner::bind_linear(size_t i) {
   if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);

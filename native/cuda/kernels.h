@@ -28,6 +28,7 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
   Codes codes = {};
   int most_pieces = kMostPieces;  // of a sum along K
+  int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
@@ -72,6 +73,8 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
 // Values of both signs and several sizes.
 void fill_bf16(void* data, size_t bytes, const Queue& queue);
+// Random ones, evenly between -size and size.
+void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue& queue);
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:

@@ -12,6 +12,7 @@
 #include "cuda/adapters.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
+#include "cuda/experts.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -61,6 +62,8 @@ class CudaRunner : public QueuedRunner {
   // not enough.
   void unload();
   void load();
+  // std::out_of_range for a row set that is not of experts.
+  const Routing& routing(int row_set) const { return routed_.at(row_set).routing; }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -85,7 +88,9 @@ class CudaRunner : public QueuedRunner {
   };
 
   void check_program() const;
-  int count(const Tensor& t, const Size& size) const { return t.row_set == kOutputRows ? size.outputs : size.rows; }
+  // How many entries a row set has in a step of so many rows, so many of them with outputs.
+  int rows_of(int row_set, int rows, int outputs) const;
+  int count(const Tensor& t, const Size& size) const { return rows_of(t.row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool in_tiles(int tensor) const;
   void allocate_tensors();
@@ -102,6 +107,11 @@ class CudaRunner : public QueuedRunner {
   int bind_linear(size_t i);
   int bind_lora(size_t i);
   void bind_attention(const OpNode& op);
+  void allocate_routings();
+  bool is_routing(int tensor) const;
+  void bind_router(const OpNode& op);
+  int bind_expert_linear(size_t i);
+  int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
@@ -132,6 +142,14 @@ class CudaRunner : public QueuedRunner {
   Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
+  // A row set of entries of experts: its routers form it one after the other.
+  struct Routed {
+    Routing routing;
+    Kind kind;   // of experts' matrices
+    int shares;  // the tensor of weights
+  };
+  std::map<int, Routed> routed_;  // by row set
+  std::vector<Memory> routing_memory_;
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;

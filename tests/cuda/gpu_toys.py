@@ -17,12 +17,13 @@ def executor(threads: int = 2):
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False, **more):
     """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers of them."""
     found = executor()
+    stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
         if not k:
             assert found.add_vector(values) == handle
             continue
-        assert found.add_matrix(n, k, form, group) == handle
+        assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == 0
         own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
     for kind, window in own.cache_groups:

@@ -1,0 +1,266 @@
+// Layers of experts beside their products: routers, entries in order of experts, sums of entries.
+#include <climits>
+
+#include "cuda/experts.h"
+#include "cuda/kernels/device.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGroupThreads = 1024, kFewRows = kGroupThreads / 32;  // rows of a step that one block of threads routes
+constexpr int kFewExperts = 256;                                    // for that
+
+// An index of a value, ahead of others if the value is greater, or the index lower.
+struct Candidate {
+  float value;
+  int index;  // -1: none
+
+  __device__ void consider(float other, int at) {
+    if (at >= 0 && (index < 0 || other > value || (other == value && at < index))) value = other, index = at;
+  }
+};
+// The best of a warp's, the same in all lanes.
+__device__ Candidate best_of_warp(Candidate best) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float value = __shfl_xor_sync(0xffffffffu, best.value, step);
+    const int index = __shfl_xor_sync(0xffffffffu, best.index, step);
+    best.consider(value, index);
+  }
+  return best;
+}
+
+// Leaves the choice to the groups whose two best experts are best. A lane has a group.
+__device__ void keep_groups(const Router& router, float* choice) {
+  const int lane = threadIdx.x % 32, size = router.experts / router.groups;
+  float first = -INFINITY, second = -INFINITY;
+  for (int i = 0; i < size && lane < router.groups; i++) {
+    const float c = choice[lane * size + i];
+    if (c > first) second = first, first = c;
+    else if (c > second) second = c;
+  }
+  const float score = size > 1 ? first + second : first;
+  bool kept = false;
+  for (int i = 0; i < router.top_groups; i++) {
+    const Candidate best = best_of_warp({score, lane < router.groups && !kept ? lane : -1});
+    kept |= best.index == lane;
+  }
+  if (lane < router.groups && !kept)
+    for (int i = 0; i < size; i++) choice[lane * size + i] = -INFINITY;
+}
+
+// A warp chooses a row's experts; entry_of has them until they are grouped. scores, choice: [experts] of shared memory.
+__device__ void route_row(const float* logits, const Router& router, const Routing& routing, int row, bool there,
+                          float* scores, float* choice) {
+  const int lane = threadIdx.x % 32, experts = router.experts, top = routing.top;
+  int* chosen = routing.entry_of + (size_t)row * top;
+  float* shares = routing.shares + (size_t)row * top;
+  if (!there) {
+    if (lane < top) chosen[lane] = -1, shares[lane] = 0;
+    return;
+  }
+  logits += (size_t)row * experts;
+  // The softmax keeps the order of logits, and its sum cancels out of normalized weights.
+  const bool plain = !router.sigmoid && !router.correction && router.top_groups == router.groups;
+  float most = -INFINITY, sum = 0;
+  for (int e = lane; e < experts; e += 32) most = fmaxf(most, logits[e]);
+  most = warp_max(most);
+  for (int e = lane; e < experts; e += 32) {
+    const float score = router.sigmoid ? 1.0f / (1.0f + expf(-logits[e])) : expf(logits[e] - most);
+    scores[e] = score, sum += score;
+  }
+  sum = warp_sum(sum);
+  for (int e = lane; e < experts; e += 32) {
+    if (!router.sigmoid && !(plain && router.normalized)) scores[e] /= sum;
+    float c = plain ? logits[e] : scores[e] + (router.correction ? router.correction[e] : 0.0f);
+    if (!(c == c)) c = -INFINITY;  // the weights of such a row are no numbers either
+    choice[e] = c;
+  }
+  __syncwarp();
+  if (router.top_groups < router.groups) {
+    keep_groups(router, choice);
+    __syncwarp();
+  }
+  int mine = INT_MAX;  // lane i: the expert that was chosen as number i
+  for (int i = 0; i < top; i++) {
+    Candidate own{0, -1};
+    for (int e = lane; e < experts; e += 32)
+      if (const float c = choice[e]; c == c) own.consider(c, e);
+    const int best = best_of_warp(own).index;
+    if (lane == i) mine = best;
+    if (lane == best % 32) choice[best] = NAN;  // taken
+  }
+  int place = 0;  // of an expert, in ascending order
+  for (int i = 0; i < top; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
+  __syncwarp();
+  const float score = lane < top ? scores[mine] : 0;
+  if (lane < top) choice[place] = score;
+  __syncwarp();
+  float total = 1;
+  if (router.normalized) {
+    total = 0;
+    for (int i = 0; i < top; i++) total += choice[i];
+  }
+  if (lane < top) chosen[place] = mine, shares[place] = score / total * router.scale;
+  __syncwarp();
+}
+
+// A block of threads sorts entries by expert; in which order those of one are does not matter to anybody. shared: three
+// numbers of each expert.
+__device__ void group(const Routing& routing, int entries, int tile_rows, int* shared) {
+  const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int *counts = shared, *next = shared + experts, *first_tile = shared + 2 * experts;
+  const auto expert_of = [&](int entry) {
+    const int expert = routing.entry_of[entry] - routing.begin;
+    return expert < experts ? expert : -1;
+  };
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += blockDim.x)
+    if (const int expert = expert_of(i); expert >= 0) atomicAdd(&counts[expert], 1);
+  __syncthreads();
+  if (warp == 0) {
+    int before = 0, tiles_before = 0;
+    for (int begin = 0; begin < experts; begin += 32) {
+      const int e = begin + lane, count = e < experts ? counts[e] : 0, tiles = (count + tile_rows - 1) / tile_rows;
+      int up_to = count, tiles_up_to = tiles;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, up_to, step),
+                  other_tiles = __shfl_up_sync(0xffffffffu, tiles_up_to, step);
+        if (lane >= step) up_to += other, tiles_up_to += other_tiles;
+      }
+      if (e < experts) next[e] = before + up_to - count, first_tile[e] = tiles_before + tiles_up_to - tiles;
+      before += __shfl_sync(0xffffffffu, up_to, 31), tiles_before += __shfl_sync(0xffffffffu, tiles_up_to, 31);
+    }
+    if (lane == 0) *routing.tile_count = tiles_before;
+  }
+  __syncthreads();
+  for (int e = warp; e < experts; e += blockDim.x / 32) {
+    const int count = counts[e], first = next[e];
+    for (int i = lane; i * tile_rows < count; i += 32)
+      routing.tiles[first_tile[e] + i] = {e, first + i * tile_rows, min(tile_rows, count - i * tile_rows)};
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+    const int expert = expert_of(i), entry = expert >= 0 ? atomicAdd(&next[expert], 1) : -1;
+    routing.entry_of[i] = entry;
+    if (entry >= 0) routing.row_of[entry] = i / routing.top;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    route_kernel(const float* logits, Router router, Routing routing, const int* where, int rows) {
+  extern __shared__ float scores[];
+  after_previous();
+  const int warp = threadIdx.x / 32, row = blockIdx.x * (kThreads / 32) + warp;
+  float* own = scores + warp * 2 * router.experts;
+  if (row < rows) route_row(logits, router, routing, row, !where || where[row] >= 0, own, own + router.experts);
+}
+
+__global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, int entries, int tile_rows) {
+  extern __shared__ int numbers[];
+  after_previous();
+  group(routing, entries, tile_rows, numbers);
+}
+
+// A warp for each row, and then their entries.
+__global__ void __launch_bounds__(kGroupThreads)
+    route_and_group_kernel(const float* logits, Router router, Routing routing, const int* where, int rows,
+                           int tile_rows) {
+  extern __shared__ float scores[];
+  after_previous();
+  const int row = threadIdx.x / 32;
+  float* own = scores + row * 2 * router.experts;
+  if (row < rows) route_row(logits, router, routing, row, !where || where[row] >= 0, own, own + router.experts);
+  __syncthreads();
+  group(routing, rows * routing.top, tile_rows, reinterpret_cast<int*>(scores));
+}
+
+__global__ void __launch_bounds__(kThreads) combine_kernel(const float* values, Routing routing, bool adds, Rows y) {
+  after_previous();
+  const int row = blockIdx.y, column = blockIdx.x * kThreads + threadIdx.x;
+  if (column >= y.width) return;
+  const int* entries = routing.entry_of + (size_t)row * routing.top;
+  const float* shares = routing.shares + (size_t)row * routing.top;
+  float sum = 0;
+#pragma unroll 8
+  for (int i = 0; i < routing.top; i++)
+    if (const int entry = entries[i]; entry >= 0) sum = fmaf(values[(size_t)entry * y.width + column], shares[i], sum);
+  if (adds) sum = __fadd_rn(y.values[(size_t)row * y.width + column], sum);
+  put(y, row, column, sum);
+}
+
+__global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const float* gate, int width) {
+  after_previous();
+  const int row = blockIdx.y, column = blockIdx.x * kThreads + threadIdx.x;
+  if (column < width) x[(size_t)row * width + column] *= 1.0f / (1.0f + expf(-gate[row]));
+}
+
+constexpr size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int most_tiles(int entries, int experts) {
+  const int many = entries / 8 + experts;  // tiles have 8 rows at least
+  return entries < many ? entries : many;
+}
+
+}  // namespace
+
+size_t routing_bytes(int rows, int top, int experts) {
+  const size_t entries = (size_t)rows * top;
+  return 3 * whole(entries * 4) + whole(most_tiles((int)entries, experts) * sizeof(ExpertTile)) + 256;
+}
+
+void place_routing(char* memory, int rows, int experts, Routing& r) {
+  const size_t entries = (size_t)rows * r.top;
+  const auto take = [&](size_t bytes) {
+    char* found = memory;
+    memory += whole(bytes);
+    return found;
+  };
+  r.entry_of = reinterpret_cast<int*>(take(entries * 4)), r.shares = reinterpret_cast<float*>(take(entries * 4));
+  r.row_of = reinterpret_cast<int*>(take(entries * 4));
+  r.tiles = reinterpret_cast<ExpertTile*>(take(most_tiles((int)entries, experts) * sizeof(ExpertTile)));
+  r.tile_count = reinterpret_cast<int*>(take(sizeof(int)));
+}
+
+void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {
+  start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * 3 * sizeof(int), routing,
+        rows * routing.top, tile_rows);
+  launched("grouping entries by expert");
+}
+
+void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
+           const Queue& queue) {
+  const size_t row_bytes = 2 * router.experts * sizeof(float);
+  if (rows <= kFewRows && router.experts <= kFewExperts) {
+    // Grouping takes three numbers of each expert.
+    const size_t shared = row_bytes * (rows > 1 ? rows : 2);
+    allow_shared(route_and_group_kernel, shared);
+    start(queue, route_and_group_kernel, 1, kGroupThreads, shared, logits, router, routing, where, rows, tile_rows);
+    launched("router");
+    return;
+  }
+  constexpr int kWarps = kThreads / 32;
+  allow_shared(route_kernel, kWarps * row_bytes);
+  start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, kWarps * row_bytes, logits, router, routing, where,
+        rows);
+  launched("router");
+  group_entries(routing, rows, tile_rows, queue);
+}
+
+void combine_experts(const float* entries, const Routing& routing, int rows, bool adds, const Rows& y,
+                     const Queue& queue) {
+  start(queue, combine_kernel, dim3(ceil_div(y.width, kThreads), rows), kThreads, 0, entries, routing, adds, y);
+  launched("combine_experts");
+}
+
+void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue) {
+  start(queue, sigmoid_mul_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, x, gate, width);
+  launched("sigmoid_mul");
+}
+
+}  // namespace cuda
+}  // namespace as
