@@ -74,7 +74,9 @@ inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 __device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ inline float from_bf16(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
 __device__ inline uint32_t two_bf16(float low, float high) {
-  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
 }
 
 // Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
