@@ -33,13 +33,16 @@ struct Matrix {
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
 };
 
-// Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
-// launches.
-constexpr int kScratchBlocks = 144;
+// Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of them
+// pieces of sums, with how many have come. Flags and counts are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
+constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
   float* sums = nullptr;
   int* flags = nullptr;
+  float* pieces = nullptr;
+  int* arrivals = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).

@@ -340,15 +340,14 @@ ByteRows byte_rows(char* memory, int rows, int k) {
 
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
   quantize_activations(p, rows, queue);
-  if (by == By::any) by = rows <= 16 ? By::mma : By::split;
-  if (by != By::mma && queue.capability == 90) return linear_integer_split(p, rows, queue);
+  if (by != By::mma && queue.capability == 90) return linear_integer_stream(p, rows, queue);
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
 }
 
 void linear_float8(const Product& p, int rows, const Queue& queue) {
   quantize_activations(p, rows, queue);
-  linear_float8_split(p, rows, queue);
+  linear_float8_stream(p, rows, queue);
 }
 
 }  // namespace cuda
