@@ -1,4 +1,4 @@
-"""Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees any kernel of its process):
+"""Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees all of its process):
 `python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, as bench_cuda.py
 has these. Steps are timed without it first.
 
