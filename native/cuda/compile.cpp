@@ -275,7 +275,14 @@ int CudaRunner::bind(size_t i) {
     return 0;
   }
   const Tensor x = in(op), y = out(op);
-  if (op.is("rms_norm")) {
+  if (op.is("rms_norm") && quantizes_next(i)) {
+    const OpNode& linear = ops_[i + 1];
+    Product p;
+    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
+               x.row_set);
+  } else if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
                x.row_set);
@@ -427,6 +434,26 @@ bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   return true;
 }
 
+// Whether what ops[i], a norm, makes is activations of 8 bits for the next op alone.
+bool CudaRunner::quantizes_next(size_t i) const {
+  const auto& ops = ops_;
+  const OpNode &op = ops[i], &next = ops[i + 1];
+  if (ranks_ || !op.is("rms_norm") || !next.is("linear")) return false;  // of several ranks sum_ranks() norms
+  const int made = op.outputs[0];
+  if (next.inputs[0] != made || made == op.inputs[0] || !norms_into_bytes(in(op).rows.width) ||
+      !weights_.matrix(next.weights[0]).takes_bytes())
+    return false;
+  for (size_t later = i + 2; later < ops.size(); later++) {
+    if (has(ops[later].inputs, made)) return false;
+    if (has(ops[later].outputs, made)) break;
+  }
+  return true;
+}
+
+ByteRows CudaRunner::byte_rows_of(const OpNode& linear) const {
+  return byte_rows(byte_rows_.as(), max_rows(linear.inputs[0]), weights_.matrix(linear.weights[0]).k);
+}
+
 int CudaRunner::bind_linear(size_t i) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op);
@@ -443,7 +470,7 @@ int CudaRunner::bind_linear(size_t i) {
     p.bias = nullptr, p.y.width = p.w.n;
   }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
+  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
   const bool converts = p.w.takes_tiles() && x.values();
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);

@@ -34,13 +34,16 @@ struct Matrix {
   bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
 };
 
-// Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
-// launches.
-constexpr int kScratchBlocks = 144;
+// Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
+// them pieces of sums, with how many have come. Flags and counts are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
+constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
   float* sums = nullptr;
   int* flags = nullptr;
+  float* pieces = nullptr;
+  int* arrivals = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -147,6 +150,7 @@ struct Product {
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
   ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
+  bool quantized = false;       // `bytes` is there already
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -165,6 +169,9 @@ size_t widened_bytes(int n, int k, bool gated, int rows);
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
+bool norms_into_bytes(int width);
 
 // ---- adapters
 // Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]

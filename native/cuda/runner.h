@@ -120,6 +120,8 @@ class CudaRunner : public QueuedRunner {
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
+  bool quantizes_next(size_t i) const;
+  ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads);
   void replay(const Size& size);

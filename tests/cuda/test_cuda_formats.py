@@ -108,7 +108,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < EXACT, error
     for first, rows in PARTS:
-        for by in ("any", "mma", "split", "wide"):
+        for by in ("any", "mma", "stream", "wide"):
             part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
@@ -148,7 +148,7 @@ def test_rows_of_activations_that_are_no_numbers(form):
     gpu.fill_matrix(handle, rng.normal(size=(70, 300)).astype(np.float32), "F32")
     x = rng.normal(size=(40, 300)).astype(np.float32)
     x[3], x[7, 299], x[30, 0] = 0, np.nan, np.inf
-    for by in ("mma", "split"):
+    for by in ("mma", "stream"):
         y = gpu.multiply(handle, x, 70, None, by)
         assert not y[3].any() and np.isnan(y[[7, 30]]).all()
         assert np.isfinite(np.delete(y, [7, 30], 0)).all()

@@ -27,6 +27,11 @@ struct Segments {
         piece_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }
+  // The first block of a block's segment.
+  AS_BOTH int begin(int block) const {
+    const int group = block / group_blocks * group_blocks, piece = block / piece_blocks * piece_blocks;
+    return group > piece ? group : piece;
+  }
   // The last block of a block's segment.
   AS_BOTH int end(int block) const {
     int last = block / group_blocks * group_blocks + group_blocks - 1;
@@ -60,8 +65,10 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-// By wgmma: rows as linear_split() has them, of chips of capability 9.0.
-void linear_integer_split(const Product& p, int rows, const Queue& queue);
+// p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// By wgmma: any rows, of chips of capability 9.0.
+void linear_integer_stream(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as
