@@ -50,7 +50,8 @@ class CudaExecutor : public StepModel {
   void draw() override;
   bool done() const override { return decoder_->done(); }
   StepOutput finish() override;
-  void set_profiling(bool) override {}  // there is no profile yet
+  void set_profiling(bool on) override;
+  std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
   std::shared_ptr<Masks> masks() const { return masks_; }
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 

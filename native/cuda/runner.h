@@ -12,6 +12,7 @@
 #include "cuda/adapters.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
+#include "cuda/op_times.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -61,6 +62,9 @@ class CudaRunner : public QueuedRunner {
   // not enough.
   void unload();
   void load();
+  // Between steps. on: what launches cost is counted anew; off: what was counted stays.
+  void set_profiling(bool on);
+  std::vector<OpTime> profile() const { return times_.all(); }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -97,6 +101,7 @@ class CudaRunner : public QueuedRunner {
   }
   std::vector<OpNode> ops_of(bool adapted) const;  // of a form
   void bind_form(bool adapted);
+  void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
@@ -111,7 +116,8 @@ class CudaRunner : public QueuedRunner {
   std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
   void copy_hidden(const Batch& batch);
-  void launch(const Size& size, bool heads);
+  void launch(const Size& size, bool heads, bool timed = false);
+  void add_times(const Batch& batch);
   void replay(const Size& size);
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
@@ -148,9 +154,14 @@ class CudaRunner : public QueuedRunner {
   size_t hidden_rows_ = 0;
   struct Step {
     bool heads, want_logits;  // heads: whether it comes to logits
+    bool timed = false;
+    int form = 0;
+    int turn = 0;  // of times
   };
   Step begun_{}, drawing_{};
   cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
+  OpTimes times_;
+  bool profiling_ = false;
   std::map<Size, Replay> replays_;
   bool graphs_ = true;  // there is memory for more
 };
