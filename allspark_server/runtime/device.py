@@ -11,6 +11,7 @@ from allspark_client.errors import AllSparkError, AsStatus, not_available
 from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
+from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.quantized import ColumnSlice
@@ -28,14 +29,12 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
-    and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
+    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
     cache_share: float
     largest_cache_share: float
-    profiled: bool
     host_memory: bool
 
     def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
@@ -62,6 +61,9 @@ class Device(Protocol):
         """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans. adapters:
         how many rows may have, as the native library names it; {}: none."""
 
+    def meter(self) -> CeilingMeter | GpuCeilingMeter:
+        """Of what it does at most."""
+
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """Of so many matrices with so many rows of these columns."""
 
@@ -82,7 +84,7 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = host_memory = True
+    host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
@@ -115,6 +117,9 @@ class Cpus:
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
+
+    def meter(self):
+        return CeilingMeter(self._cpus, self._threads)
 
     def matrix_bytes(self, rows, part, experts):
         return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
@@ -152,7 +157,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = host_memory = False
+    host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
@@ -206,6 +211,9 @@ class Gpu:
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, masks, **adapters)
+
+    def meter(self):
+        return GpuCeilingMeter(self._index)
 
     def matrix_bytes(self, rows, part, experts):
         return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())

@@ -19,7 +19,7 @@ from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
-from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
+from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.steps import DEPTH
@@ -68,7 +68,7 @@ class ModelRunner:
         self._draft: RankModel | None = None
         self._draft_executor = None
         self._profiler: Profiler | None = None
-        self._meter: CeilingMeter | None = None
+        self._meter: CeilingMeter | GpuCeilingMeter | None = None
         self._host_file: HostCacheFile | None = None
         self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapters' index
         #: of the bytes that load has read on this rank
@@ -146,8 +146,8 @@ class ModelRunner:
         if host_spans:
             with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
-        if self.rank == 0 and self._device.profiled:
-            self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
+        if self.rank == 0:
+            self._profiler, self._meter = Profiler(self._executor), self._device.meter()
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -261,15 +261,12 @@ class ModelRunner:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
         done."""
         self._loaded()
-        if self._meter is None:
-            raise not_available("A profile of ops on CUDA")
-        return self._meter.measure()
+        with memory_errors("measuring what the device does at most"):
+            return self._meter.measure()
 
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
-        if self._profiler is None:
-            raise not_available("A profile of ops on CUDA")
         return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:

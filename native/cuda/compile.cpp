@@ -78,7 +78,8 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
       limits_(limits),
       sampler_(sampler),
       ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
-      adapters_(adapters) {
+      adapters_(adapters),
+      times_(program) {
   check_program();
   device_.use();
   most_runs_ = (limits.max_length + kRunTokens - 1) / kRunTokens;
@@ -110,14 +111,43 @@ std::vector<OpNode> CudaRunner::ops_of(bool adapted) const {
 
 void CudaRunner::bind_form(bool adapted) {
   ops_ = ops_of(adapted);
+  std::vector<int> numbers, parts;  // of ops in the program; of those that the next launch computes
+  for (int i = 0; i < (int)program_.ops().size(); i++)
+    if (adapted || !program_.ops()[i].is("lora")) numbers.push_back(i);
+  std::vector<OpTime> named;
   if (ranks_) bind_first_call();
-  for (size_t i = 0; i < ops_.size(); i++) i += bind(i);
+  named.resize(launches_.size());
+  for (size_t i = 0; i < ops_.size(); i++) {
+    const size_t first = i, before = launches_.size();
+    i += bind(i);
+    parts.insert(parts.end(), numbers.begin() + first, numbers.begin() + i + 1);
+    if (launches_.size() > before) name_launches(before, parts, named);
+    else if (!ops_[i].is("rope")) parts.clear();  // it is not computed
+  }
   const Tensor logits = in(ops_.back());
   launches_.push_back([=, best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
     if (size.outputs) best_tokens(logits.values(), logits.rows.width, size.outputs, best, queue);
   });
+  parts = {numbers.back()};
+  name_launches(named.size(), parts, named);
+  times_.set(adapted, std::move(named));
   forms_[adapted] = {std::move(launches_), heads_from_};
   ops_.clear(), launches_.clear(), heads_from_ = 0;
+}
+
+// What launches from `first` on compute, for the profile; clears `parts`.
+void CudaRunner::name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const {
+  OpTime made;
+  for (int part : parts) {
+    const OpNode& op = program_.ops()[part];
+    if (op.is("all_reduce") && !ranks_) continue;
+    made.op.parts.push_back(part);
+    made.op.name += (made.op.name.empty() ? "" : "+") + std::string(op.spec->name);
+    if (op.is("span_attention")) made.layer = &layers_[op.integer("layer")];
+  }
+  named.resize(first, OpTime{});
+  named.resize(launches_.size(), made);
+  parts.clear();
 }
 
 void CudaRunner::check_program() const {

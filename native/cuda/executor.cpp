@@ -120,6 +120,10 @@ bool CudaExecutor::begin(const std::string& plan) {
 
 void CudaExecutor::draw() { decoder_->draw(); }
 
+void CudaExecutor::set_profiling(bool on) {
+  if (runner_) runner_->set_profiling(on);
+}
+
 StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
 std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded) {

@@ -51,7 +51,8 @@ class CudaExecutor : public StepModel {
   void draw() override;
   bool done() const override { return decoder_->done(); }
   StepOutput finish() override;
-  void set_profiling(bool) override {}  // there is no profile yet
+  void set_profiling(bool on) override;
+  std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
   std::shared_ptr<Masks> masks() const { return masks_; }
   // Of the last step: experts and numbers of entries, of each tile of a row set's.
   std::vector<std::pair<int, int>> expert_tiles(int row_set) const;

@@ -121,6 +121,20 @@ bool is_bf16(const std::string& dtype) {
   return dtype == "bfloat16";
 }
 
+py::list profile_of(CudaExecutor& e) {
+  py::list all;
+  for (const OpTime& launch : e.profile()) {
+    int index = launch.op.parts[0];
+    for (int part : launch.op.parts)
+      if (e.program().ops()[part].is("linear")) index = part;
+    py::dict d;
+    d["index"] = index, d["op"] = launch.op.name, d["count"] = launch.count, d["min"] = launch.least;
+    d["max"] = launch.most, d["sum"] = launch.total, d["bytes"] = launch.bytes, d["operations"] = launch.operations;
+    all.append(d);
+  }
+  return all;
+}
+
 void bind_adapters(py::module_& m) {
   m.def(
       "adapter_bytes",
@@ -402,6 +416,8 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("plan"), py::arg("want_logits") = false)
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
            "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
+      .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
+      .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")
       .def_property_readonly("device_name", [](const CudaExecutor& e) { return e.device().name(); })
       .def_property_readonly(

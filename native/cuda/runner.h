@@ -13,6 +13,7 @@
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
 #include "cuda/experts.h"
+#include "cuda/op_times.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -64,6 +65,9 @@ class CudaRunner : public QueuedRunner {
   void load();
   // std::out_of_range for a row set that is not of experts.
   const Routing& routing(int row_set) const { return routed_.at(row_set).routing; }
+  // Between steps. on: what launches cost is counted anew; off: what was counted stays.
+  void set_profiling(bool on);
+  std::vector<OpTime> profile() const { return times_.all(); }
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -102,6 +106,7 @@ class CudaRunner : public QueuedRunner {
   }
   std::vector<OpNode> ops_of(bool adapted) const;  // of a form
   void bind_form(bool adapted);
+  void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
@@ -123,7 +128,8 @@ class CudaRunner : public QueuedRunner {
   bool quantizes_next(size_t i) const;
   ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
-  void launch(const Size& size, bool heads);
+  void launch(const Size& size, bool heads, bool timed = false);
+  void add_times(const Batch& batch);
   void replay(const Size& size);
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
@@ -168,9 +174,14 @@ class CudaRunner : public QueuedRunner {
   size_t hidden_rows_ = 0;
   struct Step {
     bool heads, want_logits;  // heads: whether it comes to logits
+    bool timed = false;
+    int form = 0;
+    int turn = 0;  // of times
   };
   Step begun_{}, drawing_{};
   cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
+  OpTimes times_;
+  bool profiling_ = false;
   std::map<Size, Replay> replays_;
   bool graphs_ = true;  // there is memory for more
 };

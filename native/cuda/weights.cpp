@@ -315,6 +315,12 @@ const float* Weights::vector(int id) const {
   return w.memory.as<float>();
 }
 
+std::vector<double> Weights::sizes() const {
+  std::vector<double> found;
+  for (const Weight& w : weights_) found.push_back((double)w.memory.size());
+  return found;
+}
+
 size_t Weights::bytes() const {
   size_t total = 0;
   for (const Weight& w : weights_) total += w.memory.size();

@@ -54,6 +54,7 @@ class Weights {
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
   std::vector<float> read_row(int id, int64_t row) const;
   size_t bytes() const;
+  std::vector<double> sizes() const;  // bytes of each
   // Of a matrix of gates and what they gate: as gated products take it (pair_rows), from now on.
   void pair(int id);
   // All is filled: gives back what only filling needs.
