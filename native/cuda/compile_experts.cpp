@@ -125,12 +125,23 @@ int CudaRunner::bind_combine_experts(size_t i) {
     refuse("op combine_experts of other weights than a router's");
   const std::optional<size_t> sum =
       sum_at(i + (!ranks_ && program_.ops()[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
-  const Rows y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(op).rows);
-  launches_.push_back([=, routing = found->second.routing, queue = device_.queue()](const Size& size) {
+  Combination c;
+  c.entries = x.values(), c.routing = found->second.routing, c.adds = sum.has_value();
+  c.y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(op).rows);
+  size_t last = sum.value_or(i);
+  if (sum) {  // and its norm, where that comes next
+    const OpNode& next = program_.ops()[last + 1];
+    const int into = program_.ops()[last].inputs[0];
+    if (next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into) {
+      c.norm = {vector(next, 0), (float)next.number("eps"), next.flag("unit_offset")}, c.normed = out(next).rows;
+      last++;
+    }
+  }
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
     if (const int rows = rows_of(program_.row_sets()[x.row_set].of, size.rows, size.outputs))
-      combine_experts(x.values(), routing, rows, sum.has_value(), y, queue);
+      combine_experts(c, rows, queue);
   });
-  return sum ? (int)(*sum - i) : 0;
+  return (int)(last - i);
 }
 
 }  // namespace cuda

@@ -60,9 +60,16 @@ struct ExpertProduct {
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
-// added to what y has.
-void combine_experts(const float* entries, const Routing& routing, int rows, bool adds, const Rows& y,
-                     const Queue& queue);
+// added to what y has; and if there is a norm with a weight, rows of y normed, too.
+struct Combination {
+  const float* entries = nullptr;
+  Routing routing;
+  bool adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void combine_experts(const Combination& c, int rows, const Queue& queue);
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);
 

@@ -1,4 +1,5 @@
 // Layers of experts beside their products: routers, entries in order of experts, sums of entries.
+#include <algorithm>
 #include <climits>
 
 #include "cuda/experts.h"
@@ -179,18 +180,64 @@ __global__ void __launch_bounds__(kGroupThreads)
   group(routing, rows * routing.top, tile_rows, reinterpret_cast<int*>(scores));
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const float* values, Routing routing, bool adds, Rows y) {
-  after_previous();
-  const int row = blockIdx.y, column = blockIdx.x * kThreads + threadIdx.x;
-  if (column >= y.width) return;
-  const int* entries = routing.entry_of + (size_t)row * routing.top;
-  const float* shares = routing.shares + (size_t)row * routing.top;
-  float sum = 0;
+constexpr int kEight = 8, kCombineThreads = 512;
+
+// Over a block's threads, the same in all of them: over each warp's lanes, then over warps in ascending order.
+__device__ float block_sum(float x) {
+  __shared__ float sums[kCombineThreads / 32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0;
+  for (int i = 0; i < blockDim.x / 32; i++) total += sums[i];
+  return total;
+}
+
+// A block has a row; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Combination c) {
+  const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
+            stride = kEight * blockDim.x;
+  const int* entries = c.routing.entry_of + (size_t)row * top;
+  const float* shares = c.routing.shares + (size_t)row * top;
+  const float one = c.norm.unit_offset ? 1.0f : 0.0f;
+  let_next_begin();
+  float weights[kEight];  // on their way before the kernel before this one has made the entries
+  if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
+  await_previous();
+  float squares = 0, kept[kEight];
+  for (int column = first; column < width; column += stride) {
+    float before[kEight] = {}, sum[kEight] = {};
+    if (c.adds) read_eight(c.y.values + (size_t)row * width, column, width, before);
 #pragma unroll 8
-  for (int i = 0; i < routing.top; i++)
-    if (const int entry = entries[i]; entry >= 0) sum = fmaf(values[(size_t)entry * y.width + column], shares[i], sum);
-  if (adds) sum = __fadd_rn(y.values[(size_t)row * y.width + column], sum);
-  put(y, row, column, sum);
+    for (int i = 0; i < top; i++) {
+      const int entry = entries[i];
+      const float share = shares[i];
+      if (entry < 0) continue;
+      float values[kEight];
+      read_eight(c.entries + (size_t)entry * width, column, width, values);
+#pragma unroll
+      for (int j = 0; j < kEight; j++) sum[j] = fmaf(values[j], share, sum[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kEight; j++) {
+      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
+      squares = fmaf(sum[j], sum[j], squares);
+      if (column == first) kept[j] = sum[j];
+    }
+    put_eight(c.y, row, column, width, sum);
+  }
+  if (!c.norm.weight) return;
+  const float factor = 1.0f / sqrtf(block_sum(squares) / width + c.norm.eps);
+  for (int column = first; column < width; column += stride) {
+    if (column > first) {
+      read_eight(c.y.values + (size_t)row * width, column, width, kept);
+      read_eight(c.norm.weight, column, width, weights);
+    }
+#pragma unroll
+    for (int j = 0; j < kEight; j++) kept[j] = kept[j] * factor * (weights[j] + one);
+    put_eight(c.normed, row, column, width, kept);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const float* gate, int width) {
@@ -251,9 +298,9 @@ void route(const float* logits, const Router& router, const Routing& routing, co
   group_entries(routing, rows, tile_rows, queue);
 }
 
-void combine_experts(const float* entries, const Routing& routing, int rows, bool adds, const Rows& y,
-                     const Queue& queue) {
-  start(queue, combine_kernel, dim3(ceil_div(y.width, kThreads), rows), kThreads, 0, entries, routing, adds, y);
+void combine_experts(const Combination& c, int rows, const Queue& queue) {
+  const int threads = std::min(ceil_div(c.y.width, 32 * kEight) * 32, kCombineThreads);
+  start(queue, combine_kernel, rows, threads, 0, c);
   launched("combine_experts");
 }
 
