@@ -31,6 +31,7 @@ struct Routing {
   int* row_of = nullptr;    // [entries]
   ExpertTile* tiles = nullptr;
   int* tile_count = nullptr;
+  int* ended = nullptr;  // blocks of the kernel that makes this; 0 between launches
 };
 // Memory of a routing of so many rows, and that split up; its numbers are the caller's.
 size_t routing_bytes(int rows, int top, int experts);
@@ -46,6 +47,9 @@ void linear_few(const Product& p, int rows, const Queue& queue);
 // where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue);
+// The same of logits that are still to be made, by linear_few().
+void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+           int tile_rows, const Queue& queue);
 // Entries of given experts [rows, top], which are where entries will be; the second half of route().
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
 
