@@ -194,10 +194,22 @@ bool CudaRunner::in_tiles(int tensor) const {
   return read;
 }
 
+// Whether a tensor is float32, and bfloat16 beside that: norms make both at once for products of either type.
+bool CudaRunner::in_both(int tensor) const {
+  bool tiles = false, values = false;
+  for (const OpNode& op : program_.ops()) {
+    if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
+    if (has(op.outputs, tensor) && !op.is("rms_norm")) return false;
+    if (has(op.inputs, tensor))
+      (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() ? tiles : values) = true;
+  }
+  return tiles && values;
+}
+
 void CudaRunner::allocate_tensors() {
   const auto& specs = program_.tensors();
   size_t bytes = 0, converted = 0;
-  std::vector<size_t> offsets;
+  std::vector<size_t> offsets, beside;
   for (int t = 0; t < (int)specs.size(); t++) {
     offsets.push_back(bytes);
     // With adapters, gates and what they gate may lie as pair_rows() has them.
@@ -205,6 +217,8 @@ void CudaRunner::allocate_tensors() {
     const size_t need =
         in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
     bytes += (need + kAlign - 1) / kAlign * kAlign;
+    beside.push_back(bytes);
+    if (in_both(t)) bytes += tiles_bytes(max_rows(t), specs[t].width);
   }
   activations_ = Memory(bytes, "activations", Memory::Where::lent);
   for (int t = 0; t < (int)specs.size(); t++) {
@@ -212,6 +226,7 @@ void CudaRunner::allocate_tensors() {
     char* data = activations_.as() + offsets[t];
     if (in_tiles(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
     else tensor.rows.values = reinterpret_cast<float*>(data);
+    if (in_both(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(activations_.as() + beside[t]);
     tensors_.push_back(tensor);
   }
   size_t rotary = 0, widened = 0, bytes_of_rows = 0, inner = 0;
@@ -222,7 +237,7 @@ void CudaRunner::allocate_tensors() {
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
+    if (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() && !in(op).rows.tiles)
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
     if (!op.is("linear")) continue;
     const Matrix& w = weights_.matrix(op.weights[0]);
@@ -366,9 +381,17 @@ int CudaRunner::bind(size_t i) {
         kOutputRows);
   } else if (op.is("head_norm")) {
     if (y.values() != x.values()) refuse("op head_norm into another tensor");
-    add_launch([=, heads = heads_of(op), norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { head_norm(x.values(), x.rows.width, heads, norm, count(x, size), queue); },
+    const auto norm_at = [&](const OpNode& norm) { return HeadNorm{heads_of(norm), norm_of(norm, vector(norm, 0))}; };
+    const OpNode& next = ops_[i + 1];  // that of keys after that of queries
+    const auto end = [](const OpNode& norm) {
+      return norm.integer("offset") + norm.integer("heads") * norm.integer("head_dim");
+    };
+    const bool both = next.is("head_norm") && next.inputs[0] == op.inputs[0] && out(next).values() == y.values() &&
+                      (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+    add_launch([=, first = norm_at(op), second = both ? norm_at(next) : HeadNorm{}](
+                   const Size& size) { head_norm(x.values(), x.rows.width, first, second, count(x, size), queue); },
                x.row_set);
+    return both;
   } else if (op.is("rope")) {
     if (y.values() != x.values()) refuse("op rope into another tensor");
     const auto table = rotary_.find(op.integer("table"));
@@ -488,6 +511,9 @@ int CudaRunner::bind_linear(size_t i) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
+  const OpNode& next = ops_[i + 1];
+  if (next.is("router") && next.inputs[0] == op.outputs[0] && has_few_columns(weights_.matrix(op.weights[0])))
+    return bind_router(next, &op), 1;
   const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
   const bool gated = is_gated(ops_, i);
   if (gated && paired_.insert(op.weights[0]).second) weights_.pair(op.weights[0]);
@@ -501,7 +527,7 @@ int CudaRunner::bind_linear(size_t i) {
   }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
   if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
-  const bool converts = p.w.takes_tiles() && x.values();
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   launches_.push_back([=](const Size& size) {

@@ -56,7 +56,8 @@ bool CudaRunner::is_routing(int tensor) const {
   });
 }
 
-void CudaRunner::bind_router(const OpNode& op) {
+// logits: the linear that makes them, which is done here, too; null: they are there.
+void CudaRunner::bind_router(const OpNode& op, const OpNode* logits) {
   const Tensor x = in(op), y = out(op);
   const auto found = routed_.find(y.row_set);
   if (found == routed_.end()) refuse("router of rows that no expert_linear takes");
@@ -82,11 +83,18 @@ void CudaRunner::bind_router(const OpNode& op) {
       refuse(std::string("op ") + other.spec->name + " of the weights that a router makes");
   routed.shares = shares;
   const int* where = x.row_set == kAllRows ? data_->where(0) : nullptr;
+  Product p;
+  if (logits) {
+    p.w = weights_.matrix(logits->weights[0]), p.bias = vector(*logits, 1);
+    p.x = in(*logits).rows, p.y = x.rows;
+  }
+  const bool made = !logits;
   launches_.push_back([=, routing = routed.routing, kind = routed.kind, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
-    if (rows)
-      route(x.values(), router, routing, where, rows,
-            expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin), queue);
+    if (!rows) return;
+    const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin);
+    if (made) route(x.values(), router, routing, where, rows, tile_rows, queue);
+    else route(p, router, routing, where, rows, tile_rows, queue);
   });
 }
 
@@ -101,7 +109,7 @@ int CudaRunner::bind_expert_linear(size_t i) {
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.gated = gated;
   p.x = x.rows, p.y = gated ? out(ops_[i + 1]).rows : y.rows;
   e.routing = routed.routing, e.gathers = x.row_set != y.row_set;
-  const bool converts = p.w.takes_tiles() && x.values();
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const auto& ops = ops_;
   e.follows = i > 1 && ops[i - 2].is("expert_linear") && is_gated(ops_, i - 2) &&
@@ -124,12 +132,23 @@ int CudaRunner::bind_combine_experts(size_t i) {
   if (found == routed_.end() || found->second.shares != op.inputs[1])
     refuse("op combine_experts of other weights than a router's");
   const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
-  const Rows y = sum ? in(ops_[*sum]).rows : partial_of(i).value_or(out(op).rows);
-  launches_.push_back([=, routing = found->second.routing, queue = device_.queue()](const Size& size) {
+  Combination c;
+  c.entries = x.values(), c.routing = found->second.routing, c.adds = sum.has_value();
+  c.y = sum ? in(ops_[*sum]).rows : partial_of(i).value_or(out(op).rows);
+  size_t last = sum.value_or(i);
+  if (sum) {  // and its norm, where that comes next
+    const OpNode& next = ops_[last + 1];
+    const int into = ops_[last].inputs[0];
+    if (next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into) {
+      c.norm = {vector(next, 0), (float)next.number("eps"), next.flag("unit_offset")}, c.normed = out(next).rows;
+      last++;
+    }
+  }
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
     if (const int rows = rows_of(program_.row_sets()[x.row_set].of, size.rows, size.outputs))
-      combine_experts(x.values(), routing, rows, sum.has_value(), y, queue);
+      combine_experts(c, rows, queue);
   });
-  return sum ? (int)(*sum - i) : 0;
+  return (int)(last - i);
 }
 
 }  // namespace cuda

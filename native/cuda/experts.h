@@ -31,6 +31,7 @@ struct Routing {
   int* row_of = nullptr;    // [entries]
   ExpertTile* tiles = nullptr;
   int* tile_count = nullptr;
+  int* ended = nullptr;  // blocks of the kernel that makes this; 0 between launches
 };
 // Memory of a routing of so many rows, and that split up; its numbers are the caller's.
 size_t routing_bytes(int rows, int top, int experts);
@@ -46,6 +47,9 @@ void linear_few(const Product& p, int rows, const Queue& queue);
 // where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
 void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
            const Queue& queue);
+// The same of logits that are still to be made, by linear_few().
+void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+           int tile_rows, const Queue& queue);
 // Entries of given experts [rows, top], which are where entries will be; the second half of route().
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
 
@@ -60,9 +64,16 @@ struct ExpertProduct {
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 
 // y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
-// added to what y has.
-void combine_experts(const float* entries, const Routing& routing, int rows, bool adds, const Rows& y,
-                     const Queue& queue);
+// added to what y has; and if there is a norm with a weight, rows of y normed, too.
+struct Combination {
+  const float* entries = nullptr;
+  Routing routing;
+  bool adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void combine_experts(const Combination& c, int rows, const Queue& queue);
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);
 

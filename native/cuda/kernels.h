@@ -12,7 +12,7 @@
 namespace as {
 namespace cuda {
 
-// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them.
+// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them, or both.
 struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
@@ -220,7 +220,12 @@ void rotary_table(const RotaryTable& table, const int* positions, const int* pro
 struct Heads {
   int offset = 0, count = 0, head_dim = 0;
 };
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue);
+struct HeadNorm {
+  Heads heads;
+  Norm norm;
+};
+// Of some heads, and of others (none: count 0), as of queries and keys.
+void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue);
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue);
 

@@ -97,6 +97,7 @@ class CudaRunner : public QueuedRunner {
   int count(const Tensor& t, const Size& size) const { return rows_of(t.row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool in_tiles(int tensor) const;
+  bool in_both(int tensor) const;
   void allocate_tensors();
   void allocate_cache();
   const Tensor& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }
@@ -114,7 +115,7 @@ class CudaRunner : public QueuedRunner {
   void bind_attention(const OpNode& op);
   void allocate_routings();
   bool is_routing(int tensor) const;
-  void bind_router(const OpNode& op);
+  void bind_router(const OpNode& op, const OpNode* logits = nullptr);
   int bind_expert_linear(size_t i);
   int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
