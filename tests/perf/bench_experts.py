@@ -113,7 +113,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = write_model(Path(folder) / "model.gguf", shape, kind)
             model = Model(shape, options.threads, dtype, int(group), PROMPT, max(options.batches), CONTEXT, "bfloat16")
-            ours(model, options.batches), llama(options.program, path, options.threads, options.batches)
+            ours(model, options.batches)  # llama-batched-bench warms itself up
             rounds = [(ours(model, options.batches), llama(options.program, path, options.threads, options.batches))
                       for _ in range(options.rounds)]
         for what in rounds[0][0]:
