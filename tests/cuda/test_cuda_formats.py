@@ -136,8 +136,9 @@ def test_float8(n, k):
     print(f"error {error.max():.2e}")
     assert error.max() < 2e-2
     for first, rows in PARTS:
-        part = gpu.multiply(handle, x[first:first + rows], n, bias)
-        assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
+        for by in ("any", "stream", "wide"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
