@@ -120,7 +120,7 @@ bool CudaRunner::in_tiles(int tensor) const {
   bool read = false;
   for (const OpNode& op : program_.ops()) {
     if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
+      if (!op.is("linear") || !weights_.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("span_attention")) return false;

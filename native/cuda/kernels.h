@@ -30,7 +30,9 @@ struct Matrix {
   int most_pieces = kMostPieces;  // of a sum along K
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
+  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
+  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
@@ -146,7 +148,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x, which is float32, is quantized first.
+// Of integers: x is quantized first.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
