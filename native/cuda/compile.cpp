@@ -184,7 +184,7 @@ bool CudaRunner::in_tiles(int tensor) const {
   for (const OpNode& op : program_.ops()) {
     if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
     if (has(op.inputs, tensor)) {
-      if (!is_product(op) || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
+      if (!is_product(op) || !weights_.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&

@@ -156,7 +156,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::float8) {
-    linear_float8(p, rows, device_.queue());
+    linear_float8(p, rows, device_.queue(), by);
   } else {
     linear_f32(p, rows, device_.queue());
   }

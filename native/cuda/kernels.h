@@ -31,7 +31,9 @@ struct Matrix {
   int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
+  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
+  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
@@ -165,10 +167,10 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x, which is float32, is quantized first.
+// Of integers: x is quantized first.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
-void linear_float8(const Product& p, int rows, const Queue& queue);
+void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);

@@ -22,6 +22,20 @@ __device__ void load_piece(const float* in, int k, int piece, float (&x)[kPiece]
     for (int i = 0; i < kPiece; i++) x[i] = first + i < k ? in[first + i] : 0.0f;
   }
 }
+__device__ void load_piece(const Rows& in, int row, int piece, float (&x)[kPiece]) {
+  if (!in.tiles) return load_piece(in.values + (size_t)row * in.width, in.width, piece, x);
+#pragma unroll
+  for (int i = 0; i < kPiece; i += 8) {
+    const int first = piece * kPiece + i;
+    const uint4 eight = first < in.width
+                            ? *reinterpret_cast<const uint4*>(in.tiles + tile_offset(row, first, blocks_of(in.width)))
+                            : make_uint4(0, 0, 0, 0);
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      x[i + j] = first + j < in.width ? from_bf16((uint16_t)(words[j / 2] >> j % 2 * 16)) : 0.0f;
+  }
+}
 
 // A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
 // or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
@@ -29,13 +43,13 @@ __device__ void load_piece(const float* in, int k, int piece, float (&x)[kPiece]
 // no others.
 template <bool kFloats, bool kNorms, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads)
-    bytes_kernel(const float* rows, int k, int stride, Segments segments, ByteRows out, Norm norm) {
+    bytes_kernel(Rows in, int stride, Segments segments, ByteRows out, Norm norm) {
   constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   constexpr int kWarps = kThreads / 32;
   __shared__ float squares[kNorms ? kWarps : 1], tops[kWarps];
   __shared__ int wrong[kWarps], sums[kFloats ? 1 : kMostBlocks];
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, pieces = segments.blocks * 4;
-  const float* in = rows + (size_t)row * k;
+  const int k = in.width;
   float kept[kKept][kPiece], weights[kNorms ? kKept : 1][kPiece], top = 0;
   bool bad = false;
   const auto look = [&](const float(&x)[kPiece]) {
@@ -51,7 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   await_previous();
 #pragma unroll
   for (int i = 0; i < kKept; i++)
-    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) load_piece(in, k, piece, kept[i]);
+    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) load_piece(in, row, piece, kept[i]);
   if (!kFloats)
     for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
   if constexpr (kNorms) {
@@ -78,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (!kNorms)
     for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
       float x[kPiece];
-      load_piece(in, k, piece, x);
+      load_piece(in, row, piece, x);
       look(x);
     }
   top = warp_max(top);
@@ -118,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (!kNorms)
     for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
       float x[kPiece];
-      load_piece(in, k, piece, x);
+      load_piece(in, row, piece, x);
       store(piece, x);
     }
   if (kFloats) return;
@@ -128,11 +142,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <bool kNorms, int kThreads, int kKept>
-void quantize(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
+void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
   const auto kernel =
       p.w.codes.floats ? bytes_kernel<true, kNorms, kThreads, kKept> : bytes_kernel<false, kNorms, kThreads, kKept>;
-  start(queue, kernel, rows, kThreads, 0, x, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes, norm);
+  start(queue, kernel, rows, kThreads, 0, x, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes, norm);
   launched("quantizing activations");
 }
 
@@ -141,14 +155,15 @@ constexpr int kFewThreads = 256, kManyThreads = 512;
 }  // namespace
 
 void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  quantize<false, kManyThreads, 3>(p.x.values, {}, p, rows, queue);
+  quantize<false, kManyThreads, 3>(p.x, {}, p, rows, queue);
 }
 
 bool norms_into_bytes(int width) { return width <= kManyThreads * kPiece; }
 
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
-  if (p.w.k <= kFewThreads * kPiece) quantize<true, kFewThreads, 1>(x, norm, p, rows, queue);
-  else quantize<true, kManyThreads, 1>(x, norm, p, rows, queue);
+  const Rows in{const_cast<float*>(x), nullptr, p.w.k};
+  if (p.w.k <= kFewThreads * kPiece) quantize<true, kFewThreads, 1>(in, norm, p, rows, queue);
+  else quantize<true, kManyThreads, 1>(in, norm, p, rows, queue);
 }
 
 size_t byte_rows_bytes(int rows, int k) {

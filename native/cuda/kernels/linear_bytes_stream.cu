@@ -13,5 +13,13 @@ void linear_float8_stream(const Product& p, int rows, const Queue& queue) {
   start_quantized_stream<Floats>(p, rows, queue);
 }
 
+void linear_float8(const Product& p, int rows, const Queue& queue, By by) {
+  constexpr int kMostStreamed = 128;  // rows
+  if (!p.quantized) quantize_activations(p, rows, queue);
+  if (by == By::any) by = rows > kMostStreamed ? By::wide : By::stream;
+  if (by == By::wide) linear_float8_wide(p, rows, queue);
+  else linear_float8_stream(p, rows, queue);
+}
+
 }  // namespace cuda
 }  // namespace as

@@ -232,10 +232,5 @@ void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
   else start_rows<8>(p, rows, queue);
 }
 
-void linear_float8(const Product& p, int rows, const Queue& queue) {
-  if (!p.quantized) quantize_activations(p, rows, queue);
-  linear_float8_stream(p, rows, queue);
-}
-
 }  // namespace cuda
 }  // namespace as

@@ -11,10 +11,9 @@
 namespace as {
 namespace cuda {
 
-// Activations lie in blocks of 64 rows x 64 columns, of each 16 columns bytes 4 t to 4 t + 3 being columns 2 t, 2 t + 1
-// and the same eight further: as codes of 8 bits do. Pieces of 16 change places with the row: wgmma's 64-byte swizzle.
+// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (cuda/quantized.h): of each 16 columns bytes 4 t
+// to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
-AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kByteRow + (piece ^ row % 8 / 2) * 16; }
 
 // The blocks of K that have a sum of their own: those of a group in a piece.
 struct Segments {

@@ -12,6 +12,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/kernels/column_sums.cuh"
 #include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/wgmma_registers.cuh"
 
@@ -29,17 +30,20 @@ struct Rounded {  // activations in bfloat16; kFineGroups: scales change within 
   using Sum = float;
   static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
   static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false;
+  static constexpr SumScales kScales = SumScales::none;
 };
 template <int kWeightBits>
 struct Integers {
   using Sum = int;
   static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = 1;
   static constexpr bool kFine = false, kSegments = true, kFloats = false;
+  static constexpr SumScales kScales = SumScales::rows;
 };
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
   static constexpr bool kFine = false, kSegments = true, kFloats = true;
+  static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each.
@@ -261,20 +265,18 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
              j * Format::kSets * S::kSetBytes + (warp * 8 + lane / 4) * 8;
     };
+    const auto codes_at = [&](int stage, int j) {
+      return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kCodesBytes;
+    };
     // Block j of a stage, which is `block` of K, as the product's first operand.
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
-      const uint4* own = reinterpret_cast<const uint4*>(shared + stage * S::kStageBytes + S::kGroupsAt +
-                                                        group * S::kGroupBytes + j * S::kCodesBytes);
+      if constexpr (Format::kFloats) return;  // products read them themselves
+      const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
       LaneCodes<kBits> lanes;
 #pragma unroll
       for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
         lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
-      if constexpr (Format::kFloats) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          a[i][0] = lanes.loaded[i].x, a[i][1] = lanes.loaded[i].y, a[i][2] = lanes.loaded[i].z,
-          a[i][3] = lanes.loaded[i].w;
-      } else if constexpr (Format::kSegments) {
+      if constexpr (Format::kSegments) {
 #pragma unroll
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
@@ -297,8 +299,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       begin_products();
 #pragma unroll
       for (int i = 0; i < Format::kParts; i++) {
-        if constexpr (Format::kSegments)
-          ByteTile<typename Format::Sum, kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        if constexpr (Format::kFloats)
+          Float8Tile<kRows>::multiply(d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
+                                      byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        else if constexpr (Format::kSegments)
+          ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
         else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
       }
       commit_products();
@@ -360,9 +365,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const bool both = block + 1 < k.blocks;
         multiply(stage, 0, adds, a[0]);
         if (both) load(stage, 1, block + 1, a[1]);
-        wait_products<0>();
-        settle(d);
-        adds = !end_segment(stage, 0, block);
+        if (Format::kFloats && both) {  // a segment is the whole step
+          adds = true;
+        } else {
+          wait_products<0>();
+          settle(d);
+          adds = !end_segment(stage, 0, block);
+        }
         if (both) multiply(stage, 1, adds, a[1]);
         ring.next();
         if (step + 1 < part.end) {
@@ -416,37 +425,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * S::kWorkers));
         }
       }
-      // Number i of a thread is of row i / 4 * 8 + lane % 4 * 2 + i % 2; gates and what they gate are side by side.
-      const int first_row = row + lane % 4 * 2, core = warp * 16 + lane / 4;
-      if constexpr (Format::kSegments) {
-        float of_columns[2] = {1, 1};
-        if constexpr (Format::kFloats)
-#pragma unroll
-          for (int i = 0; i < 2; i++)
-            of_columns[i] = __uint_as_float(codes.scales[scale_of(column_block * kBlock + core + 8 * i, 0, 1)]);
-#pragma unroll
-        for (int i = 0; i < kValues; i++) {
-          const int at = first_row + i / 4 * 8 + i % 2;
-          if (Format::kFloats) sums[i] = __fmul_rn(sums[i], of_columns[i % 4 / 2]);
-          sums[i] = __fmul_rn(sums[i], at < rows ? p.bytes.scales[at] : 0.0f);
-        }
-      }
-      if (p.gated) {
-        const int column = column_block * (kBlock / 2) + core / 16 * 8 + core % 16;
-#pragma unroll
-        for (int i = 0; i < kValues; i += 4)
-#pragma unroll
-          for (int j = 0; j < 2; j++)
-            if (const int at = first_row + i / 4 * 8 + j; at < rows && column < p.y.width)
-              finish_gated(p, at, column, sums[i + j], sums[i + 2 + j]);
-      } else {
-        constexpr int kTogether = kValues < 8 ? kValues : 8;
-#pragma unroll
-        for (int i = 0; i < kValues; i += kTogether)
-          finish<kTogether>(p, rows, p.w.n, sums + i, [&](int j) {
-            return Place{first_row + (i + j) / 4 * 8 + j % 2, column_block * kBlock + core + j % 4 / 2 * 8};
-          });
-      }
+      finish_columns<Format::kScales>(p, rows, row, column_block, sums);
     }
   }
 #endif

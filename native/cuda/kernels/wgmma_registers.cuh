@@ -7,10 +7,10 @@ namespace cuda {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // d [64, N] (+)= a [64, K] b [N, K]^T by a warpgroup, sums as Tile (wgmma.cuh) has them; adds 0: it begins anew. a: of
-// a warp mma.sync's first operand, of the warpgroup 64 rows. K: 16 values in bfloat16, or 32 bytes, integers or e4m3.
+// a warp mma.sync's first operand, of the warpgroup 64 rows. K: 16 values in bfloat16, or 32 integers of 8 bits.
 template <int N>
 struct RegisterTile;
-template <typename Sum, int N>
+template <int N>
 struct ByteTile;
 
 #define AS_FOUR(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
@@ -36,16 +36,35 @@ struct ByteTile;
   };
 #define AS_TILES(n, count, ...)                                                                  \
   AS_TILE(RegisterTile<n>, float, "+f", n, "k16.f32.bf16.bf16", ", 1, 1, 0", count, __VA_ARGS__) \
-  AS_TILE(AS_BYTES(float, n), float, "+f", n, "k32.f32.e4m3.e4m3", ", 1, 1", count, __VA_ARGS__) \
-  AS_TILE(AS_BYTES(int, n), int, "+r", n, "k32.s32.s8.s8", "", count, __VA_ARGS__)
-#define AS_BYTES(sum, n) ByteTile<sum, n>
+  AS_TILE(ByteTile<n>, int, "+r", n, "k32.s32.s8.s8", "", count, __VA_ARGS__)
 AS_TILES(8, 4, 4, 5, 6, 7, 8, 9)
 AS_TILES(16, 8, 8, 9, 10, 11, 12, 13)
 AS_TILES(32, 16, 16, 17, 18, 19, 20, 21)
 AS_TILES(64, 32, 32, 33, 34, 35, 36, 37)
 AS_TILES(128, 64, 64, 65, 66, 67, 68, 69)
-#undef AS_BYTES
 #undef AS_TILES
+#undef AS_TILE
+
+// The same of e4m3, both out of shared memory.
+template <int N>
+struct Float8Tile;
+#define AS_TILE(n, count, a, b, adds)                                                                               \
+  template <>                                                                                                       \
+  struct Float8Tile<n> {                                                                                            \
+    static __device__ void multiply(float (&d)[count], uint64_t left, uint64_t right, int keeps) {                  \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                        \
+                   ", 0;\n"                                                                                         \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" AS_NAMES_##count "}, %" #a ", %" #b \
+                                                                                                 ", p, 1, 1; }"     \
+                   : AS_OPERANDS_##count("+f")                                                                      \
+                   : "l"(left), "l"(right), "r"(keeps));                                                            \
+    }                                                                                                               \
+  };
+AS_TILE(8, 4, 4, 5, 6)
+AS_TILE(16, 8, 8, 9, 10)
+AS_TILE(32, 16, 16, 17, 18)
+AS_TILE(64, 32, 32, 33, 34)
+AS_TILE(128, 64, 64, 65, 66)
 #undef AS_TILE
 
 // Of rows of blocks of bytes (linear_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.
