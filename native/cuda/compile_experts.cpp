@@ -92,7 +92,7 @@ void CudaRunner::bind_router(const OpNode& op, const OpNode* logits) {
   launches_.push_back([=, routing = routed.routing, kind = routed.kind, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
-    const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin);
+    const int tile_rows = expert_tile_rows(kind, rows * routing.top, routing.end - routing.begin, queue);
     if (made) route(x.values(), router, routing, where, rows, tile_rows, queue);
     else route(p, router, routing, where, rows, tile_rows, queue);
   });
@@ -119,7 +119,7 @@ int CudaRunner::bind_expert_linear(size_t i) {
     if (!rows) return;
     const Product& p = e.product;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    const int tile_rows = expert_tile_rows(p.w.kind, entries, e.routing.end - e.routing.begin);
+    const int tile_rows = expert_tile_rows(p.w.kind, entries, e.routing.end - e.routing.begin, queue);
     linear_experts(e, entries, tile_rows, queue);
   });
   return gated;

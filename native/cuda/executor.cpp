@@ -197,7 +197,7 @@ std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const 
     p.x = {nullptr, tiles.as<uint16_t>(), m.k};
     to_tiles(in.as<float>(), rows, p.x, device_.queue());
   }
-  if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts);
+  if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
   group_entries(e.routing, rows, tile_rows, device_.queue());
   linear_experts(e, entries, tile_rows, device_.queue(), by);
   device_.wait();

@@ -38,7 +38,7 @@ size_t routing_bytes(int rows, int top, int experts);
 void place_routing(char* memory, int rows, int experts, Routing& routing);
 
 // Rows of a tile of products with so many entries of so many experts.
-int expert_tile_rows(Kind kind, int entries, int experts);
+int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue);
 
 // Whether linear_few() takes a matrix: of float32, not large.
 bool has_few_columns(const Matrix& matrix);

@@ -50,7 +50,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
                 assert part.tobytes() == every[one].tobytes(), (kind, first, rows, by, height)
 
 
-KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64)]
+KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any", 64), ("any", 128)]
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------

@@ -5,10 +5,7 @@
 // In bfloat16 each warp has items of its own: 32 columns and up to 64 entries. It copies its part of both sides into
 // shared memory several stages ahead and on into its next item, and no other warp sees that; rows are gathered on the
 // way.
-#include <algorithm>
-
-#include "cuda/experts.h"
-#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/linear_experts.cuh"
 
 namespace as {
 namespace cuda {
@@ -26,12 +23,6 @@ struct Shape {
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kShared = kWarps * kStages * kStageBytes;
 };
-
-// By way of the second-level cache: kernels may read a list while the one before them still runs.
-__device__ ExpertTile tile_at(const Routing& r, int i) {
-  const int4 found = __ldcg(reinterpret_cast<const int4*>(r.tiles + i));
-  return {found.x, found.y, found.z};
-}
 
 // Where a warp copies from: an item, a block of K.
 template <int kTiles>
@@ -63,13 +54,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     ahead.weights = reinterpret_cast<const char*>(p.w.tiles) + tile.expert * expert_bytes +
                     (size_t)(column / 2) * blocks * kBlockBytes + column % 2 * kStageWeights;
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; i++) {
-      const int slot = lane / 8 + 4 * i, entry = tile.first + slot;
-      ahead.rows[i] = -1;
-      if (slot >= tile.count) continue;
-      const int row = e.gathers ? __ldcg(r.row_of + entry) : entry;
-      ahead.rows[i] = row / kBlock * blocks * kBlockBytes + piece_offset(row % kBlock, lane % 8);
-    }
+    for (int i = 0; i < 2 * kTiles; i++) ahead.rows[i] = row_offset(e, tile, lane / 8 + 4 * i, lane % 8, blocks);
   };
   const auto fetch_weights = [&](int stage, int block) {
     const char* from = ahead.weights + (size_t)block * kBlockBytes;
@@ -130,7 +115,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     // Number i of a thread is of column lane / 4 + i / 2 * 8 of a tile of columns, and of entry 2 * (lane % 4) + i % 2.
     const ExpertTile tile = tile_at(r, item / columns);
     const int width = p.y.width;
-    const float* bias = p.bias ? p.bias + (size_t)tile.expert * (p.gated ? 2 * width : width) : nullptr;
+    const float* bias = bias_of(e, tile.expert);
 #pragma unroll
     for (int m = 0; m < kColumnTiles; m++)
 #pragma unroll
@@ -156,12 +141,6 @@ __global__ void __launch_bounds__(32 * kWarps)
           }
         }
   }
-}
-
-// How many items there may be.
-int most_items(const ExpertProduct& p, int entries, int tile_rows, int columns) {
-  const int experts = p.routing.end - p.routing.begin;
-  return std::min(entries, entries / tile_rows + experts) * columns;
 }
 
 template <int kTiles>
@@ -229,14 +208,14 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int expert_tile_rows(Kind kind, int entries, int experts) {
+int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue) {
   if (kind == Kind::f32) return kTile;
   // So that few experts have more than one tile.
   const int each = entries / std::max(experts, 1);
-  return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : 64;
+  return each <= 4 ? 8 : each <= 10 ? 16 : each <= 22 ? 32 : each <= 48 || queue.capability != 90 ? 64 : 128;
 }
 
-void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By) {
+void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by) {
   if (p.product.w.kind == Kind::f32) {
     const int columns = ceil_div(p.product.w.n, kTile);
     const int grid = std::min(most_items(p, entries, kTile, columns), 8 * processors());
@@ -244,6 +223,8 @@ void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Qu
     launched("linear of experts in float32");
     return;
   }
+  if (tile_rows >= 64 && queue.capability == 90 && by != By::mma)
+    return linear_experts_wide(p, entries, tile_rows, queue);
   if (tile_rows <= 8) start_tiles<1>(p, entries, queue);
   else if (tile_rows <= 16) start_tiles<2>(p, entries, queue);
   else if (tile_rows <= 32) start_tiles<4>(p, entries, queue);
