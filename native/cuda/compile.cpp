@@ -579,9 +579,9 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
-  constexpr int kTilesAProcessor = 3;  // that attend at once
   const int* where = data_->where(op.integer("cache_group"));
-  const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
+  const int at_once = a.cache.type == CacheType::bf16 ? 2 : 3;  // blocks of threads that attend on a processor
+  const int wanted = at_once * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;

@@ -69,6 +69,14 @@ inline int processors() {
   return count;
 }
 
+// Of shared memory, that a block of threads may have.
+inline int most_shared() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
 __device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
@@ -156,6 +164,46 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
     if (p.adds) sum = __fadd_rn(before[i], sum);
     put(p.y, at.row, at.column, sum);
   }
+}
+
+// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
+// asked for long before they are there, and their end.
+struct Added {
+  float4 bias, before;
+};
+// Of a row of so many values; those beyond it are zero.
+__device__ inline float4 read_four(const float* row, int column, int width) {
+  if (width % 4 == 0) return *reinterpret_cast<const float4*>(row + column);
+  return make_float4(row[column], column + 1 < width ? row[column + 1] : 0, column + 2 < width ? row[column + 2] : 0,
+                     column + 3 < width ? row[column + 3] : 0);
+}
+__device__ inline Added read_added(const Product& p, int row, int column) {
+  Added added;
+  if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
+  if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
+  return added;
+}
+__device__ inline float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+// Where they are of the row's width: at once, where they are aligned.
+__device__ inline void put_four(const Rows& out, int row, int column, int width, const float4& x) {
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  if (column + 4 > width || (!out.tiles && out.width % 4)) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (column + i < width) put(out, row, column + i, values[i]);
+  } else if (out.tiles) {
+    *reinterpret_cast<uint2*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+  } else {
+    *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
+  }
+}
+__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
+  if (p.bias) sums = sum_of(sums, added.bias);
+  if (p.adds) sums = sum_of(added.before, sums);
+  put_four(p.y, row, column, p.w.n, sums);
 }
 
 // To a few units in the last place, which products' rounding hides: many times as fast as expf and a division are.

@@ -154,10 +154,6 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
   }
 }
 
-__device__ float4 sum_of(const float4& a, const float4& b) {
-  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
-}
-
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
 // each has four adjacent ones. All that is read of a row comes before anything is written.
 template <int kColumns>
