@@ -79,7 +79,8 @@ class Fragments {
 
 template <int kBits, bool kFine, int kTiles>
 __global__ void __launch_bounds__(32 * kWarps)
-    linear_experts_kernel(const __grid_constant__ ExpertProduct e, int columns, int blocks, size_t expert_bytes) {
+    linear_experts_kernel(const __grid_constant__ ExpertProduct e, int columns, int most, int blocks,
+                          size_t expert_bytes) {
   using S = Shape<kBits, kFine, kTiles>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
@@ -93,18 +94,22 @@ __global__ void __launch_bounds__(32 * kWarps)
   const char* matrices =
       kBits == 16 ? reinterpret_cast<const char*>(p.w.tiles) : reinterpret_cast<const char*>(p.w.codes.words);
   if (!e.follows) await_previous();
-  const int items = __ldcg(r.tile_count) * columns, first_item = warp * gridDim.x + blockIdx.x;
+  const int first_item = warp * gridDim.x + blockIdx.x;
+  // At once: behind the last tile the list has others. most: of items, that there may be.
+  const int count = __ldcg(r.tile_count);
+  const ExpertTile first_tile = tile_at(r, min(first_item, most - 1) / columns);
+  const int items = count * columns;
 
   Ahead<kTiles> ahead{first_item, 0, nullptr, nullptr, {}};
-  const auto begin_item = [&] {
-    if (ahead.item >= items) return;
-    const ExpertTile tile = tile_at(r, ahead.item / columns);
+  const auto begin_weights = [&](const ExpertTile& tile) {
     const int column = ahead.item % columns;
     ahead.weights =
         matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * kWeightBlock + column % 2 * S::kWeights;
     if constexpr (kBits != 16)
       ahead.scales = p.w.codes.scales + tile.expert * expert_bytes / 4 +
                      (size_t)(column / 2) * p.w.codes.groups * kScaleWords + column % 2 * kColumns;
+  };
+  const auto begin_rows = [&](const ExpertTile& tile) {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; i++) ahead.rows[i] = row_offset(e, tile, lane / 8 + 4 * i, lane % 8, blocks);
   };
@@ -127,24 +132,32 @@ __global__ void __launch_bounds__(32 * kWarps)
       for (int i = 0; i < 2 * kTiles; i++)
         copy_16(ring + stage * kBytes + S::kRowsAt + piece_offset(lane / 8 + 4 * i, lane % 8),
                 x + max(ahead.rows[i], 0) + (size_t)ahead.block * kBlockBytes, ahead.rows[i] >= 0);
-      if (++ahead.block == blocks) ahead.block = 0, ahead.item += step, begin_item();
+      if (++ahead.block == blocks) {
+        ahead.block = 0, ahead.item += step;
+        if (ahead.item < items) {
+          const ExpertTile tile = tile_at(r, ahead.item / columns);
+          begin_weights(tile), begin_rows(tile);
+        }
+      }
     }
     commit_copies();
   };
-  begin_item();
+  // Weights are on their way before it is known where the rows are, and, if such a product comes before, before that
+  // has made them.
   int there = 0;
-  if (e.follows) {
-    // Weights are on their way before the kernel before this one has made the rows.
-    if (first_item < items)
-      for (; there < min(kStages - 1, blocks); there++) fetch_weights(there, there);
-    await_previous();
+  if (first_item < items) {
+    begin_weights(first_tile);
+    for (; there < min(kStages - 1, blocks); there++) fetch_weights(there, there);
   }
+  if (e.follows) await_previous();
   let_next_begin();  // from here on: so what follows finds the lists that this kernel waited for
+  if (first_item < items) begin_rows(first_tile);
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++) fetch(i, ahead.item == first_item ? there : 0);
 
   int stage = 0;
   for (int item = first_item; item < items; item += step) {
+    const ExpertTile tile = tile_at(r, item / columns);  // wanted in the end
     float d[kColumnTiles][kTiles][4] = {};
     for (int b = 0; b < blocks; b++) {
       wait_copies<kStages - 2>();
@@ -169,7 +182,6 @@ __global__ void __launch_bounds__(32 * kWarps)
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     // Number i of a thread is of column lane / 4 + i / 2 * 8 of a tile of columns, and of entry 2 * (lane % 4) + i % 2.
-    const ExpertTile tile = tile_at(r, item / columns);
     const int width = p.y.width;
     const float* bias = bias_of(e, tile.expert);
 #pragma unroll
@@ -214,7 +226,7 @@ void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
             grid = std::min(items, each * processors());
   const size_t expert_bytes =
       kBits == 16 ? tiles_bytes(w.n, w.k) : codes_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.codes.groups);
-  start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, blocks_of(w.k), expert_bytes);
+  start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
   launched("linear of experts");
 }
 
