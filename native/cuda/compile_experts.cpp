@@ -24,7 +24,7 @@ void CudaRunner::allocate_routings() {
     if (m.experts != end - begin)
       throw std::invalid_argument("op expert_linear is for " + std::to_string(end - begin) + " experts, weight " +
                                   std::to_string(op.weights[0]) + " has " + std::to_string(m.experts));
-    if (m.kind != Kind::f32 && m.kind != Kind::bf16) refuse("experts of other types than float32 and bfloat16");
+    if (m.takes_bytes()) refuse("experts of other types than float32, bfloat16, int8 and int4");
     const auto [found, first] = routed_.try_emplace(set, Routed{{}, m.kind, -1});
     Routing& routing = found->second.routing;
     if (!first && (routing.begin != begin || routing.end != end))

@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     float d[kRows / 2];
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const ExpertTile tile = tile_at(r, item / columns);  // wanted in the end
       int last = 0;
       for (int b = 0; b < blocks; b++, ring.next()) {
         barrier_wait(&full[ring.stage], ring.parity);
@@ -110,7 +111,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       settle(d);
       if (thread == 0) barrier_arrive(&empty[last]);
       // Number i of a thread is of entry i / 4 * 8 + lane % 4 * 2 + i % 2; gates and what they gate are side by side.
-      const ExpertTile tile = tile_at(r, item / columns);
       const int lane = thread % 32, warp = thread / 32, first = lane % 4 * 2, width = p.y.width;
       const int block = item % columns * kGroups + group;
       const float* bias = bias_of(e, tile.expert);
