@@ -55,22 +55,25 @@ class Adapted(Driver):
         return super().step(plan)
 
 
+@torch.inference_mode()
 def check_against_peft(name: str, directory, world: int, lengths, tokens: int = 24, **fields) -> None:
-    model = peft_model(name, directory)
-    exact = peft_model(name, directory, torch.float64) if tokens else None
+    """Logits after prompts and greedy tokens, against PEFT in float64, token by token with a cache: dynamic scaling
+    does not turn what is in the cache anew."""
+    exact = peft_model(name, directory, torch.float64)
     with Adapted(name, directory, world, **fields) as driver:
         for length in lengths:
-            prompt = checkpoints.prompt_of(length)
-            found, logits = driver.generate(prompt, max(tokens, 1))
-            with torch.inference_mode():
-                expected = model(torch.tensor([prompt])).logits[0, -1].double().numpy()
-                checkpoints.check_logits(logits[0], expected)
-                for i in range(tokens):
-                    best = exact(torch.tensor([prompt + found[:i]])).logits[0, -1]
-                    two = torch.topk(best, 2).values
-                    if float((two[0] - two[1]) / best.std()) < checkpoints.NEAR_TIE:
-                        break
-                    assert int(best.argmax()) == found[i], (length, i)
+            ids, cache = checkpoints.prompt_of(length), transformers.DynamicCache()
+            checkpoints.reset_rotary(exact.get_base_model())
+            found, logits = driver.generate(ids, tokens)
+            for i, token in enumerate(found):
+                best = exact(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1]
+                if i == 0:
+                    checkpoints.check_logits(logits[0], best.numpy())
+                two = torch.topk(best, 2).values
+                if float((two[0] - two[1]) / best.std()) < checkpoints.NEAR_TIE:
+                    break
+                assert token == int(best.argmax()), (length, i)
+                ids = [token]
 
 
 @pytest.mark.parametrize("name, world, options", [
@@ -82,14 +85,16 @@ def check_against_peft(name: str, directory, world: int, lengths, tokens: int = 
 ])
 def test_logits_are_those_of_peft(tmp_path, name, world, options):
     directory = adapters.write_adapter(tmp_path / "one", checkpoints.checkpoint(name), **options)
-    check_against_peft(name, directory, world, (1, 40), tokens=0)
+    check_against_peft(name, directory, world, (1, 40), tokens=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", EVERY)
 def test_every_family_on_any_number_of_ranks(tmp_path, name, world):
-    directory = adapters.write_adapter(tmp_path / "one", checkpoints.checkpoint(name), targets_of(name), rank=5)
+    # Weaker than the weights: with three times their strength float32 itself is 1e-4 off.
+    directory = adapters.write_adapter(tmp_path / "one", checkpoints.checkpoint(name), targets_of(name), rank=5,
+                                       strength=0.15)
     check_against_peft(name, directory, world, (1, 7, 129, 300), tokens=16)
 
 

@@ -227,7 +227,7 @@ class Gpu:
         return GpuCeilingMeter(self._index)
 
     def matrix_bytes(self, rows, part, experts):
-        return self._library.matrix_bytes(rows, part.inputs, **part.native())
+        return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)

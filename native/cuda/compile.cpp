@@ -35,6 +35,8 @@ SharedHeads shared_heads(const OpNode& op) {
   return kv_heads == 1 ? SharedHeads{q_heads, 0} : SharedHeads{group, first};
 }
 
+bool is_product(const OpNode& op) { return op.is("linear") || op.is("expert_linear"); }
+
 Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("heads"), op.integer("head_dim")}; }
 
 }  // namespace
@@ -50,8 +52,12 @@ bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t
   size_t before = all_reduce;
   while (before && ops[before - 1].is("lora")) before--;  // these add to what there is
   if (!before) return false;
-  const OpNode& maker = ops[before - 1];
-  return (maker.is("linear") || maker.is("embedding")) && !weights.matrix(maker.weights[0]).values;
+  const OpNode* maker = &ops[before - 1];
+  if (maker->is("combine_experts"))
+    for (size_t i = before - 1; i-- > 0 && !maker->is("expert_linear");)
+      if (has(ops[i].outputs, maker->inputs[0])) maker = &ops[i];
+  return (maker->is("linear") || maker->is("embedding") || maker->is("expert_linear")) &&
+         !weights.matrix(maker->weights[0]).values;
 }
 
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows) {
@@ -83,6 +89,7 @@ CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& we
                 (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_,
                 program.windows(), limits.num_spans);
   best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
+  allocate_routings();
   bind_form(false);
   if (adapters_ && adapters_->targets()) bind_form(true);
   const OpNode& sample = program.ops().back();
@@ -156,13 +163,19 @@ void CudaRunner::check_program() const {
   for (const CacheGroup& group : program_.cache_groups())
     if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
       refuse(std::string("cache group of kind ") + name_of(group.kind));
-  if (program_.row_sets().size() > kOutputRows + 1) refuse("experts");
   for (const TensorSpec& tensor : program_.tensors())
     if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
 }
 
+int CudaRunner::rows_of(int row_set, int rows, int outputs) const {
+  if (row_set == kAllRows) return rows;
+  if (row_set == kOutputRows) return outputs;
+  const RowSet& formed = program_.row_sets()[row_set];
+  return formed.times * rows_of(formed.of, rows, outputs);
+}
+
 int CudaRunner::max_rows(int tensor) const {
-  return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
+  return rows_of(program_.tensors()[tensor].rows, limits_.max_rows, limits_.max_outputs);
 }
 
 // Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
@@ -171,7 +184,7 @@ bool CudaRunner::in_tiles(int tensor) const {
   for (const OpNode& op : program_.ops()) {
     if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
     if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
+      if (!is_product(op) || !weights_.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
     if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&
@@ -181,10 +194,22 @@ bool CudaRunner::in_tiles(int tensor) const {
   return read;
 }
 
+// Whether a tensor is float32, and bfloat16 beside that: norms make both at once for products of either type.
+bool CudaRunner::in_both(int tensor) const {
+  bool tiles = false, values = false;
+  for (const OpNode& op : program_.ops()) {
+    if (op.is("lora") && op.inputs[0] != tensor) continue;  // they read either
+    if (has(op.outputs, tensor) && !op.is("rms_norm")) return false;
+    if (has(op.inputs, tensor))
+      (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() ? tiles : values) = true;
+  }
+  return tiles && values;
+}
+
 void CudaRunner::allocate_tensors() {
   const auto& specs = program_.tensors();
   size_t bytes = 0, converted = 0;
-  std::vector<size_t> offsets;
+  std::vector<size_t> offsets, beside;
   for (int t = 0; t < (int)specs.size(); t++) {
     offsets.push_back(bytes);
     // With adapters, gates and what they gate may lie as pair_rows() has them.
@@ -192,6 +217,8 @@ void CudaRunner::allocate_tensors() {
     const size_t need =
         in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * width * sizeof(float);
     bytes += (need + kAlign - 1) / kAlign * kAlign;
+    beside.push_back(bytes);
+    if (in_both(t)) bytes += tiles_bytes(max_rows(t), specs[t].width);
   }
   activations_ = Memory(bytes, "activations", Memory::Where::lent);
   for (int t = 0; t < (int)specs.size(); t++) {
@@ -199,6 +226,7 @@ void CudaRunner::allocate_tensors() {
     char* data = activations_.as() + offsets[t];
     if (in_tiles(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
     else tensor.rows.values = reinterpret_cast<float*>(data);
+    if (in_both(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(activations_.as() + beside[t]);
     tensors_.push_back(tensor);
   }
   size_t rotary = 0, widened = 0, bytes_of_rows = 0, inner = 0;
@@ -209,7 +237,7 @@ void CudaRunner::allocate_tensors() {
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];
     if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
+    if (is_product(op) && weights_.matrix(op.weights[0]).takes_tiles() && !in(op).rows.tiles)
       converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
     if (!op.is("linear")) continue;
     const Matrix& w = weights_.matrix(op.weights[0]);
@@ -264,13 +292,16 @@ int CudaRunner::bind(size_t i) {
   const OpNode& op = ops_[i];
   const Queue queue = device_.queue();
   const auto add_launch = [&](Launch launch, int row_set) {
-    launches_.push_back([launch = std::move(launch), row_set](const Size& size) {
-      if (row_set == kOutputRows ? size.outputs : size.rows) launch(size);
+    launches_.push_back([this, launch = std::move(launch), row_set](const Size& size) {
+      if (rows_of(row_set, size.rows, size.outputs)) launch(size);
     });
   };
   if (op.is("linear")) return bind_linear(i);
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
+  if (op.is("router")) return bind_router(op), 0;
+  if (op.is("expert_linear")) return bind_expert_linear(i);
+  if (op.is("combine_experts")) return bind_combine_experts(i);
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) return bind_all_reduce(i);
   if (op.is("sample")) return 0;
@@ -289,7 +320,14 @@ int CudaRunner::bind(size_t i) {
     return 0;
   }
   const Tensor x = in(op), y = out(op);
-  if (op.is("rms_norm")) {
+  if (op.is("rms_norm") && quantizes_next(i)) {
+    const OpNode& linear = ops_[i + 1];
+    Product p;
+    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
+               x.row_set);
+  } else if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
                x.row_set);
@@ -332,15 +370,28 @@ int CudaRunner::bind(size_t i) {
       add_launch([=, factor = (float)op.number("factor")](
                      const Size& size) { scale(x.values(), factor, (size_t)count(x, size) * x.rows.width, queue); },
                  x.row_set);
+  } else if (op.is("sigmoid_mul")) {
+    if (y.values() != x.values()) refuse("op sigmoid_mul into another tensor");
+    add_launch([=, gate = in(op, 1)](
+                   const Size& size) { sigmoid_mul(x.values(), gate.values(), count(x, size), x.rows.width, queue); },
+               x.row_set);
   } else if (op.is("select_rows")) {
     add_launch(
         [=, data = &*data_](const Size& size) { select_rows(x.values(), data->chosen(), size.outputs, y.rows, queue); },
         kOutputRows);
   } else if (op.is("head_norm")) {
     if (y.values() != x.values()) refuse("op head_norm into another tensor");
-    add_launch([=, heads = heads_of(op), norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { head_norm(x.values(), x.rows.width, heads, norm, count(x, size), queue); },
+    const auto norm_at = [&](const OpNode& norm) { return HeadNorm{heads_of(norm), norm_of(norm, vector(norm, 0))}; };
+    const OpNode& next = ops_[i + 1];  // that of keys after that of queries
+    const auto end = [](const OpNode& norm) {
+      return norm.integer("offset") + norm.integer("heads") * norm.integer("head_dim");
+    };
+    const bool both = next.is("head_norm") && next.inputs[0] == op.inputs[0] && out(next).values() == y.values() &&
+                      (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+    add_launch([=, first = norm_at(op), second = both ? norm_at(next) : HeadNorm{}](
+                   const Size& size) { head_norm(x.values(), x.rows.width, first, second, count(x, size), queue); },
                x.row_set);
+    return both;
   } else if (op.is("rope")) {
     if (y.values() != x.values()) refuse("op rope into another tensor");
     const auto table = rotary_.find(op.integer("table"));
@@ -412,7 +463,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
   if (const OpNode& next = ops[last + 1]; next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into)
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
-                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
+                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
@@ -436,10 +487,33 @@ bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   return true;
 }
 
+// Whether what ops[i], a norm, makes is activations of 8 bits for the next op alone.
+bool CudaRunner::quantizes_next(size_t i) const {
+  const auto& ops = ops_;
+  const OpNode &op = ops[i], &next = ops[i + 1];
+  if (ranks_ || !op.is("rms_norm") || !next.is("linear")) return false;  // of several ranks sum_ranks() norms
+  const int made = op.outputs[0];
+  if (next.inputs[0] != made || made == op.inputs[0] || !norms_into_bytes(in(op).rows.width) ||
+      !weights_.matrix(next.weights[0]).takes_bytes())
+    return false;
+  for (size_t later = i + 2; later < ops.size(); later++) {
+    if (has(ops[later].inputs, made)) return false;
+    if (has(ops[later].outputs, made)) break;
+  }
+  return true;
+}
+
+ByteRows CudaRunner::byte_rows_of(const OpNode& linear) const {
+  return byte_rows(byte_rows_.as(), max_rows(linear.inputs[0]), weights_.matrix(linear.weights[0]).k);
+}
+
 int CudaRunner::bind_linear(size_t i) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
+  const OpNode& next = ops_[i + 1];
+  if (next.is("router") && next.inputs[0] == op.outputs[0] && has_few_columns(weights_.matrix(op.weights[0])))
+    return bind_router(next, &op), 1;
   const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
   const bool gated = is_gated(ops_, i);
   if (gated && paired_.insert(op.weights[0]).second) weights_.pair(op.weights[0]);
@@ -452,14 +526,16 @@ int CudaRunner::bind_linear(size_t i) {
     p.bias = nullptr, p.y.width = p.w.n;
   }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
-  const bool converts = p.w.takes_tiles() && x.values();
+  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);

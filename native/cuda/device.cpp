@@ -80,8 +80,10 @@ Device::Device(int index) : index_(index) {
   use();
   if (capability_ == 90) {  // others have no kernel that wants it
     sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
-    flags_ = Memory(kScratchBlocks * sizeof(int), "sums of products");
-    scratch_ = {sums_.as<float>(), flags_.as<int>()};
+    flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
+    pieces_ = Memory(kScratchPieces * sizeof(float), "sums of products");
+    arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
+    scratch_ = {sums_.as<float>(), flags_.as<int>(), pieces_.as<float>(), arrivals_.as<int>()};
   }
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }

@@ -18,9 +18,9 @@ CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSamp
   if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
 }
 
-int CudaExecutor::add_matrix(int n, int k, const std::string& format, int group) {
-  const int id = weights_.add_matrix(n, k, format, group);
-  program_.add_matrix(n, k, format, group);
+int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
+  const int id = weights_.add_matrix(rows, k, format, group, experts);
+  program_.add_matrix(rows, k, format, group);
   return id;
 }
 
@@ -192,7 +192,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::float8) {
-    linear_float8(p, rows, device_.queue());
+    linear_float8(p, rows, device_.queue(), by);
   } else {
     linear_f32(p, rows, device_.queue());
   }
@@ -209,6 +209,53 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   }
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   return y;
+}
+
+std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
+                                                  int tile_rows) {
+  const Matrix& m = weights_.matrix(id);
+  const int entries = rows * top;
+  std::vector<float> y((size_t)entries * m.n), made(y.size());
+  if (!entries) return y;
+  device_.use();
+  Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
+      tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
+      memory(routing_bytes(rows, top, m.experts), "rows of experts");
+  ExpertProduct e;
+  Product& p = e.product;
+  e.routing.top = top, e.routing.end = m.experts, e.gathers = true;
+  place_routing(memory.as(), rows, m.experts, e.routing);
+  check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
+  check(cudaMemcpy(e.routing.entry_of, chosen, entries * sizeof(int), cudaMemcpyHostToDevice), "copying experts");
+  check(cudaStreamSynchronize(nullptr), "copying rows");
+  p.w = m, p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
+  if (m.takes_tiles()) {
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k};
+    to_tiles(in.as<float>(), rows, p.x, device_.queue());
+  }
+  if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
+  group_entries(e.routing, rows, tile_rows, device_.queue());
+  linear_experts(e, entries, tile_rows, device_.queue(), by);
+  device_.wait();
+  std::vector<int> entry_of(entries);
+  check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");
+  check(cudaMemcpy(made.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
+  for (int i = 0; i < entries; i++)
+    std::memcpy(&y[(size_t)i * m.n], &made[(size_t)entry_of[i] * m.n], m.n * sizeof(float));
+  return y;
+}
+
+std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
+  if (!runner_) throw std::invalid_argument("allocate() before expert_tiles()");
+  const Routing& routing = runner_->routing(row_set);
+  int count = 0;
+  device_.use(), device_.wait();
+  check(cudaMemcpy(&count, routing.tile_count, sizeof count, cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<ExpertTile> tiles(count);
+  check(cudaMemcpy(tiles.data(), routing.tiles, count * sizeof(ExpertTile), cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<std::pair<int, int>> found;
+  for (const ExpertTile& tile : tiles) found.emplace_back(tile.expert, tile.count);
+  return found;
 }
 
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,

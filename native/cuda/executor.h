@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "batch/queued_decoder.h"
@@ -21,7 +22,7 @@ class CudaExecutor : public StepModel {
   // other ranks.
   CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler);
 
-  int add_matrix(int n, int k, const std::string& format, int group);
+  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   int add_vector(const std::vector<float>& values);
   Weights& weights() { return weights_; }
   const Weights& weights() const { return weights_; }
@@ -59,11 +60,17 @@ class CudaExecutor : public StepModel {
   void set_profiling(bool on) override;
   std::vector<OpTime> profile() const { return runner_ ? runner_->profile() : std::vector<OpTime>(); }
   std::shared_ptr<Masks> masks() const { return masks_; }
+  // Of the last step: experts and numbers of entries, of each tile of a row set's.
+  std::vector<std::pair<int, int>> expert_tiles(int row_set) const;
   size_t cache_bytes() const { return runner_ ? runner_->cache_bytes() : 0; }
 
   // y [rows, n] = x w^T (+ bias): one matrix alone, for tests.
   // rounded: to bfloat16, as the products of ranks leave their partial sums.
   std::vector<float> multiply(int id, const float* x, const float* bias, int rows, By by, bool rounded = false);
+  // y [rows, top, n]: of each row, by each of the experts chosen [rows, top] for it, ascending; a stack alone, for
+  // tests. tile_rows: 0 for what a step would take.
+  std::vector<float> multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
+                                      int tile_rows);
   // y [rows, width] = the sum of parts [ranks, rows, width] (+ y), and normed: the same normed; with all on this GPU.
   void sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16, bool adds, float* y,
                  float* normed);

@@ -59,6 +59,7 @@ std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::ar
   return e.weights().fill_rows(id, rows, row_offset, group);
 }
 
+using Integers = py::array_t<int, py::array::c_style | py::array::forcecast>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Halves = py::array_t<uint16_t, py::array::c_style>;
 
@@ -163,10 +164,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "add_matrix",
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
-            if (experts != 1) throw std::invalid_argument("models with experts are not available on CUDA yet");
             if (!order.empty()) throw std::invalid_argument("columns in an order are not available on CUDA yet");
-            matrix_of(n, k, dtype, group_size);  // types are refused before what they have
-            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout));
+            matrix_of(n, k, dtype, group_size, experts);  // types are refused before what they have
+            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts);
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
@@ -183,6 +183,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           },
           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("group_size") = py::none())
+      .def(
+          "fill_noise", [](CudaExecutor& e, int id, float size) { e.weights().fill_noise(id, size); }, py::arg("id"),
+          py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
            py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
@@ -219,6 +222,24 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide. rounded: to "
           "bfloat16, as ranks leave partial sums.")
       .def(
+          "multiply_experts",
+          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& by, int tile_rows) {
+            const Matrix& m = e.weights().matrix(id);
+            if (x.ndim() != 2 || x.shape(1) != m.k || chosen.ndim() != 2 || chosen.shape(0) != x.shape(0) ||
+                chosen.shape(1) > kMostTop)
+              throw std::invalid_argument("multiply_experts: x [rows, " + std::to_string(m.k) +
+                                          "] and chosen [rows, experts of each]");
+            for (py::ssize_t i = 0; i < chosen.size(); i++)
+              if (chosen.data()[i] < 0 || chosen.data()[i] >= m.experts)
+                throw std::invalid_argument("multiply_experts: there are " + std::to_string(m.experts) + " experts");
+            const int top = (int)chosen.shape(1);
+            const std::vector<float> y =
+                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, by_name(by), tile_rows);
+            return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
+          },
+          py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("by") = "any", py::arg("tile_rows") = 0,
+          "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
+      .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {
             if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
@@ -248,12 +269,13 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("device_count", device_count, "How many GPUs there are; ValueError that says what to do if none can be used.");
   m.def(
       "matrix_bytes",
-      [](int n, int k, const std::string& dtype, int group_size, const py::kwargs& layout) {
-        const Matrix matrix = matrix_of(n, k, dtype, group_size);
+      [](int n, int k, const std::string& dtype, int group_size, int experts, const py::kwargs& layout) {
+        const Matrix matrix = matrix_of(n, k, dtype, group_size, experts);
         group_of(dtype, group_size, layout);
         return matrix_bytes(matrix);
       },
-      py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0);
+      py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+      py::arg("experts") = 1);
   m.def(
       "widened_bytes",
       [](int n, int k, bool gated, int rows) { return widened_bytes(gated ? paired_rows(n) : n, k, gated, rows); },
@@ -401,6 +423,8 @@ PYBIND11_MODULE(_cuda, m) {
             return to_result(out, want_logits);
           },
           py::arg("plan"), py::arg("want_logits") = false)
+      .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
+           "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
       .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
       .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")

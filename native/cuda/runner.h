@@ -12,6 +12,7 @@
 #include "cuda/adapters.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
+#include "cuda/experts.h"
 #include "cuda/op_times.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
@@ -62,6 +63,8 @@ class CudaRunner : public QueuedRunner {
   // not enough.
   void unload();
   void load();
+  // std::out_of_range for a row set that is not of experts.
+  const Routing& routing(int row_set) const { return routed_.at(row_set).routing; }
   // Between steps. on: what launches cost is counted anew; off: what was counted stays.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
@@ -89,9 +92,12 @@ class CudaRunner : public QueuedRunner {
   };
 
   void check_program() const;
-  int count(const Tensor& t, const Size& size) const { return t.row_set == kOutputRows ? size.outputs : size.rows; }
+  // How many entries a row set has in a step of so many rows, so many of them with outputs.
+  int rows_of(int row_set, int rows, int outputs) const;
+  int count(const Tensor& t, const Size& size) const { return rows_of(t.row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool in_tiles(int tensor) const;
+  bool in_both(int tensor) const;
   void allocate_tensors();
   void allocate_cache();
   const Tensor& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }
@@ -107,6 +113,11 @@ class CudaRunner : public QueuedRunner {
   int bind_linear(size_t i);
   int bind_lora(size_t i);
   void bind_attention(const OpNode& op);
+  void allocate_routings();
+  bool is_routing(int tensor) const;
+  void bind_router(const OpNode& op, const OpNode* logits = nullptr);
+  int bind_expert_linear(size_t i);
+  int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
@@ -115,6 +126,8 @@ class CudaRunner : public QueuedRunner {
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
+  bool quantizes_next(size_t i) const;
+  ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
@@ -138,6 +151,14 @@ class CudaRunner : public QueuedRunner {
   Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
+  // A row set of entries of experts: its routers form it one after the other.
+  struct Routed {
+    Routing routing;
+    Kind kind;   // of experts' matrices
+    int shares;  // the tensor of weights
+  };
+  std::map<int, Routed> routed_;  // by row set
+  std::vector<Memory> routing_memory_;
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;

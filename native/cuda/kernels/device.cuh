@@ -74,7 +74,9 @@ inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 __device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ inline float from_bf16(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
 __device__ inline uint32_t two_bf16(float low, float high) {
-  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
 }
 
 // Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
@@ -123,10 +125,10 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Where a value of a row of an op's output goes.
+// Where a value of a row of an op's output goes; of norms perhaps both.
 __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
-  else out.values[(size_t)row * out.width + column] = value;
+  if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
 // What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
@@ -191,7 +193,9 @@ __device__ inline void put_eight(const Rows& out, int row, int column, int width
           two_bf16(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
     *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  } else if (out.width % 4 == 0 && column + 8 <= width) {
+  }
+  if (!out.values) return;
+  if (out.width % 4 == 0 && column + 8 <= width) {
     float4* to = reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column);
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[1] = make_float4(values[4], values[5], values[6], values[7]);

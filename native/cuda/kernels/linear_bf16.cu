@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
   const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
-  const int first_row = blockIdx.y * kTiles * kRowTile;
+  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
   const char* weights = reinterpret_cast<const char*>(p.w.tiles);
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     const uint32_t to = ring + stage * kBytes + kStageWeights;
     const char* from = x + (size_t)at.block * kBlockBytes;
 #pragma unroll
-    for (int i = 0; i < kTiles * kStageRows / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    for (int i = 0; i < kTiles * kStageRows / 512; i++)
+      if (i * 4 + lane / 8 < there) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
   const auto fetch = [&](int stage) {
     fetch_weights(ahead, stage), fetch_rows(ahead, stage);

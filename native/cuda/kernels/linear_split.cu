@@ -1,7 +1,7 @@
 // Products in bfloat16 by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
 // stream by, and the rows are too many for every block of threads to read them for a few columns.
 //
-// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 128 rows of activations; each
+// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
 // block computes one piece of K (tiles.h). One thread has blocks of both sides copied into shared memory, several
 // stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
 #include "cuda/kernels/linear_wgmma.h"
@@ -15,9 +15,10 @@ namespace {
 template <int kRows, int kGroups>
 struct Shape {
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;          // of sums: rows lie in different banks
-  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
-  static constexpr int kPartBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kPartBytes;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
+  // So that several blocks fit a processor; of 256 rows one does.
+  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 || kRows == 256 ? 4 : 3;
+  static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
   static constexpr int kThreads = 128 * kGroups + 32;
   static constexpr int kShared = kStages * kStageBytes;
 };
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
       const int groups = min(kGroups, blocks_of(p.w.n) - column_block);
       // Of rows there are so many blocks, or a part of one.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
-      const int row_bytes = kRows <= kBlock ? S::kPartBytes : kBlockBytes;
+      const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
       const char* x = reinterpret_cast<const char*>(p.x.tiles) + first_row % kBlock * kRowBytes;
       const auto fetch_weights = [&](int b) {
         const int stage = b % kStages;
@@ -149,10 +150,15 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_split(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 16) start_split<16, 1>(p, rows, queue);
-  else if (rows <= 32) start_split<32, 1>(p, rows, queue);
-  else if (rows <= 64) start_split<64, 1>(p, rows, queue);
-  else start_split<128, 2>(p, rows, queue);
+  if (rows <= 16) return start_split<16, 1>(p, rows, queue);
+  if (rows <= 32) return start_split<32, 1>(p, rows, queue);
+  if (rows <= 64) return start_split<64, 1>(p, rows, queue);
+  // Rows are read once for each block of columns: of 256 at a time weights are read once, if all clusters run at once.
+#ifndef AS_SPLIT_128
+  const int pieces = Pieces(p.w.k, p.w.most_pieces).count, at_once = processors() / pieces - 3;
+  if (rows > 128 && ceil_div(p.w.n, 2 * kBlock) <= at_once) return start_split<256, 2>(p, rows, queue);
+#endif
+  start_split<128, 2>(p, rows, queue);
 }
 
 }  // namespace cuda
