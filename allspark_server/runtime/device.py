@@ -49,6 +49,9 @@ class Device(Protocol):
     def executor(self, rank: int, world: int, window):
         """A native executor of a model. window: the ranks' shared memory, or None."""
 
+    def beside(self, executor):
+        """Another one, of its draft model."""
+
     def share(self, executor, rows: int) -> str:
         """Of an executor with a program: what other ranks need to reach this rank's device in steps of so many rows; ""
         where they do not. connect() follows, with every rank's in rank order, and then allocate()."""
@@ -108,6 +111,9 @@ class Cpus:
 
     def executor(self, rank, world, window):
         return self._native.Executor(rank, world, window, self._cpus, self._threads)
+
+    def beside(self, executor):
+        return executor.beside()
 
     def share(self, executor, rows):
         return ""   # the window is all
@@ -182,8 +188,8 @@ class Gpu:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:
             missing.append("host_cache_dir")
-        if config.speculation == "draft":
-            missing.append("speculation='draft'")
+        if config.speculation == "draft" and len(self._group) > 1:
+            missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
@@ -198,9 +204,14 @@ class Gpu:
         found, self._first = self._first, None
         return found or self._executor()
 
+    def beside(self, executor):
+        return executor.beside(self._sampler())
+
     def _executor(self):
-        sampler = native_library().HostSampler(self._threads, window=self._window)
-        return self._library.Executor(self._index, sampler, self._window)
+        return self._library.Executor(self._index, self._sampler(), self._window)
+
+    def _sampler(self):
+        return native_library().HostSampler(self._threads, window=self._window)
 
     def share(self, executor, rows):
         return executor.share(rows).hex()
@@ -210,7 +221,7 @@ class Gpu:
             executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, **adapters)
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, **adapters)
 
     def meter(self):
         return GpuCeilingMeter(self._index)

@@ -116,7 +116,7 @@ class ModelRunner:
         with memory_errors(f"what the ranks of model {config.model_name!r} exchange"):
             self.address = device.share(self._executor, step[0])
         if self._draft is not None:
-            self._draft_executor = self._executor.beside()
+            self._draft_executor = device.beside(self._executor)
             with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
                 self._draft.load(self._draft_executor, None)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,

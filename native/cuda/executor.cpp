@@ -7,10 +7,16 @@ namespace as {
 namespace cuda {
 
 CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
-    : device_(device),
+    : shared_device_(std::make_shared<Device>(device)),
+      device_(*shared_device_),
       sampler_(std::move(sampler)),
       window_(window && window->size() > 1 ? std::move(window) : nullptr),
       weights_(device_) {}
+
+CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler)
+    : shared_device_(beside.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
+  if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
+}
 
 int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
   const int id = weights_.add_matrix(rows, k, format, group, experts);
@@ -37,7 +43,11 @@ void CudaExecutor::connect(const std::vector<std::string>& addresses) {
   exchange_->connect(addresses);
 }
 
-void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters) {
+void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters,
+                            std::shared_ptr<CudaExecutor> draft) {
+  if (draft && (!draft->runner_ || draft->shared_device_ != shared_device_))
+    throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
+  draft_ = std::move(draft);
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
   if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
     throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
@@ -60,14 +70,26 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
   slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
   slot_limits_.hidden_states = runner_->hidden_states();
   slot_limits_.adapters.assign(adapters.count, 0);
-  decoder_.emplace(*runner_, nullptr, slot_limits_);
+  make_decoder();
+}
+
+void CudaExecutor::make_decoder() {
+  if (draft_) drafting_.emplace(*runner_, *draft_->runner_, host_spans_.get(), slot_limits_);
+  else decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+}
+
+std::vector<LayerCache> CudaExecutor::layers() const {
+  if (!runner_) return {};
+  std::vector<LayerCache> all = runner_->layers();
+  if (draft_) all.insert(all.end(), draft_->runner_->layers().begin(), draft_->runner_->layers().end());
+  return all;
 }
 
 void CudaExecutor::allocate_host_cache(int spans) {
   if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
-  host_spans_ = std::make_unique<HostSpans>(device_, runner_->layers(), slot_limits_.num_spans, spans);
+  host_spans_ = std::make_unique<HostSpans>(device_, layers(), slot_limits_.num_spans, spans);
   slot_limits_.host_spans = spans;
-  decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+  make_decoder();
 }
 
 std::shared_ptr<Adapter> CudaExecutor::new_adapter() const {
@@ -79,10 +101,14 @@ void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
   if (!adapters_ || index < 0 || index >= adapters_->limits.count)
     throw std::invalid_argument("there is no adapter " + std::to_string(index));
   const bool loaded = adapter != nullptr;
-  if (!loaded) decoder_->set_adapter(index, false);
+  const auto tell = [&](bool loaded) {
+    slot_limits_.adapters[index] = loaded;
+    if (drafting_) drafting_->set_adapter(index, loaded);
+    else decoder_->set_adapter(index, loaded);
+  };
+  tell(false);
   adapters_->set(index, std::move(adapter));
-  slot_limits_.adapters[index] = loaded;
-  decoder_->set_adapter(index, loaded);
+  tell(loaded);
 }
 
 void CudaExecutor::unload() {
@@ -90,7 +116,13 @@ void CudaExecutor::unload() {
   if (unloaded_) return;
   device_.use();
   device_.wait();
-  weights_.unload();
+  if (draft_) draft_->unload();
+  try {
+    weights_.unload();
+  } catch (...) {
+    if (draft_) draft_->load();
+    throw;
+  }
   runner_->unload();
   unloaded_ = true;
 }
@@ -101,7 +133,9 @@ void CudaExecutor::load() {
   runner_->load();
   try {
     weights_.load();
+    if (draft_) draft_->load();
   } catch (...) {
+    weights_.unload();
     runner_->unload();
     throw;
   }
@@ -109,11 +143,13 @@ void CudaExecutor::load() {
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
+  if (drafting_) return drafting_->step(plan, want_logits);
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(const std::string& plan) {
+  if (drafting_) return false;
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);
 }

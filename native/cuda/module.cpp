@@ -333,6 +333,12 @@ PYBIND11_MODULE(_cuda, m) {
                }),
                py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
                "window: to the other ranks of a group; the sampler must have it, too.");
+  executor.def(
+      "beside",
+      [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {
+        return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
+      },
+      py::arg("sampler"), "An executor of another model on the GPU of this one; they run in turn.");
   bind_weights(executor);
   bind_adapters(m);
   executor
@@ -375,17 +381,20 @@ PYBIND11_MODULE(_cuda, m) {
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
-             const std::string& adapter_dtype) {
+             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
                         cache_type_of(dtype), graphs},
-                       masks, {adapters, adapter_rank, is_bf16(adapter_dtype)});
+                       masks, {adapters, adapter_rank, is_bf16(adapter_dtype)}, std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
+          py::arg("draft") = nullptr,
           "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
-          "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them.")
+          "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
+          "an "
+          "executor beside this one, allocated with the same spans, that makes drafts.")
       .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
       .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
            py::call_guard<py::gil_scoped_release>(),

@@ -101,6 +101,30 @@ def test_memory_that_others_have_taken():
     assert gpu.step(plan([item(0, 1, DRAW, spans=[0])], [start(0, [7])])).tokens.tolist() == [0]
 
 
+def test_a_draft_model_goes_and_comes_back_too():
+    """And the second tier has both models' spans."""
+    lora = pytest.importorskip("test_lora")
+    from allspark_client import AsModelConfig
+    from allspark_server import Engine
+
+    base, prompt = lora.checkpoints.checkpoint(lora.NAME), lora.checkpoints.prompt_of(12) * 8
+    found = []
+    for fields in ({}, {"speculation": "draft", "draft_model": str(base), "host_cache_memory": 64 << 20}):
+        with Engine() as engine:
+            engine.install_model(AsModelConfig("m", base, cache_memory=1 << 26, **fields, **UNIT))
+            engine.start_model("m")
+            found.append(lora.run(engine, prompt)[:2])
+            engine.stop_model("m")
+            engine.unload_device_mem("m")
+            engine.load_device_mem("m")
+            engine.start_model("m")
+            assert lora.run(engine, prompt)[:2] == found[-1]
+            if fields:
+                counters = engine._models["m"].scheduler.counters
+                assert counters.accepted_tokens == counters.drafted_tokens > 0
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("tier", [0, 64 << 20])
 def test_an_engine_goes_on_with_the_same_bits(tmp_path, tier):
     """With an adapter, grown into the prefix cache; what the second tier holds is still there."""
