@@ -191,7 +191,8 @@ class Supervisor:
                 failures = 0 if run.answered or ready >= self._limits.proven else failures + 1
                 if (run.fatal and not self._ever_ready) or failures >= self._limits.max_failures:
                     raise GroupFailed(self._report(run, failures), run.misconfigured)
-                delay = min(self._limits.first_backoff * 2 ** max(0, failures - 1), self._limits.max_backoff)
+                # One that had served is owed at once.
+                delay = min(self._limits.first_backoff * 2 ** (failures - 1), self._limits.max_backoff) if failures else 0
                 logger.warning("the group ended (%s); starting it again in %.1f s", run.error, delay)
                 self._notifier.status(f"starting again: {run.error}")
                 self._wait(delay)

@@ -249,8 +249,12 @@ def _model(directory: Path, dtype: torch.dtype):
 
 
 def reference_model(directory: Path, dtype: torch.dtype = torch.float32):
-    """transformers' model, with the state that dynamic rotary scaling keeps reset to a fresh model's."""
-    model = _model(Path(directory), dtype)
+    """transformers' model, as if it were fresh."""
+    return reset_rotary(_model(Path(directory), dtype))
+
+
+def reset_rotary(model):
+    """The model, with the state that dynamic rotary scaling keeps reset to a fresh model's."""
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     return model
 

@@ -150,11 +150,16 @@ def test_prefix_cache(engine, model):
         assert engine.get_as_engine_stat(name).prefix_cache_hit_token > 1500
 
 
-def test_preemption(engine, model):
-    with installed(engine, model) as name:
+def cache_of_one(engine, model, spare: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a model whose cache holds one request of 768 tokens, and so many spans more."""
+    fields["engine_max_length"] = 768
+    with installed(engine, model, **{**fields, "engine_max_batch": 1}) as name:
         info = engine.get_model_info(name)
-    span_bytes = info.cache_bytes // info.num_spans
-    with installed(engine, model, cache_memory=26 * span_bytes, engine_max_length=768) as name:
+    return {**fields, "cache_memory": (info.num_spans + spare) * (info.cache_bytes // info.num_spans)}
+
+
+def test_preemption(engine, model):
+    with installed(engine, model, **cache_of_one(engine, model, 2, max_step_tokens=64)) as name:
         growing = {**ALWAYS, "max_new_tokens": 400, "priority": 1, "n": 3}  # two of its samples outgrow the cache
         _, _, grown = engine.start_request(name, {"input_ids": prompt_of(20)}, growing)
         outputs = run_together(engine, name)
@@ -167,12 +172,9 @@ def test_preemption(engine, model):
 def test_everything_at_once(engine, model):
     """Small cache, small chunks, shared prefixes, priorities, cancelled requests: who finishes has the same bytes."""
     expected = first_run(engine, model)
-    with installed(engine, model) as name:
-        info = engine.get_model_info(name)
-    cache = 28 * (info.cache_bytes // info.num_spans)
-    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "engine_max_length": 768, "num_threads": 0}
+    fields = {"engine_max_prefill_length": 40, "max_step_tokens": 60, "num_threads": 0, "enable_prefix_cache": True}
     rng = random.Random(5)
-    with installed(engine, model, cache_memory=cache, enable_prefix_cache=True, **fields) as name:
+    with installed(engine, model, **cache_of_one(engine, model, 4, **fields)) as name:
         started = []
         growing = {**ALWAYS, "max_new_tokens": 300, "priority": 5, "n": 6}  # three of its samples outgrow the cache
         engine.start_request(name, {"input_ids": prompt_of(10)}, growing)

@@ -1,7 +1,7 @@
 """What clients cost a server, and each other.
 
     bench_clients.py [--model DIR] [--only idle connections clients service] [--idle 10000] [--busy 256] [--rounds 3]
-                     [--seconds 10] [--dtype bfloat16]
+                     [--seconds 10] [--dtype bfloat16] [--cpus 1]
 
 One table of what was measured beside what it should be. One thread computes, so that a core is spare on a machine of
 two; clients are other processes (crowd.py), by a Unix socket. Rounds of what is compared are interleaved, and the
@@ -103,7 +103,7 @@ class Server:
 @contextlib.contextmanager
 def server(options: argparse.Namespace, ranks: int = 1) -> Iterator[Server]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({"models": [fields(options)], "ranks": ranks, "cpus_per_rank": 1}, file)
+        json.dump({"models": [fields(options)], "ranks": ranks, "cpus_per_rank": options.cpus}, file)
         file.flush()
         with background_group(["--config", file.name]) as group:
             yield Server(group.addresses[0], group.supervisor_pid)
@@ -200,7 +200,7 @@ def service(options: argparse.Namespace, report: Report) -> None:
     rates: dict[str, list[float]] = {"engine": [], "one client": [], f"{REQUESTS} clients": []}
     firsts: dict[str, list[float]] = {"engine": [], "client": []}
     words = ["--seconds", options.seconds + 2, "--warm", 2, "--tokens", 200]
-    alone = [sys.executable, __file__, "engine", "--model", options.model, "--dtype", options.dtype]
+    alone = [sys.executable, __file__, "engine", "--model", options.model, "--dtype", options.dtype, "--cpus", options.cpus]
     # A session of its own, as the group has: the kernel shares processors out by session.
     with server(options) as group, subprocess.Popen([*map(str, alone)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                     text=True, start_new_session=True) as process:
@@ -300,7 +300,7 @@ def engine_alone(options: argparse.Namespace) -> None:
     """Does what its input says, line by line: "first", "rate SECONDS WARM"."""
     from allspark_server.engine import Engine
     from allspark_server.runtime.group import LocalGroup
-    with Engine(group=LocalGroup([min(os.sched_getaffinity(0))])) as engine:     # pinned as the group's rank
+    with Engine(group=LocalGroup(sorted(os.sched_getaffinity(0))[:options.cpus])) as engine:     # pinned as the group's rank
         engine.install_model(AsModelConfig.from_dict(fields(options)).validate())
         engine.start_model("m")
         alone = Alone(engine)
@@ -316,6 +316,7 @@ def main() -> None:
     parser.add_argument("command", nargs="?", choices=["engine"], help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, default=shipped_model())
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cpus", type=int, default=1, help="of each rank; one of them computes (default: 1)")
     parser.add_argument("--only", nargs="*", default=["idle", "connections", "clients", "service"])
     parser.add_argument("--idle", type=int, default=10_000)
     parser.add_argument("--busy", type=int, default=256)

@@ -1,12 +1,13 @@
 """Layers of experts beside llama.cpp: tokens/s of the same shape with random weights, in turn, and their ratios.
 
-    bench_experts.py LLAMA_BATCHED_BENCH [--threads 2] [--formats bfloat16:0=BF16 w8a8:0=Q8_0 w4a8:32=Q4_0] [--rounds 3]
+    bench_experts.py LLAMA_BATCHED_BENCH [--threads 2] [--layers 2] [--formats bfloat16:0=BF16 w8a8:0=Q8_0 w4a8:32=Q4_0]
+                     [--rounds 3]
 
-Two layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
+Layers of Qwen3-30B-A3B's shape (128 experts of 768 features, 8 a token) and a vocabulary of 8,192, so that these
 are what takes the time: this engine's native executor, as bench_shape.py runs it, and llama.cpp's llama-batched-bench
 on a GGUF file that is written here. Decoding at context 128, prefill of 1,024 tokens. To compare levels of instruction
-sets, $ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the rounds'
-own.
+sets, $ALLSPARK_ISA and a llama.cpp that was built so. Figures are the best of the rounds', ratios the medians of the
+rounds' own; beside decoding, the part of the read bandwidth that the weights of a step's experts take.
 """
 
 from __future__ import annotations
@@ -97,26 +98,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", help="llama-batched-bench")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=SHAPES["30b-a3b"].layers)
     parser.add_argument("--formats", nargs="+", default=["bfloat16:0=BF16", "w8a8:0=Q8_0", "w4a8:32=Q4_0"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    shape = replace(SHAPES["30b-a3b"], vocab=8192)
-    print(f"{_native.isa()}, {options.threads} threads; tokens/s here, there, median ratio", flush=True)
+    shape = replace(SHAPES["30b-a3b"], vocab=8192, layers=options.layers)
+    bandwidth, _ = _native.measure_ceilings(list(range(options.threads)), options.threads, 5, 1024)
+    print(f"{_native.isa()}, {options.threads} threads, {shape.layers} layers, read {bandwidth / 1e9:.1f} GB/s; "
+          "tokens/s here, there, median ratio, of the bandwidth here", flush=True)
     for text in options.formats:
         form, kind = text.split("=")
         dtype, group = form.split(":")
         with tempfile.TemporaryDirectory() as folder:
             path = write_model(Path(folder) / "model.gguf", shape, kind)
             model = Model(shape, options.threads, dtype, int(group), PROMPT, max(options.batches), CONTEXT, "bfloat16")
-            ours(model, options.batches), llama(options.program, path, options.threads, options.batches)
+            ours(model, options.batches)  # llama-batched-bench warms itself up
             rounds = [(ours(model, options.batches), llama(options.program, path, options.threads, options.batches))
                       for _ in range(options.rounds)]
         for what in rounds[0][0]:
             ratio = float(np.median([here[what] / there[what] for here, there in rounds]))
             best = [max(pair[i][what] for pair in rounds) for i in (0, 1)]
-            print(f"{form:>12} {kind:<5}{what:<10}{best[0]:>9.1f}{best[1]:>9.1f}{ratio:>7.2f}", flush=True)
-        del model
+            batch = 0 if what == "prefill" else int(what.split()[1])
+            part = f"{model.bytes(batch) * best[0] / batch / bandwidth:>7.2f}" if batch else ""
+            print(f"{form:>12} {kind:<5}{what:<10}{best[0]:>9.1f}{best[1]:>9.1f}{ratio:>7.2f}{part}", flush=True)
+        del model  # before the next one's memory is taken
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of
 constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
 constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
-// kTiles: of 8 rows each.
-template <int kTiles>
+// kTiles_: of 8 rows each; kDeep: as much as there is room for is copied ahead, before rows are there, rather than that
+// three blocks of threads fit a processor.
+template <int kTiles_, bool kDeep>
 struct Shape {
-  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
+  static constexpr int kTiles = kTiles_, kStages = kDeep ? 9 : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
@@ -43,15 +44,15 @@ struct Walk {
   }
 };
 
-template <int kTiles>
+template <typename S>
 __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
-  constexpr int kStages = Shape<kTiles>::kStages, kBytes = Shape<kTiles>::kStageBytes, kSums = Shape<kTiles>::kSums;
+  constexpr int kTiles = S::kTiles, kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
   const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
-  const int first_row = blockIdx.y * kTiles * kRowTile;
+  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
   const char* weights = reinterpret_cast<const char*>(p.w.tiles);
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     const uint32_t to = ring + stage * kBytes + kStageWeights;
     const char* from = x + (size_t)at.block * kBlockBytes;
 #pragma unroll
-    for (int i = 0; i < kTiles * kStageRows / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    for (int i = 0; i < kTiles * kStageRows / 512; i++)
+      if (i * 4 + lane / 8 < there) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
   const auto fetch = [&](int stage) {
     fetch_weights(ahead, stage), fetch_rows(ahead, stage);
@@ -84,6 +86,11 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
   await_previous();
+  // What the first of this thread's sums is added to is on its way, too.
+  const Place own{first_row + (int)threadIdx.x / kColumns, (int)(blockIdx.x * kColumns + threadIdx.x % kColumns)};
+  const bool is_own = threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
+  const float bias = is_own && p.bias ? p.bias[own.column] : 0;
+  const float before = is_own && p.adds ? p.y.values[(size_t)own.row * p.y.width + own.column] : 0;
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
     fetch_rows(ahead, i);
@@ -129,9 +136,15 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         float total = round ? totals[i] : sums[i];
         for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
         totals[i] = total;
-        if (last && !p.gated)
+        if (!last || p.gated) continue;
+        if (i == threadIdx.x && tile == blockIdx.x) {
+          if (p.bias) total = __fadd_rn(total, bias);
+          if (p.adds) total = __fadd_rn(before, total);
+          if (is_own) put(p.y, own.row, own.column, total);
+        } else {
           finish<1>(p, rows, p.w.n, &total,
                     [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+        }
       }
       __syncthreads();
       if (!last || !p.gated) continue;
@@ -144,21 +157,31 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   }
 }
 
-template <int kTiles>
-void start_tiles(const Product& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const int most_warps = Shape<kTiles>::most_warps();
-  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
-  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
-  const size_t shared = Shape<kTiles>::shared(warps);
-  allow_shared(linear_kernel<kTiles>, shared);
+template <typename S>
+void start_shape(const Product& p, int rows, const Pieces& k, const Queue& queue) {
+  const int rounds = (k.count + S::most_warps() - 1) / S::most_warps(), warps = (k.count + rounds - 1) / rounds;
+  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, S::kTiles * kRowTile);
+  const size_t shared = S::shared(warps);
+  allow_shared(linear_kernel<S>, shared);
   int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<kTiles>, 32 * warps, shared);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<S>, 32 * warps, shared);
   const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
   // As many turns for every block of threads, if there are several.
   const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
+  start(queue, linear_kernel<S>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
   launched("linear in bfloat16");
+}
+
+template <int kTiles>
+void start_tiles(const Product& p, int rows, const Queue& queue) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  if constexpr (kTiles == 1) {
+    using Deep = Shape<kTiles, true>;
+    // Two blocks of threads fit one of Hopper's processors.
+    if (queue.capability == 90 && k.count <= Deep::most_warps() && ceil_div(p.w.n, kColumns) <= 2 * processors())
+      return start_shape<Deep>(p, rows, k, queue);
+  }
+  start_shape<Shape<kTiles, false>>(p, rows, k, queue);
 }
 
 }  // namespace

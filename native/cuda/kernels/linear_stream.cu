@@ -20,7 +20,7 @@ namespace {
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kThreads = 128 * kGroups;
-  static constexpr int kPartBytes = kRows * kRowBytes, kStageBytes = kGroups * kBlockBytes + kPartBytes;
+  static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (216 << 10) / kStageBytes < 12 ? (216 << 10) / kStageBytes : 12;
   static constexpr int kShared = kStages * kStageBytes;
   static constexpr int kValues = kRows / 2;  // of a thread
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   };
   // The rows' blocks that there are: of 64, or a part of one.
   const auto row_bytes = [&](const Step& s) {
-    return kRows <= kBlock ? S::kPartBytes : min(kRows / kBlock, blocks_of(rows) - s.row / kBlock) * kBlockBytes;
+    return kRows <= kBlock ? min(kRows, rows - s.row) * kRowBytes
+                           : min(kRows / kBlock, blocks_of(rows) - s.row / kBlock) * kBlockBytes;
   };
   const auto fetch_weights = [&](const Step& s, int stage) {
     const int groups = min(kGroups, column_blocks - s.column_block);

@@ -107,15 +107,23 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
 }
 
-// A warp for each head.
-__global__ void head_norm_kernel(float* x, int width, Heads heads, Norm norm) {
+// A warp for each head, of the first heads and then the second.
+__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
   after_previous();
-  const int lane = threadIdx.x, head = blockIdx.x;
-  float* values = x + (size_t)blockIdx.y * width + heads.offset + (size_t)head * heads.head_dim;
+  const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  if (of_all >= first.heads.count + second.heads.count) return;
+  const bool is_first = of_all < first.heads.count;
+  const int head = is_first ? of_all : of_all - first.heads.count,
+            head_dim = is_first ? first.heads.head_dim : second.heads.head_dim;
+  const float* weight = is_first ? first.norm.weight : second.norm.weight;
+  const float eps = is_first ? first.norm.eps : second.norm.eps;
+  const float one = (is_first ? first.norm.unit_offset : second.norm.unit_offset) ? 1.0f : 0.0f;
+  float* values =
+      x + (size_t)blockIdx.y * width + (is_first ? first.heads.offset : second.heads.offset) + (size_t)head * head_dim;
   float sum = 0;
-  for (int i = lane; i < heads.head_dim; i += 32) sum = fmaf(values[i], values[i], sum);
-  const float factor = 1.0f / sqrtf(warp_sum(sum) / heads.head_dim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-  for (int i = lane; i < heads.head_dim; i += 32) values[i] = values[i] * factor * (norm.weight[i] + one);
+  for (int i = lane; i < head_dim; i += 32) sum = fmaf(values[i], values[i], sum);
+  const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
+  for (int i = lane; i < head_dim; i += 32) values[i] = values[i] * factor * (weight[i] + one);
 }
 
 __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
@@ -201,8 +209,10 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   launched("to_tiles");
 }
 
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue) {
-  start(queue, head_norm_kernel, dim3(heads.count, rows), 32, 0, x, width, heads, norm);
+void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
+  constexpr int kHeads = 4;  // of a block of threads
+  start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
+        x, width, first, second);
   launched("head_norm");
 }
 
