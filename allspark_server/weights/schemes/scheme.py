@@ -44,7 +44,9 @@ class QuantizedSource:
     def __init__(self, source: Source, scheme: Scheme):
         self.source, self.scheme = source, scheme
         self.modules = set(scheme.modules())
-        self._forms: dict[str, WeightFormat] = {}  # asked for often, and some take a look at all of a tensor
+        # Asked for often, and for some every scale is looked at.
+        self._forms: dict[str, WeightFormat] = {}
+        self._tensors: dict[tuple[str, WeightFormat, tuple[int, int]], QuantizedTensor] = {}
 
     def names(self) -> Iterable[str]:
         own = {name for module in self.modules for name in self.scheme.parts(module)}
@@ -66,7 +68,11 @@ class QuantizedSource:
         own = self.form(name)
         if own is None or expert is not None:
             raise KeyError(name)
-        return converted(self.scheme.tensor(name.removesuffix(WEIGHT), own, shape), own, form, shape[1])
+        key = (name, form, shape)
+        if key not in self._tensors:
+            tensor = self.scheme.tensor(name.removesuffix(WEIGHT), own, shape)
+            self._tensors[key] = converted(tensor, own, form, shape[1])
+        return self._tensors[key]
 
     def verify(self, rank: int, world: int) -> None:
         self.source.verify(rank, world)
