@@ -199,12 +199,14 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   if (rows <= 16) return start_split<16, 1>(p, rows, queue);
   if (rows <= 32) return start_split<32, 1>(p, rows, queue);
   if (rows <= 64) return start_split<64, 1>(p, rows, queue);
-  // Rows are read once for each cluster's columns, and weights for each tile of rows: as often as all can run at once.
-#ifndef AS_SPLIT_OLD
-  if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
-  if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
-  if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
-#endif
+  // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
+  // run at once, and most processors have one.
+  const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
+  if (3 * blocks >= 2 * processors()) {
+    if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
+    if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+  }
   start_split<128, 2>(p, rows, queue);
 }
 
