@@ -264,11 +264,12 @@ void start_stages(const Attention& a, const AttentionTile* tiles, int count, int
   start(queue, attend_few_kernel<kDim, kStages>, dim3(count, a.cache.kv_heads, splits), kThreads, kBytes, a, tiles, own,
         turn != nullptr, turn ? *turn : Turn());
 }
-// More is copied ahead as long as all blocks of threads run at once nevertheless.
+// Of long contexts more is copied ahead. Of short ones that helps nothing, and a block of threads that takes less
+// memory begins beside those of the kernel before it.
 template <int kDim, typename... Arguments>
 void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, Arguments... arguments) {
   constexpr int kAtOnce = 2;  // on a processor, with three stages
-  if (count * a.cache.kv_heads * splits <= kAtOnce * processors() && kShared<kDim, 3> <= most_shared())
+  if (splits > 1 && count * a.cache.kv_heads * splits <= kAtOnce * processors() && kShared<kDim, 3> <= most_shared())
     start_stages<kDim, 3>(a, tiles, count, splits, arguments...);
   else start_stages<kDim, 2>(a, tiles, count, splits, arguments...);
 }

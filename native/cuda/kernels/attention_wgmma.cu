@@ -41,13 +41,13 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
   const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
   static_assert(kStep % 8 == 0);  // so that a thread's pieces are all at the same place of their rows
   const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8);
-  const char* pieces = a.cache.data + kv_head * a.cache.head_bytes() + piece * 16;
+  const char* head = a.cache.data + kv_head * a.cache.head_bytes();
   const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)size * kDim * 2;
   // Where the spans are of 64 positions, which begin with one or in the middle of one: each found by a lane, ahead of
   // its use.
   const auto spans_from = [&](int position) {
     const int span = (position >> shift) + min(lane, kSpans - 1);
-    return reinterpret_cast<uint64_t>(pieces + (span << shift <= last ? table[span] : 0) * span_bytes);
+    return reinterpret_cast<uint64_t>(head + (span << shift <= last ? table[span] : 0) * span_bytes);
   };
   Ring<kStages> ring, done;
   const auto tell = [&] {
@@ -64,8 +64,8 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
 #pragma unroll
     for (int i = 0; i < kTokens / kStep; i++) {
       const int token = own + i * kStep, at = begin + token;
-      const char* from =
-          reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, spans, token >> shift)) + (at & within) * kDim * 2;
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, spans, token >> shift)) +
+                         ((at & within) * kDim + piece * 8) * 2;
       copy_16(to + i * kStep * kRowBytes, from, at <= last);
       copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
     }

@@ -19,11 +19,10 @@ constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of
 constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
 constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
-// kTiles_: of 8 rows each; kDeep: as much as there is room for is copied ahead, before rows are there, rather than that
-// three blocks of threads fit a processor.
-template <int kTiles_, bool kDeep>
+// kTiles: of 8 rows each.
+template <int kTiles>
 struct Shape {
-  static constexpr int kTiles = kTiles_, kStages = kDeep ? 9 : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
+  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
@@ -44,10 +43,10 @@ struct Walk {
   }
 };
 
-template <typename S>
+template <int kTiles>
 __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
-  constexpr int kTiles = S::kTiles, kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums;
+  constexpr int kStages = Shape<kTiles>::kStages, kBytes = Shape<kTiles>::kStageBytes, kSums = Shape<kTiles>::kSums;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
@@ -157,31 +156,21 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   }
 }
 
-template <typename S>
-void start_shape(const Product& p, int rows, const Pieces& k, const Queue& queue) {
-  const int rounds = (k.count + S::most_warps() - 1) / S::most_warps(), warps = (k.count + rounds - 1) / rounds;
-  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, S::kTiles * kRowTile);
-  const size_t shared = S::shared(warps);
-  allow_shared(linear_kernel<S>, shared);
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<S>, 32 * warps, shared);
-  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
-  // As many turns for every block of threads, if there are several.
-  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  start(queue, linear_kernel<S>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
-  launched("linear in bfloat16");
-}
-
 template <int kTiles>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
-  if constexpr (kTiles == 1) {
-    using Deep = Shape<kTiles, true>;
-    // Two blocks of threads fit one of Hopper's processors.
-    if (queue.capability == 90 && k.count <= Deep::most_warps() && ceil_div(p.w.n, kColumns) <= 2 * processors())
-      return start_shape<Deep>(p, rows, k, queue);
-  }
-  start_shape<Shape<kTiles, false>>(p, rows, k, queue);
+  const int most_warps = Shape<kTiles>::most_warps();
+  const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
+  const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
+  const size_t shared = Shape<kTiles>::shared(warps);
+  allow_shared(linear_kernel<kTiles>, shared);
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<kTiles>, 32 * warps, shared);
+  const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
+  // As many turns for every block of threads, if there are several.
+  const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
+  start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
+  launched("linear in bfloat16");
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // stream by, and the rows are too many for every block of threads to read them for a few columns.
 //
 // A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
-// block computes one piece of K (tiles.h). One thread has blocks of both sides copied into shared memory, several
+// block computes one piece of K (tiles.h). Two threads have blocks of both sides copied into shared memory, several
 // stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -21,13 +21,13 @@ struct Shape {
   // So that several blocks fit a processor; of 256 rows one does.
   static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 || kRows == 256 ? 4 : 3;
   static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
-  static constexpr int kThreads = 128 * kGroups + 32;
+  static constexpr int kThreads = 128 * kGroups + 64;
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
   static constexpr int kShared = kStages * kStageBytes;
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads)
+__global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
     linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kStages = S::kStages;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(S::kThreads)
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], kGroups * kBeside);
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2), barrier_init(&empty[i], kGroups * kBeside);
     barriers_are_there();
   }
   __syncthreads();
@@ -60,38 +60,37 @@ __global__ void __launch_bounds__(S::kThreads)
         added[j] = read_added(p, first_row + i / fours, column);
   };
   if (group == kGroups) {
+    // Two warps copy, the one weights, on their way before the kernel before this one has made the rows, and the other
+    // rows: one alone would take longer to ask for them than they take. Both are needed for a stage, so that neither is
+    // ever a turn of the ring ahead.
     if (lane == 0) {
       const int groups = max(0, min(kGroups, blocks_of(p.w.n) - column_block));
       // Of rows there are so many blocks, or a part of one.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
       const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
-      const char* x = reinterpret_cast<const char*>(p.x.tiles) + first_row % kBlock * kRowBytes;
-      const auto fetch_weights = [&](int b) {
-        const int stage = b % kStages;
-        barrier_expect(&full[stage], groups * kBlockBytes + row_blocks * row_bytes);
-        for (int i = 0; i < groups; i++)
-          copy_bulk(stages + stage * S::kStageBytes + i * kBlockBytes,
-                    reinterpret_cast<const char*>(p.w.tiles) +
-                        ((size_t)(column_block + i) * k.blocks + first + b) * kBlockBytes,
-                    kBlockBytes, &full[stage]);
-      };
-      const auto fetch_rows = [&](int b) {
-        const int stage = b % kStages;
-        for (int i = beside; i < row_blocks; i += kBeside) {
-          const uint32_t to = stages + stage * S::kStageBytes + kGroups * kBlockBytes + i * kBlockBytes;
-          const char* from = x + ((size_t)(first_row / kBlock + i) * k.blocks + first + b) * kBlockBytes;
-          if (kBeside == 1) copy_bulk(to, from, row_bytes, &full[stage]);
-          else copy_bulk_to(to, from, row_bytes, &full[stage], (1 | 1 << k.count) << piece);
+      const size_t stride = (size_t)k.blocks * kBlockBytes;
+      const bool copies_rows = threadIdx.x % 128 >= 32;
+      const char* from = copies_rows ? reinterpret_cast<const char*>(p.x.tiles) + first_row / kBlock * stride +
+                                           first_row % kBlock * kRowBytes
+                                     : reinterpret_cast<const char*>(p.w.tiles) + column_block * stride;
+      from += (size_t)first * kBlockBytes;
+      if (copies_rows) await_previous();
+      Ring<kStages> ring;
+      for (int b = 0; b < blocks; b++, ring.next(), from += kBlockBytes) {
+        uint64_t* barrier = &full[ring.stage];
+        const uint32_t stage = stages + ring.stage * S::kStageBytes, x = stage + kGroups * kBlockBytes;
+        barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+        if (copies_rows) {
+          barrier_arrive(barrier);
+          for (int i = beside; i < row_blocks; i += kBeside) {
+            const uint32_t to = x + i * kBlockBytes;
+            if (kBeside == 1) copy_bulk(to, from + i * stride, row_bytes, barrier);
+            else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << piece);
+          }
+        } else {
+          barrier_expect(barrier, groups * kBlockBytes + row_blocks * row_bytes);
+          for (int i = 0; i < groups; i++) copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
         }
-      };
-      // Weights are on their way before the kernel before this one has made the rows.
-      const int ahead = min(kStages, blocks);
-      for (int b = 0; b < ahead; b++) fetch_weights(b);
-      await_previous();
-      for (int b = 0; b < ahead; b++) fetch_rows(b);
-      for (int b = ahead; b < blocks; b++) {
-        barrier_wait(&empty[b % kStages], (b / kStages - 1) % 2);
-        fetch_weights(b), fetch_rows(b);
       }
     }
     __syncwarp();
@@ -200,12 +199,14 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   if (rows <= 16) return start_split<16, 1>(p, rows, queue);
   if (rows <= 32) return start_split<32, 1>(p, rows, queue);
   if (rows <= 64) return start_split<64, 1>(p, rows, queue);
-  // Rows are read once for each cluster's columns, and weights for each tile of rows: as often as all can run at once.
-#ifndef AS_SPLIT_OLD
-  if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
-  if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
-  if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
-#endif
+  // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
+  // run at once, and most processors have one.
+  const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
+  if (3 * blocks >= 2 * processors()) {
+    if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
+    if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+  }
   start_split<128, 2>(p, rows, queue);
 }
 

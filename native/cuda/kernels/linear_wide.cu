@@ -1,7 +1,7 @@
 // Products in bfloat16 by wgmma for many rows.
 //
 // A block of threads has a tile of 128 or 192 rows of activations and some columns (rows of the weights) at a time, and
-// there are no more blocks than run at once: each computes one tile after the other. One thread has blocks of both
+// there are no more blocks than run at once: each computes one tile after the other. Four threads have blocks of both
 // sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two or
 // three warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the
 // pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
@@ -16,6 +16,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
+[[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy, each of up to two parts of a tile
 // How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
 [[maybe_unused]] constexpr int kBandRows = 2048;
 
@@ -73,29 +74,37 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages];
 };
 
-// A block's share of rows that several of the cluster have in common, which it copies for all of them.
+// What a block copies of rows that several of the cluster have in common.
 struct Share {
-  const char* data;   // in tiles
+  const uint16_t* tiles;
   int first, blocks;  // row; blocks of K
-  int begin, end;     // of the rows from that one on
-  uint16_t sharers;   // of the cluster's blocks
+  int begin, end;     // this block's of the rows from that one on
+  int bytes;          // of all blocks' shares, of a block of K
 
-  // rows: that there are, of `most`; place: of the block among `count`.
-  __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count,
-                   uint16_t sharers)
-      : data(reinterpret_cast<const char*>(tiles)), first(first), blocks(blocks), sharers(sharers) {
+  // rows: that there are, of `most`; place: of this block among `count`.
+  __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count)
+      : tiles(tiles), first(first), blocks(blocks) {
     const int there = max(0, min(most, blocks_of(rows) * kBlock - first)), each = most / count;
     begin = min(there, place * each), end = min(there, (place + 1) * each), bytes = there * kRowBytes;
   }
-  int bytes;  // of all shares
-  template <bool kShared>
-  __device__ void copy(int block, uint32_t to, uint64_t* barrier) const {
-    for (int row = begin, next; row < end; row = next) {
-      const int at = first + row;
-      next = min(end, row + kBlock - at % kBlock);
-      const char* from = data + ((size_t)(at / kBlock) * blocks + block) * kBlockBytes + at % kBlock * kRowBytes;
-      if constexpr (kShared) copy_bulk_to(to + row * kRowBytes, from, (next - row) * kRowBytes, barrier, sharers);
-      else copy_bulk(to + row * kRowBytes, from, (next - row) * kRowBytes, barrier);
+};
+
+// A part of a share that lies in one piece, and where its first block of K goes in a stage.
+struct Part {
+  const char* from = nullptr;
+  uint32_t to = 0;
+  int bytes = 0;
+
+  // Number n of a share's parts, if there are so many; else n becomes what is left of it.
+  __device__ Part(const Share& share, int& n) {
+    for (int row = share.begin, next; row < share.end; row = next) {
+      const int at = share.first + row;
+      next = min(share.end, row + kBlock - at % kBlock);
+      if (n-- > 0) continue;
+      from = reinterpret_cast<const char*>(share.tiles) + (size_t)(at / kBlock) * share.blocks * kBlockBytes +
+             at % kBlock * kRowBytes;
+      to = row * kRowBytes, bytes = (next - row) * kRowBytes;
+      return;
     }
   }
 };
@@ -216,9 +225,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: copied is what this block asked for; empty is it at all blocks of the cluster.
+    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
+    // of the cluster.
     for (int i = 0; i < S::kStages; i++)
-      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], kCluster * kGroups);
+      barrier_init(&barriers.full[i], kCopiers), barrier_init(&barriers.empty[i], kCluster * kGroups);
     barriers_are_there();
   }
   __syncthreads();
@@ -227,40 +237,41 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Ring<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopying));
-    if (threadIdx.x == 0) {
+    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    if (threadIdx.x % 32 == 0) {
+      const int warp = threadIdx.x / 32;
       // The blocks that take part in a row of a cluster are adjacent.
       const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
       uint16_t above = 0;
       for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
-      const auto weights_of = [&](const TilePlace& at) {
-        return Share(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown, above);
-      };
-      const auto rows_of = [&](const TilePlace& at) {
-        return Share(p.x.tiles, at.row, rows, S::kRows, k.blocks, across, kAcross, beside);
-      };
-      const auto copy_weights = [&](const Share& weights, int bytes, int block, int stage) {
-        barrier_expect(&barriers.full[stage], bytes);
-        weights.copy<(kDown > 1)>(block, stages + stage * S::kStageBytes + S::kRows * kRowBytes, &barriers.full[stage]);
-      };
-      // Weights are on their way before the kernel before this one has made the rows.
-      int ahead = min(S::kStages, k.blocks);
-      const TilePlace at_first = TilePlace::of<S>(walk, first_tile, down, across);
-      const Share first_weights = weights_of(at_first);
-      const int first_bytes = first_weights.bytes + rows_of(at_first).bytes;
-      for (int b = 0; b < ahead; b++) copy_weights(first_weights, first_bytes, b, b);
-      await_previous();
       for (int tile = first_tile; tile < tiles; tile += step) {
         const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
-        const Share weights = weights_of(at), own = rows_of(at);
-        const int bytes = weights.bytes + own.bytes;
+        const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
+        const Share own(p.x.tiles, at.row, rows, S::kRows, k.blocks, across, kAcross);
+        const auto part_of = [&](int n, bool& of_rows) {
+          const Part part(weights, n);
+          of_rows = n >= 0;
+          return of_rows ? Part(own, n) : part;
+        };
+        bool of_rows[2];
+        Part first = part_of(warp, of_rows[0]), second = part_of(warp + kCopiers, of_rows[1]);
+        const auto copy = [&](Part& part, bool of_rows) {
+          if (!part.bytes) return;
+          uint64_t* barrier = &barriers.full[ring.stage];
+          const uint32_t to = stages + ring.stage * S::kStageBytes + (of_rows ? 0 : S::kRows * kRowBytes) + part.to;
+          const int sharers = of_rows ? kAcross : kDown;
+          if (sharers > 1) copy_bulk_to(to, part.from, part.bytes, barrier, of_rows ? beside : above);
+          else copy_bulk(to, part.from, part.bytes, barrier);
+          part.from += kBlockBytes;
+        };
+        // Weights are on their way before the kernel before this one has made the rows.
+        if (tile != first_tile || of_rows[0] || of_rows[1]) await_previous();
         for (int b = 0; b < k.blocks; b++, ring.next()) {
-          if (ahead > 0) {
-            ahead--;
-          } else {
-            barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-            copy_weights(weights, bytes, b, ring.stage);
-          }
-          own.copy<(kAcross > 1)>(b, stages + ring.stage * S::kStageBytes, &barriers.full[ring.stage]);
+          barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          if (warp == 0) barrier_expect(&barriers.full[ring.stage], weights.bytes + own.bytes);
+          else barrier_arrive(&barriers.full[ring.stage]);
+          copy(first, of_rows[0]), copy(second, of_rows[1]);
         }
       }
     }
@@ -370,41 +381,40 @@ struct Kernel {
   }
 };
 
+// A tile and a cluster of them, and the nanoseconds that they take for a block of K, as measured on an H200.
 struct Choice {
-  int columns, rows, down, across;  // of a tile; tiles of a cluster
+  int columns, rows, down, across, nanoseconds;
   int (*turns)(int rows, int columns);
   void (*start)(const Product&, int, const Queue&);
 };
 template <int kColumns, bool kWhole, int kGroups, int kDown, int kAcross>
-constexpr Choice kChoice{kColumns,
-                         kGroups* kBlock,
-                         kDown,
-                         kAcross,
-                         Kernel<Shape<kColumns, kWhole, kGroups, kDown, kAcross>>::turns,
-                         Kernel<Shape<kColumns, kWhole, kGroups, kDown, kAcross>>::start};
+constexpr Choice choice(int nanoseconds) {
+  using K = Kernel<Shape<kColumns, kWhole, kGroups, kDown, kAcross>>;
+  return {kColumns, kGroups * kBlock, kDown, kAcross, nanoseconds, K::turns, K::start};
+}
 #ifndef AS_WIDE_CHOICES
-constexpr Choice kByPieces[] = {kChoice<192, false, 2, 2, 2>, kChoice<176, false, 2, 2, 2>,
-                                kChoice<160, false, 2, 2, 2>, kChoice<144, false, 2, 2, 2>,
-                                kChoice<128, false, 2, 2, 2>, kChoice<112, false, 2, 2, 2>};
-constexpr Choice kByOne[] = {kChoice<256, true, 2, 2, 2>, kChoice<240, true, 2, 2, 2>, kChoice<224, true, 2, 2, 2>,
-                             kChoice<192, true, 2, 2, 2>, kChoice<160, true, 2, 2, 2>};
+constexpr Choice kByPieces[] = {choice<192, false, 2, 2, 2>(540), choice<160, false, 2, 2, 2>(460),
+                                choice<128, false, 2, 2, 2>(375), choice<112, false, 2, 2, 2>(335)};
+constexpr Choice kByOne[] = {choice<256, true, 2, 4, 2>(660), choice<256, true, 2, 2, 2>(720),
+                             choice<192, true, 2, 2, 2>(540)};
 #else
 AS_WIDE_CHOICES
 #endif
+constexpr int kEnd = 2500;  // nanoseconds that the end of a tile takes
 
 }  // namespace
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
   if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
-  // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
+  const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
-  int least = INT32_MAX;
+  int64_t least = INT64_MAX;
   const auto consider = [&](const Choice& choice) {
-    const int cost = choice.turns(rows, p.w.n) * (choice.columns + 16);
+    const int64_t cost = choice.turns(rows, p.w.n) * ((int64_t)k.blocks * choice.nanoseconds + kEnd);
     if (cost < least) best = &choice, least = cost;
   };
-  if (Pieces(p.w.k, p.w.most_pieces).count == 1)
+  if (k.count == 1)
     for (const Choice& choice : kByOne) consider(choice);
   else
     for (const Choice& choice : kByPieces) consider(choice);
