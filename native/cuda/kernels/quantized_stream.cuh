@@ -58,6 +58,9 @@ struct StreamShape {
   static constexpr int kRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 104;
   static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
   static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
+  static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
+  // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
+  static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
   // Of a block: of rows, of their sums, of a group's codes and scales.
   static constexpr int kRowsBytes = kRows * Format::kRowBytes, kSumsBytes = kHasSums ? kRows * 4 : 0;
   static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
