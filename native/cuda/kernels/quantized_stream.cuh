@@ -4,6 +4,8 @@
 // a tile some columns (rows of the weights) by some rows of activations. One warp has steps copied into shared memory,
 // as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all rows: a
 // warp makes of its 16 columns' codes the product's first operand in registers, while the product before is under way.
+// Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose bits are the
+// same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
 //
 // A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. A piece that
 // two blocks of threads share is begun first of all by the one and finished last by the other, who goes on from what
