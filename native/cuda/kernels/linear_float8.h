@@ -12,9 +12,8 @@ namespace cuda {
 constexpr int kFloat8Blocks = 2;  // of 64 columns, that wgmma sums
 constexpr float kLargestFloat8 = 448.0f;
 
-// Any rows; many, if clusters of blocks of threads have tiles enough to keep most processors busy.
+// Any rows; many.
 void linear_float8_stream(const Product& p, int rows, const Queue& queue);
-bool wide_float8_fills(int columns, int rows);
 void linear_float8_wide(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda

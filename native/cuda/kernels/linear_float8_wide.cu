@@ -204,10 +204,6 @@ void start_wide(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-bool wide_float8_fills(int columns, int rows) {
-  return rows > kRows && Walk(rows, columns).count() * kCluster * 4 >= processors() * 3;
-}
-
 void linear_float8_wide(const Product& p, int rows, const Queue& queue) {
   if (Pieces(p.w.k, p.w.most_pieces).count == 1) start_wide<true>(p, rows, queue);
   else start_wide<false>(p, rows, queue);
