@@ -4,6 +4,8 @@
 // a tile some columns (rows of the weights) by some rows of activations. One warp has steps copied into shared memory,
 // as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all rows: a
 // warp makes of its 16 columns' codes the product's first operand in registers, while the product before is under way.
+// Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose bits are the
+// same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
 //
 // A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. A piece that
 // two blocks of threads share is begun first of all by the one and finished last by the other, who goes on from what
@@ -171,6 +173,38 @@ __device__ inline void clear(Sum (&d)[kValues]) {
   for (int i = 0; i < kValues; i++) d[i] = 0;
 }
 
+// The sums of all pieces in ascending order. Of few values everything is asked for before anything is added.
+template <int kValues, int kStride, size_t kPiece>
+__device__ inline void add_pieces(const float* from, int pieces, float (&sums)[kValues]) {
+  if constexpr (kValues <= 16) {
+    constexpr int kTogether = 4;
+#pragma unroll
+    for (int first = 0; first < kValues; first += kTogether) {
+      float all[kMostCodePieces][kTogether];
+#pragma unroll
+      for (int piece = 0; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) all[piece][i] = __ldcg(from + piece * kPiece + (first + i) * kStride);
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) sums[first + i] = all[0][i];
+#pragma unroll
+      for (int piece = 1; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) sums[first + i] = __fadd_rn(sums[first + i], all[piece][i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * kStride);
+    for (int piece = 1; piece < pieces; piece++) {
+      from += kPiece;
+#pragma unroll
+      for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * kStride));
+    }
+  }
+}
+
 // whole: tiles are not shared, and a block of threads' pieces of all its tiles have one place.
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -197,63 +231,66 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Ring<kStages> ring;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
-    if (threadIdx.x >= S::kWorkers + 32) return;
+    // Issuing a copy takes some 200 cycles: so the warps share them, and one thread of each asks.
+    if (lane != 0) return;
+    constexpr int kWarps = kGroupThreads / 32;
+    const int warp = (threadIdx.x - S::kWorkers) / 32;
     const int sets = Format::kFine ? kBlock / codes.group : Format::kSets;  // of a block
     const int group_blocks = codes.groups > 1 ? max(codes.group / kBlock, 1) : k.blocks;
     const auto first_set = [&](int block) { return Format::kFine ? block * sets : block / group_blocks; };
+    // Whether the sets of a step's blocks lie side by side, in both places.
+    const bool adjacent = sets == Format::kSets && (Format::kFine || group_blocks == 1);
     const auto rows_there = [&](const StreamCursor& at) { return min(kRows, rows - at.part.tile % row_tiles * kRows); };
     const int stride = blocks_of(rows) * kBlock;
     const auto fetch_weights = [&](const StreamCursor& at, int stage) {
       const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
       const int column_block = at.part.tile / row_tiles * kGroups, groups = min(kGroups, column_blocks - column_block);
-      if (lane == 0) {
+      if (warp == 0) {
         int bytes = blocks * (rows_there(at) * Format::kRowBytes + S::kSumsBytes + groups * S::kCodesBytes);
         if constexpr (Format::kSets)
           for (int j = 0; j < blocks; j++)
             bytes += groups * min(sets, codes.groups - first_set(block + j)) * S::kSetBytes;
         barrier_expect(&full[stage], bytes);
       }
-      __syncwarp();
-      constexpr int kCopies = 1 + (Format::kSets ? kStepBlocks : 0);  // of a group
       const uint64_t policy = evicted_first();
-      if (lane < groups * kCopies) {
-        const int own = lane / kCopies, j = lane % kCopies - 1;
-        const uint32_t to = stages + stage * S::kStageBytes + S::kGroupsAt + own * S::kGroupBytes;
-        if (j < 0) {
-          copy_bulk(to,
-                    reinterpret_cast<const char*>(codes.words) +
-                        ((size_t)(column_block + own) * k.blocks + block) * S::kCodesBytes,
-                    blocks * S::kCodesBytes, &full[stage], policy);
-        } else if (j < blocks) {
+      const uint32_t to = stages + stage * S::kStageBytes + S::kGroupsAt;
+      if (warp < groups)
+        copy_bulk(to + warp * S::kGroupBytes,
+                  reinterpret_cast<const char*>(codes.words) +
+                      ((size_t)(column_block + warp) * k.blocks + block) * S::kCodesBytes,
+                  blocks * S::kCodesBytes, &full[stage], policy);
+      if constexpr (Format::kSets) {
+        const int own = kWarps - 1 - warp;  // of two groups by the warps that have no codes
+        if (own >= groups) return;
+        for (int j = 0; j < (adjacent ? 1 : blocks); j++) {
           const int set = first_set(block + j);
-          copy_bulk(to + S::kSetsAt + j * Format::kSets * S::kSetBytes,
+          copy_bulk(to + own * S::kGroupBytes + S::kSetsAt + j * Format::kSets * S::kSetBytes,
                     reinterpret_cast<const char*>(codes.scales) +
                         ((size_t)(column_block + own) * codes.groups + set) * S::kSetBytes,
-                    min(sets, codes.groups - set) * S::kSetBytes, &full[stage], policy);
+                    min(adjacent ? blocks * sets : sets, codes.groups - set) * S::kSetBytes, &full[stage], policy);
         }
       }
     };
     const auto fetch_rows = [&](const StreamCursor& at, int stage) {
       const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
-      const int row = at.part.tile % row_tiles * kRows, there = rows_there(at);
+      const int row = at.part.tile % row_tiles * kRows, there = rows_there(at), j = warp % kStepBlocks;
+      if (j >= blocks) return;
       const uint32_t to = stages + stage * S::kStageBytes;
       constexpr int kRowBlocks = (kRows + kBlock - 1) / kBlock;
-      const int j = lane % kStepBlocks, i = lane / kStepBlocks;
-      if (j >= blocks) return;
-      if (i < kRowBlocks) {
+      const int i = warp / kStepBlocks;
+      if (const int own = min(kBlock, there - i * kBlock); i < kRowBlocks && own > 0) {
         const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p.x.tiles)
                                             : reinterpret_cast<const char*>(p.bytes.values);
-        if (const int own = min(kBlock, there - i * kBlock); own > 0)
-          copy_bulk(
-              to + j * S::kRowsBytes + i * kBlock * Format::kRowBytes,
-              x + (((size_t)(row / kBlock + i) * k.blocks + block + j) * kBlock + row % kBlock) * Format::kRowBytes,
-              own * Format::kRowBytes, &full[stage]);
-      } else if (S::kHasSums && i == kRowBlocks) {
+        copy_bulk(to + j * S::kRowsBytes + i * kBlock * Format::kRowBytes,
+                  x + (((size_t)(row / kBlock + i) * k.blocks + block + j) * kBlock + row % kBlock) * Format::kRowBytes,
+                  own * Format::kRowBytes, &full[stage]);
+      }
+      if (S::kHasSums && i == 1)
         copy_bulk(to + S::kSumsAt + j * S::kSumsBytes,
                   reinterpret_cast<const char*>(p.bytes.sums + (size_t)(block + j) * stride + row), S::kSumsBytes,
                   &full[stage]);
-      }
     };
+    static_assert(kGroups <= kWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kWarps);
     // Weights are on their way before the kernel before this one has made the rows.
     StreamCursor ahead(all), behind = ahead;
     int begun = 0;
@@ -462,13 +499,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         group_barrier(group);
         if (arrived[group] != k.pieces - 1) continue;
         const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
-#pragma unroll
-        for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * S::kWorkers);
-        for (int piece = 1; piece < k.pieces; piece++) {
-          from += S::kSums;
-#pragma unroll
-          for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * S::kWorkers));
-        }
+        add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
       }
       finish_columns<Format::kScales>(p, rows, row, column_block, sums);
     }
