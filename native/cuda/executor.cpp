@@ -49,7 +49,8 @@ void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits
     throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
   draft_ = std::move(draft);
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
-  if (adapters.count < 0 || (adapters.count > 0 && adapters.max_rank < 1))
+  constexpr int kMostRank = 65535;  // of blocks of threads, in one direction
+  if (adapters.count < 0 || (adapters.count > 0 && (adapters.max_rank < 1 || adapters.max_rank > kMostRank)))
     throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
                                 std::to_string(adapters.max_rank));
   weights_.finish();
