@@ -159,8 +159,7 @@ void Memory::fail(cudaError_t result) const {
   throw std::runtime_error(text);
 }
 
-Memory::Memory(size_t bytes, const char* purpose, Where where, bool zeroed)
-    : bytes_(bytes), where_(where), purpose_(purpose) {
+Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), where_(where), purpose_(purpose) {
   if (!bytes) return;
   if (where == Where::lent && (bytes < kLeastLent || !pages().there)) where_ = Where::device;
   if (where_ == Where::lent) {
@@ -186,7 +185,7 @@ Memory::Memory(size_t bytes, const char* purpose, Where where, bool zeroed)
   }
   if (where_ != Where::host)
     check(cudaMemset(data_, 0, bytes), "clearing memory"), check(cudaStreamSynchronize(nullptr), "clearing memory");
-  else if (zeroed) std::memset(data_, 0, bytes);
+  else std::memset(data_, 0, bytes);
 }
 
 void Memory::give_back() {

@@ -21,9 +21,8 @@ class Memory {
   enum class Where { device, lent, host };
 
   Memory() = default;
-  // Zeroed, but for the host's if `zeroed` is false. Throws std::runtime_error saying what it was for, and how much
-  // there is.
-  Memory(size_t bytes, const char* purpose, Where where = Where::device, bool zeroed = true);
+  // Zeroed. Throws std::runtime_error saying what it was for, and how much there is.
+  Memory(size_t bytes, const char* purpose, Where where = Where::device);
   ~Memory();
   Memory(Memory&& other) noexcept { swap(other); }
   Memory& operator=(Memory&& other) noexcept {

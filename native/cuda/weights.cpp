@@ -11,6 +11,7 @@ namespace cuda {
 namespace {
 
 constexpr size_t kStagingBytes = 32 << 20;
+constexpr size_t kCopyAlign = 4096;  // of matrices in the host's memory
 
 size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
 
@@ -273,34 +274,42 @@ void Weights::pair(int id) {
 }
 
 void Weights::unload() {
-  std::vector<Memory> copies(weights_.size());
-  for (size_t i = 0; i < weights_.size(); i++)
-    if (weights_[i].memory.lent() && !weights_[i].unloaded.size())
-      copies[i] = Memory(weights_[i].memory.size(), "weights that the GPU has not", Memory::Where::host, false);
-  for (size_t i = 0; i < weights_.size(); i++)
-    if (copies[i].size())
-      check(cudaMemcpyAsync(copies[i].as(), weights_[i].memory.as(), copies[i].size(), cudaMemcpyDeviceToHost,
-                            device_.stream()),
-            "unloading weights");
+  if (freeing_.joinable()) freeing_.join();
+  if (copy_.size()) return;
+  size_t bytes = 0;
+  for (Weight& w : weights_)
+    if (w.memory.lent()) w.copy = bytes, bytes += (w.memory.size() + kCopyAlign - 1) / kCopyAlign * kCopyAlign;
+  HostCopy copy(bytes, "weights that the GPU has not");
+  for (const Weight& w : weights_)
+    if (w.memory.lent())
+      check(
+          cudaMemcpyAsync(copy.as() + w.copy, w.memory.as(), w.memory.size(), cudaMemcpyDeviceToHost, device_.stream()),
+          "unloading weights");
   device_.wait();
-  for (size_t i = 0; i < weights_.size(); i++)
-    if (copies[i].size()) weights_[i].memory.give_back(), weights_[i].unloaded = std::move(copies[i]);
+  for (Weight& w : weights_) w.memory.give_back();
+  copy_ = std::move(copy);
 }
 
 void Weights::load() {
-  std::vector<Weight*> taken;
+  if (!copy_.size()) return;
   try {
-    for (Weight& w : weights_)
-      if (w.unloaded.size()) w.memory.take_again(), taken.push_back(&w);
+    for (Weight& w : weights_) w.memory.take_again();
   } catch (...) {
-    for (Weight* w : taken) w->memory.give_back();
+    for (Weight& w : weights_) w.memory.give_back();
     throw;
   }
-  for (Weight* w : taken)
-    check(cudaMemcpyAsync(w->memory.as(), w->unloaded.as(), w->memory.size(), cudaMemcpyHostToDevice, device_.stream()),
-          "loading weights");
+  for (const Weight& w : weights_)
+    if (w.memory.lent())
+      check(cudaMemcpyAsync(w.memory.as(), copy_.as() + w.copy, w.memory.size(), cudaMemcpyHostToDevice,
+                            device_.stream()),
+            "loading weights");
   device_.wait();
-  for (Weight* w : taken) w->unloaded = Memory();
+  freeing_ =
+      std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while
+}
+
+Weights::~Weights() {
+  if (freeing_.joinable()) freeing_.join();
 }
 
 const Matrix& Weights::matrix(int id) const {

@@ -1,9 +1,11 @@
 // A model's weights on a GPU: matrices as products read them (tiles.h), and vectors.
 #pragma once
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/device.h"
+#include "cuda/host_copy.h"
 #include "cuda/kernels.h"
 
 namespace as {
@@ -36,6 +38,7 @@ size_t matrix_bytes(const Matrix& matrix);  // of all in a stack
 class Weights {
  public:
   explicit Weights(const Device& device) : device_(device) {}
+  ~Weights();
 
   int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   // Fills rows from row_offset on. Returns how many values of each are NaN or infinite. group: by which whole rows are
@@ -69,7 +72,7 @@ class Weights {
     Matrix matrix;  // k = 0: none, but a vector
     Memory memory;
     uint64_t hash;
-    Memory unloaded = {};  // what is in the host's memory meanwhile
+    size_t copy = 0;  // where it is in the host's copy
   };
   // Where rows wait to be packed: while the device packs those of one turn, the next is filled.
   struct Staging {
@@ -94,6 +97,8 @@ class Weights {
   const Device& device_;
   std::vector<Weight> weights_;
   Staging staging_;
+  HostCopy copy_;        // of what is not on the GPU
+  std::thread freeing_;  // the last one
 };
 
 }  // namespace cuda

@@ -11,15 +11,6 @@ constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kByteRow;
 constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
-// d [16, 8] += a [16, 32] b [8, 32]^T
-__device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>
 struct Shape {

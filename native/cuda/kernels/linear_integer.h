@@ -11,8 +11,8 @@
 namespace as {
 namespace cuda {
 
-// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (cuda/quantized.h): of each 16 columns bytes 4 t
-// to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
+// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (cuda/quantized.h): of each 16 columns bytes 4
+// t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
 
 // The blocks of K that have a sum of their own: those of a group in a piece.
@@ -56,6 +56,15 @@ __device__ __forceinline__ void integers(const LaneCodes<kBits>& own, int half, 
       a[below] = __byte_perm(even, odd, 0x6420), a[2 + below] = __byte_perm(even, odd, 0x7531);
     }
   }
+}
+
+// d [16, 8] += a [16, 32] b [8, 32]^T
+__device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Adds a segment's sum to a piece's total.

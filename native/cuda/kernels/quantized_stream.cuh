@@ -52,11 +52,15 @@ struct StreamShape {
   using Format = Format_;
   static constexpr int kRows = kRows_, kGroups = kGroups_;
   static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
-  // Registers of a thread that multiplies, and of one that copies: of 512 that threads of all warpgroups have together.
-  static constexpr int kRegisters = kGroups == 2 ? 232 : kGroups == 3 ? 152 : 112;
-  static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 56;
-  static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= 512);
+  // Registers of a thread: at launch, as many as all threads can have; then of one that multiplies, and of one that
+  // copies, which together must be no more, or a warpgroup waits for its own without end.
+  static constexpr int kLaunched = (65536 / 4 / 32 / ((kThreads / 32 + 3) / 4)) / 8 * 8;
+  static constexpr int kRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 104;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
+  static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
   static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
+  // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
+  static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
   // Of a block: of rows, of their sums, of a group's codes and scales.
   static constexpr int kRowsBytes = kRows * Format::kRowBytes, kSumsBytes = kHasSums ? kRows * 4 : 0;
   static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
@@ -160,6 +164,12 @@ __device__ inline void group_barrier(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
 }
 #endif
+
+template <typename Sum, int kValues>
+__device__ inline void clear(Sum (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) d[i] = 0;
+}
 
 // whole: tiles are not shared, and a block of threads' pieces of all its tiles have one place.
 template <typename S>
@@ -290,7 +300,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             affine[0].set(two.x), affine[1].set(two.y);
           }
           lanes.fragment(i, affine, a[i]);
-          if (there < kBlock) cut_fragment(a[i], there - i * 16);
+        }
+        if (there < kBlock) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
         }
       }
     };
@@ -307,6 +320,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
       }
       commit_products();
+    };
+    const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+#pragma unroll
+      for (int t = 0; t < kRows / 8; t++) {
+        auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
+#pragma unroll
+        for (int i = 0; i < Format::kParts; i += 2) {
+          uint32_t y[4];
+          load_cores(y, x + t * 8 * Format::kRowBytes +
+                            (S::kHasSums ? byte_piece(lane % 8, lane / 8) : piece_offset(lane % 8, 2 * i + lane / 8)));
+          multiply_add(own, a[i], y[0], y[1]), multiply_add(own, a[i + 1], y[2], y[3]);
+        }
+      }
     };
     // Whether sums have become part of the total, as a segment ends with this block.
     const auto end_segment = [&](int stage, int j, int block) {
@@ -351,38 +378,56 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int i = 0; i < kValues; i++) total[i] = 0;
       }
-      settle(d);
+      if constexpr (!S::kFew) settle(d);
       if constexpr (Format::kSegments) segment_end = segments.end(part.begin * kStepBlocks);
       // Whether products are added to sums that there are.
       bool adds = part.begin > part.first;
       if constexpr (Format::kSegments)
         adds = adds && segments.begin(part.begin * kStepBlocks) < part.begin * kStepBlocks;
-      uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way
-      barrier_wait(&full[ring.stage], ring.parity);
-      load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
-      for (int step = part.begin; step < part.end; step++) {
-        const int stage = ring.stage, block = step * kStepBlocks;
-        const bool both = block + 1 < k.blocks;
-        multiply(stage, 0, adds, a[0]);
-        if (both) load(stage, 1, block + 1, a[1]);
-        if (Format::kFloats && both) {  // a segment is the whole step
-          adds = true;
-        } else {
+      if constexpr (S::kFew) {
+        if (!adds) clear(d);
+        for (int step = part.begin; step < part.end; step++, ring.next()) {
+          barrier_wait(&full[ring.stage], ring.parity);
+#pragma unroll
+          for (int j = 0; j < kStepBlocks; j++) {
+            const int block = step * kStepBlocks + j;
+            if (block >= k.blocks) break;
+            uint32_t a[Format::kParts][4];
+            load(ring.stage, j, block, a);
+            multiply_few(ring.stage, j, a);
+            if (end_segment(ring.stage, j, block)) clear(d);
+          }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[ring.stage]);
+        }
+      } else {
+        uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way
+        barrier_wait(&full[ring.stage], ring.parity);
+        load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
+        for (int step = part.begin; step < part.end; step++) {
+          const int stage = ring.stage, block = step * kStepBlocks;
+          const bool both = block + 1 < k.blocks;
+          multiply(stage, 0, adds, a[0]);
+          if (both) load(stage, 1, block + 1, a[1]);
+          if (Format::kFloats && both) {  // a segment is the whole step
+            adds = true;
+          } else {
+            wait_products<0>();
+            settle(d);
+            adds = !end_segment(stage, 0, block);
+          }
+          if (both) multiply(stage, 1, adds, a[1]);
+          ring.next();
+          if (step + 1 < part.end) {
+            barrier_wait(&full[ring.stage], ring.parity);
+            load(ring.stage, 0, block + kStepBlocks, a[0]);
+          }
           wait_products<0>();
           settle(d);
-          adds = !end_segment(stage, 0, block);
+          if (both) adds = !end_segment(stage, 1, block + 1);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[stage]);
         }
-        if (both) multiply(stage, 1, adds, a[1]);
-        ring.next();
-        if (step + 1 < part.end) {
-          barrier_wait(&full[ring.stage], ring.parity);
-          load(ring.stage, 0, block + kStepBlocks, a[0]);
-        }
-        wait_products<0>();
-        settle(d);
-        if (both) adds = !end_segment(stage, 1, block + 1);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&empty[stage]);
       }
       if (!own) continue;
       if (part.end < part.last) {
