@@ -54,8 +54,9 @@ void route(const Product& logits, const Router& router, const Routing& routing, 
 void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
 
 // y [entries, n] = x w^T + bias with the matrix (and bias) of each entry's expert: w is a stack of those. Sums over K
-// are one chain each, whatever the kernel; codes are rounded to bfloat16 first. gathers: x has rows, else entries. follows: the kernel before on the stream
-// is such a product, too, of the same routing and type. entries: of the step, of all experts.
+// are one chain each, whatever the kernel; codes are rounded to bfloat16 first. gathers: x has rows, else entries.
+// follows: the kernel before on the stream is such a product, too, of the same routing and type. entries: of the step,
+// of all experts.
 struct ExpertProduct {
   Product product;
   Routing routing;
