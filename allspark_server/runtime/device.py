@@ -8,7 +8,7 @@ from typing import Protocol, Sequence
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import OUTPUT_ROWS
+from allspark_server.models.graph import OUTPUT_ROWS, Op
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
@@ -21,6 +21,8 @@ GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
+#: what models that the CPU serves have beside these is told before their weights are loaded
+GPU_MISSING_OPS = ("clamped_silu_mul",)
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
@@ -29,7 +31,8 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
-    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
+    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's, of
+    which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
@@ -37,8 +40,8 @@ class Device(Protocol):
     largest_cache_share: float
     host_memory: bool
 
-    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
-        """AllSparkError for what is not built yet. forms: of matrices."""
+    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str, ops: Sequence[Op]) -> None:
+        """AllSparkError for what is not built yet. forms: of matrices. ops: of the model's graph."""
 
     def available(self, world: int) -> int:
         """Bytes that this rank may use, now."""
@@ -94,7 +97,7 @@ class Cpus:
         self._cpus, self._threads, self._native = cpus, threads, native_library()
         self.isa = self._native.isa()
 
-    def check(self, config, forms, cache_dtype):
+    def check(self, config, forms, cache_dtype, ops):
         wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
         if cache_dtype == "float8":
             wanted.append("cache_dtype='float8'")
@@ -180,8 +183,10 @@ class Gpu:
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
-    def check(self, config, forms, cache_dtype):
-        missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+    def check(self, config, forms, cache_dtype, ops):
+        missing = [f"op {op.type}" for op in ops if op.type in GPU_MISSING_OPS]
+        missing += ["attention with sinks" for op in ops if op.attrs.get("sinks")]
+        missing += [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:

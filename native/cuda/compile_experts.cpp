@@ -111,9 +111,8 @@ int CudaRunner::bind_expert_linear(size_t i) {
   e.routing = routed.routing, e.gathers = x.row_set != y.row_set;
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
-  const auto& ops = ops_;
-  e.follows = i > 1 && ops[i - 2].is("expert_linear") && is_gated(ops_, i - 2) &&
-              out(ops[i - 2]).row_set == y.row_set && ops[i - 1].outputs[0] == op.inputs[0] && !converts;
+  e.follows = i > 1 && ops_[i - 2].is("expert_linear") && is_gated(ops_, i - 2) &&
+              out(ops_[i - 2]).row_set == y.row_set && ops_[i - 1].outputs[0] == op.inputs[0] && !converts;
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size), entries = count(y, size);
     if (!rows) return;
@@ -139,7 +138,7 @@ int CudaRunner::bind_combine_experts(size_t i) {
   if (sum) {  // and its norm, where that comes next
     const OpNode& next = ops_[last + 1];
     const int into = ops_[last].inputs[0];
-    if (next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into) {
+    if (next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into && !quantizes_next(last + 1)) {
       c.norm = {vector(next, 0), (float)next.number("eps"), next.flag("unit_offset")}, c.normed = out(next).rows;
       last++;
     }

@@ -124,6 +124,17 @@ __device__ void route_row(const float* logits, const Router& router, const Routi
 // [entries] their experts. shared: three numbers of each expert.
 __device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
   const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (entries == routing.top) {  // of a single row: they are in order
+    if (warp) return;
+    const int expert = lane < entries ? chosen[lane] - routing.begin : -1;
+    const bool own = expert >= 0 && expert < experts;
+    const uint32_t all = __ballot_sync(0xffffffffu, own);
+    const int entry = __popc(all & ((1u << lane) - 1));
+    if (lane < entries) routing.entry_of[lane] = own ? entry : -1;
+    if (own) routing.row_of[entry] = 0, routing.tiles[entry] = {expert, entry, 1};
+    if (lane == 0) *routing.tile_count = __popc(all);
+    return;
+  }
   int *counts = shared, *next = shared + experts, *first_tile = shared + 2 * experts;
   const auto expert_of = [&](int entry) {
     const int expert = chosen[entry] - routing.begin;
@@ -189,12 +200,13 @@ __global__ void __launch_bounds__(kFewThreads)
                      int tile_rows) {
   extern __shared__ __align__(16) float shared[];
   __shared__ int chosen[kFewRows * kMostTop];
-  __shared__ bool last;
+  __shared__ bool last, there[kFewRows];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, expert = blockIdx.x;
   let_next_begin();
   // Weights are there before the kernel before this one has made the rows.
   bring_rows<kWhole>(logits.w, expert, 1, shared);
   await_previous();
+  if (threadIdx.x < rows) there[threadIdx.x] = !where || where[threadIdx.x] >= 0;
   __syncthreads();
   for (int row = warp; row < rows; row += warps) {
     float sum[1][1];
@@ -207,14 +219,13 @@ __global__ void __launch_bounds__(kFewThreads)
   __syncthreads();
   if (threadIdx.x == 0) {
     last = atomicAdd(routing.ended, 1) == gridDim.x - 1;
-    if (last) *routing.ended = 0, __threadfence();
+    if (last) *routing.ended = 0;
   }
   __syncthreads();
   if (!last) return;
   float* own = shared + warp * 2 * router.experts;
   for (int row = warp; row < rows; row += warps)
-    route_row(logits.y.values, router, routing, row, !where || where[row] >= 0, own, own + router.experts,
-              chosen + row * routing.top);
+    route_row(logits.y.values, router, routing, row, there[row], own, own + router.experts, chosen + row * routing.top);
   __syncthreads();
   group(routing, chosen, rows * routing.top, tile_rows, reinterpret_cast<int*>(shared));
 }

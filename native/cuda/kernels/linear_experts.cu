@@ -16,14 +16,18 @@ constexpr int kColumnTiles = 2, kColumns = kColumnTiles * kTileRows;  // of an i
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
-// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each.
-template <int kBits, bool kFine, int kTiles>
+// kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
+// few warps are at work, and each has much on its way.
+template <int kBits, bool kFine, int kTiles, bool kDeep = false>
 struct Shape {
   static constexpr int kTileBytes = kTileRows * kBlock * kBits / 8, kWeights = kColumnTiles * kTileBytes;
   static constexpr int kSets = kBits == 16 ? 0 : kFine ? 4 : 1, kSetBytes = kColumns * 4;  // of scales
   static constexpr int kRowsAt = kWeights + kSets * kSetBytes, kStageBytes = kRowsAt + kTiles * kStageRows;
-  static constexpr int kMost = (kTiles == 8 ? 150 << 10 : 104 << 10) / kWarps / kStageBytes;
-  static constexpr int kStages = kMost < 8 ? kMost : 8, kShared = kWarps * kStages * kStageBytes;
+  static constexpr int kBytes = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // of all warps
+  static constexpr int kMost = kBytes / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
+                                                                        : kDeep                  ? 16
+                                                                                                 : 8;
+  static constexpr int kShared = kWarps * kStages * kStageBytes;
 };
 
 // Where a warp copies from: an item, a block of K.
@@ -77,11 +81,11 @@ class Fragments {
   Affine rows_[kColumnTiles][2];
 };
 
-template <int kBits, bool kFine, int kTiles>
+template <int kBits, bool kFine, int kTiles, bool kDeep>
 __global__ void __launch_bounds__(32 * kWarps)
     linear_experts_kernel(const __grid_constant__ ExpertProduct e, int columns, int most, int blocks,
                           size_t expert_bytes) {
-  using S = Shape<kBits, kFine, kTiles>;
+  using S = Shape<kBits, kFine, kTiles, kDeep>;
   extern __shared__ __align__(128) char shared[];
   constexpr int kStages = S::kStages, kBytes = S::kStageBytes;
   constexpr int kWeightBlock = kBlockValues * kBits / 8;  // bytes of 64 rows x 64 columns
@@ -211,23 +215,28 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <int kBits, bool kFine, int kTiles>
-void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
-  using S = Shape<kBits, kFine, kTiles>;
+template <int kBits, bool kFine, int kTiles, bool kDeep>
+void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& queue) {
+  using S = Shape<kBits, kFine, kTiles, kDeep>;
   static_assert(S::kStages >= 3);
-  const auto kernel = linear_experts_kernel<kBits, kFine, kTiles>;
+  const auto kernel = linear_experts_kernel<kBits, kFine, kTiles, kDeep>;
   const Matrix& w = e.product.w;
-  const int columns = ceil_div(w.n, kColumns), items = most_items(e, entries, kTiles * kRowTile, columns);
   allow_shared(kernel, S::kShared);
-  int together = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel, 32 * kWarps, S::kShared);
-  // Few items: one block on a processor, beside which there is room for the next product's.
-  const int each = items <= kWarps * processors() ? 1 : std::max(together, 1),
-            grid = std::min(items, each * processors());
+  int together = 1;
+  if (!kDeep) cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel, 32 * kWarps, S::kShared);
+  const int grid = std::min(items, std::max(together, 1) * processors());
   const size_t expert_bytes =
       kBits == 16 ? tiles_bytes(w.n, w.k) : codes_bytes(w.n, w.k, kBits) + scales_bytes(w.n, w.codes.groups);
   start(queue, kernel, grid, 32 * kWarps, S::kShared, e, columns, items, blocks_of(w.k), expert_bytes);
   launched("linear of experts");
+}
+
+template <int kBits, bool kFine, int kTiles>
+void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
+  const int columns = ceil_div(e.product.w.n, kColumns), items = most_items(e, entries, kTiles * kRowTile, columns);
+  if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
+    return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
+  start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);
 }
 
 template <int kBits, bool kFine>

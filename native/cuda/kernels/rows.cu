@@ -107,23 +107,32 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
 }
 
-// A warp for each head, of the first heads and then the second.
+// A warp for each head, of the first heads and then the second; of up to kLargestHead features.
 __global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
-  after_previous();
+  constexpr int kEach = kLargestHead / 32;
   const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-  if (of_all >= first.heads.count + second.heads.count) return;
   const bool is_first = of_all < first.heads.count;
   const int head = is_first ? of_all : of_all - first.heads.count,
             head_dim = is_first ? first.heads.head_dim : second.heads.head_dim;
   const float* weight = is_first ? first.norm.weight : second.norm.weight;
   const float eps = is_first ? first.norm.eps : second.norm.eps;
   const float one = (is_first ? first.norm.unit_offset : second.norm.unit_offset) ? 1.0f : 0.0f;
+  const bool there = of_all < first.heads.count + second.heads.count;
   float* values =
       x + (size_t)blockIdx.y * width + (is_first ? first.heads.offset : second.heads.offset) + (size_t)head * head_dim;
-  float sum = 0;
-  for (int i = lane; i < head_dim; i += 32) sum = fmaf(values[i], values[i], sum);
+  float weights[kEach], kept[kEach], sum = 0;
+  const auto each = [&](auto work) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int feature = i * 32 + lane; there && feature < head_dim) work(i, feature);
+  };
+  let_next_begin();
+  each([&](int i, int feature) { weights[i] = weight[feature]; });  // nobody makes these
+  await_previous();
+  each([&](int i, int feature) { kept[i] = values[feature]; });
+  each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
   const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
-  for (int i = lane; i < head_dim; i += 32) values[i] = values[i] * factor * (weight[i] + one);
+  each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
 }
 
 __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
