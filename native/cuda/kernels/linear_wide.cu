@@ -1,9 +1,9 @@
 // Products in bfloat16 by wgmma for many rows.
 //
-// A block of threads has a tile of 128 or 192 rows of activations and some columns (rows of the weights) at a time, and
+// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
 // there are no more blocks than run at once: each computes one tile after the other. Four threads have blocks of both
-// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two or
-// three warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the
+// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two
+// warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the
 // pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
 // copies a part of what they share for all, as what the second-level cache delivers is the limit.
 #include <cstdint>
@@ -17,23 +17,22 @@ namespace {
 
 constexpr int kMostShared = 226 << 10;
 [[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy, each of up to two parts of a tile
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+// How many stages one warpgroup is ahead of the other: it writes while that one multiplies.
+[[maybe_unused]] constexpr int kAhead = 2;
 // How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
 [[maybe_unused]] constexpr int kBandRows = 2048;
 
-// A tile: kColumns columns, 64 rows of each of kGroups warpgroups. A cluster: kDown tiles of rows by kAcross of
-// columns. kWhole: sums are of one piece of K, and need not be kept beside others.
-template <int kColumns_, bool kWhole_, int kGroups_, int kDown_, int kAcross_>
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns. kWhole: sums are of one piece of K,
+// and need not be kept beside others.
+template <int kColumns_, bool kWhole_, int kDown_, int kAcross_>
 struct Shape {
-  static constexpr int kColumns = kColumns_, kGroups = kGroups_, kDown = kDown_, kAcross = kAcross_;
-  static constexpr bool kWhole = kWhole_;
-  static constexpr int kRows = kGroups * kBlock, kCluster = kDown * kAcross, kThreads = 128 * (1 + kGroups);
+  static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
+  [[maybe_unused]] static constexpr bool kWhole = kWhole_;
+  static constexpr int kCluster = kDown * kAcross;
   static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
   static constexpr int kShared = kStages * kStageBytes;
-  // Registers of a thread that copies, and of one that multiplies.
-  static constexpr int kCopying = kGroups == 2 ? 40 : 32, kMultiplying = kGroups == 2 ? 232 : 160;
-  // How many stages one warpgroup is ahead of the next: it writes while that one multiplies.
-  static constexpr int kAhead = kGroups == 2 ? 2 : 1;
-  static constexpr int kBand = kBandRows / (kDown * kRows);
+  [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
   // What each block of a cluster copies of what it shares: whole groups of eight rows.
   static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
@@ -46,7 +45,7 @@ struct Walk {
 };
 template <typename S>
 Walk walk_of(int rows, int columns) {
-  return {ceil_div(rows, S::kDown * S::kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+  return {ceil_div(rows, S::kDown * kRows), ceil_div(columns, S::kAcross * S::kColumns)};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -64,8 +63,7 @@ struct TilePlace {
   __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
     const int first = tile / (S::kBand * walk.across) * S::kBand, there = min(S::kBand, walk.down - first);
     const int within = tile - first * walk.across;
-    return {((first + within % there) * S::kDown + down) * S::kRows,
-            (within / there * S::kAcross + across) * S::kColumns};
+    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
   }
 };
 
@@ -212,11 +210,10 @@ __device__ void write_sums(const Product& p, int rows, int first_row, int first_
 #endif
 
 template <typename S, bool kGated>
-__global__ void __launch_bounds__(S::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kColumns = S::kColumns, kGroups = S::kGroups, kDown = S::kDown, kAcross = S::kAcross,
-                kCluster = S::kCluster, kAhead = S::kAhead;
+  constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
   constexpr bool kWhole = S::kWhole;
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<S::kStages> barriers;
@@ -236,7 +233,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int group = threadIdx.x / 128 - 1;
   Ring<S::kStages> ring;
   if (group < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopying));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
     if (threadIdx.x % 32 == 0) {
       const int warp = threadIdx.x / 32;
@@ -247,7 +244,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int tile = first_tile; tile < tiles; tile += step) {
         const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
         const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
-        const Share own(p.x.tiles, at.row, rows, S::kRows, k.blocks, across, kAcross);
+        const Share own(p.x.tiles, at.row, rows, kRows, k.blocks, across, kAcross);
         const auto part_of = [&](int n, bool& of_rows) {
           const Part part(weights, n);
           of_rows = n >= 0;
@@ -258,7 +255,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const auto copy = [&](Part& part, bool of_rows) {
           if (!part.bytes) return;
           uint64_t* barrier = &barriers.full[ring.stage];
-          const uint32_t to = stages + ring.stage * S::kStageBytes + (of_rows ? 0 : S::kRows * kRowBytes) + part.to;
+          const uint32_t to = stages + ring.stage * S::kStageBytes + (of_rows ? 0 : kRows * kRowBytes) + part.to;
           const int sharers = of_rows ? kAcross : kDown;
           if (sharers > 1) copy_bulk_to(to, part.from, part.bytes, barrier, of_rows ? beside : above);
           else copy_bulk(to, part.from, part.bytes, barrier);
@@ -277,7 +274,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kMultiplying));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     await_previous();
     float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
     // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
@@ -286,11 +283,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto release = [&](int stage) {
       if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
     };
-    // A warpgroup begins when the one before it has told barrier `group`.
-    if (k.blocks > kAhead) {
-      if (group == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
-      if (kGroups > 2 && group == 2) asm volatile("bar.sync 2, 256;" ::: "memory");
-    }
+    if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
     for (int tile = first_tile; tile < tiles; tile += step) {
       const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
@@ -307,7 +300,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           if (there) {
             const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
-                           theirs = stage + S::kRows * kRowBytes;
+                           theirs = stage + kRows * kRowBytes;
             begin_products();
 #pragma unroll
             for (int step = 0; step < 4; step++)
@@ -318,10 +311,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           }
           if (b > first) release(last);
           last = ring.stage;
-          if (b == kAhead && tile == first_tile) {
-            if (group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
-            if (kGroups > 2 && group == 1) asm volatile("bar.arrive 2, 256;" ::: "memory");
-          }
+          if (group == 0 && b == kAhead && tile == first_tile) asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wait_products<0>();
         release(last);
@@ -358,7 +348,7 @@ struct Kernel {
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim.x = S::kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
       cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(S::kCluster), config.blockDim = dim3(S::kThreads);
+      config.gridDim = dim3(S::kCluster), config.blockDim = dim3(kThreads);
       config.dynamicSmemBytes = S::kShared;
       config.attrs = &attribute, config.numAttrs = 1;
       int found = 0;
@@ -375,31 +365,27 @@ struct Kernel {
     const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
-    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), S::kThreads, S::kShared, p, rows,
+    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows,
                    Pieces(p.w.k, p.w.most_pieces), walk);
     launched("linear in bfloat16, many rows");
   }
 };
 
-// A tile and a cluster of them, and the nanoseconds that they take for a block of K, as measured on an H200.
+// A tile of so many columns, and the nanoseconds that it takes for a block of K on an H200: reckoned from
+// what tensor cores and shared memory can do, not measured one by one.
 struct Choice {
-  int columns, rows, down, across, nanoseconds;
+  int columns, down, across, nanoseconds;
   int (*turns)(int rows, int columns);
   void (*start)(const Product&, int, const Queue&);
 };
-template <int kColumns, bool kWhole, int kGroups, int kDown, int kAcross>
+template <int kColumns, bool kWhole, int kDown, int kAcross>
 constexpr Choice choice(int nanoseconds) {
-  using K = Kernel<Shape<kColumns, kWhole, kGroups, kDown, kAcross>>;
-  return {kColumns, kGroups * kBlock, kDown, kAcross, nanoseconds, K::turns, K::start};
+  using K = Kernel<Shape<kColumns, kWhole, kDown, kAcross>>;
+  return {kColumns, kDown, kAcross, nanoseconds, K::turns, K::start};
 }
-#ifndef AS_WIDE_CHOICES
-constexpr Choice kByPieces[] = {choice<192, false, 2, 2, 2>(540), choice<160, false, 2, 2, 2>(460),
-                                choice<128, false, 2, 2, 2>(375), choice<112, false, 2, 2, 2>(335)};
-constexpr Choice kByOne[] = {choice<256, true, 2, 4, 2>(660), choice<256, true, 2, 2, 2>(720),
-                             choice<192, true, 2, 2, 2>(540)};
-#else
-AS_WIDE_CHOICES
-#endif
+constexpr Choice kByPieces[] = {choice<192, false, 2, 2>(540), choice<160, false, 2, 2>(460),
+                                choice<128, false, 2, 2>(375), choice<112, false, 2, 2>(335)};
+constexpr Choice kByOne[] = {choice<256, true, 4, 2>(660), choice<256, true, 2, 2>(720), choice<192, true, 2, 2>(540)};
 constexpr int kEnd = 2500;  // nanoseconds that the end of a tile takes
 
 }  // namespace

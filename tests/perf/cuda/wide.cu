@@ -163,7 +163,7 @@ int main(int argc, char** argv) {
       if (asked("split")) printf("; split %.0f", operations / seconds(&kSplit, a, times) / 1e12);
       if (asked("tiles"))
         for (const Choice& c : choices(a))
-          printf("; %dx%d/%dx%d %.0f", c.rows, c.columns, c.down, c.across, operations / seconds(&c, a, times) / 1e12);
+          printf("; %d/%dx%d %.0f", c.columns, c.down, c.across, operations / seconds(&c, a, times) / 1e12);
       printf("\n");
     }
     if (all > 0) printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
