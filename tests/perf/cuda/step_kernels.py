@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> None:
     batches = [int(b) for b in asked.get("decode", "1").split(",") if b]
     prefill = [tuple(map(int, c.split("x"))) for c in asked.get("prefill", "").split(",") if c]
     length = max([512, *(n for _, n in prefill)]) + 128
+    sys.stdout.reconfigure(line_buffering=True)  # what is known is there when a limit of time ends the rest
     torch.cuda.init()
     model = Model(name, 8192, max([*batches, *(b for b, _ in prefill)]), length, 0, 1, "",
                   asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
