@@ -273,8 +273,8 @@ def test_greedy_ids_are_the_cpus(name):
 
 
 @pytest.mark.parametrize("name", names())
-def test_bfloat16_is_near_the_cpus(name):
-    """And its bits are the same alone, in a batch and in chunks."""
+def test_bfloat16_is_near_float32(name):
+    """Logits near those of float32; bits the same alone, in a batch and in chunks."""
     pytest.importorskip("transformers")
     from checkpoints import checkpoint, prompt_of, reference_logits
     from driver import Driver, together

@@ -10,6 +10,7 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.serving import shipped_model
 from allspark_server import Engine
+from allspark_server.models.graph import Op
 from allspark_server.runtime import device, native
 
 
@@ -122,3 +123,11 @@ def test_what_a_gpu_has_of_formats():
     assert on_gpu(WeightFormat("w8a8", 64)) and not on_gpu(WeightFormat("w8a8", 32))
     assert not on_gpu(WeightFormat("e4m3")) and not on_gpu(WeightFormat("int4", 24))
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
+
+
+@pytest.mark.parametrize("op, refused", [(Op("clamped_silu_mul"), "op clamped_silu_mul on CUDA"),
+                                         (Op("span_attention", attrs={"sinks": 1}), "attention with sinks on CUDA")])
+def test_what_models_lack_on_a_gpu_is_told_by_name(op, refused):
+    gpu = device.Gpu.__new__(device.Gpu)  # without one
+    with pytest.raises(AllSparkError, match=refused):
+        gpu.check(config(), set(), "bfloat16", [Op("rms_norm"), op])
