@@ -210,15 +210,17 @@ class AbstractEngine(ABC):
         """Free an adapter. Raises AllSparkError: ALLSPARK_LORA_NOT_FOUND; ALLSPARK_LORA_IN_USE while requests have
         it."""
 
-    # --- what is not built yet -----------------------------------------------------------------------------------
+    # --- device memory -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def unload_device_mem(self, model_name: str) -> AsStatus:
-        """Free the model's device memory but keep it installed. Not available yet."""
+        """Free the memory that a stopped model has of its GPUs; its weights wait in pinned memory of the host, what the
+        prefix cache held of the GPU's is lost. Nothing happens if it is free already. AllSparkError for a model that
+        runs, or whose memory is the host's."""
 
     @abstractmethod
     def load_device_mem(self, model_name: str) -> AsStatus:
-        """Undo unload_device_mem. Not available yet."""
+        """Undo unload_device_mem, so that start_model can follow. AllSparkError if others have taken the memory."""
 
     # --- end -----------------------------------------------------------------------------------------------------
 

@@ -26,13 +26,14 @@ from allspark_client.config import AsModelConfig, check_available
 from allspark_client.engine import AbstractEngine, check_config, check_handle
 from allspark_client.environment import check_environment
 from allspark_client.errors import AllSparkError, AsStatus
-from allspark_client.errors import closed_engine, forked_engine, illegal_handle, not_available, unknown_model
+from allspark_client.errors import closed_engine, forked_engine, illegal_handle, unknown_model
 from allspark_client.queue import ResultQueue
 from allspark_client.request import RequestSpec
 from allspark_client.types import AsEngineStat, AsFileInfo, Detokenized, GenerateRequestStatus, ModelInfo, ModelState
 from allspark_client.version import __version__
 
 from .adapters import AdapterLoader, check_lora
+from .device_memory import MemoryMover
 from .hub import with_local_paths
 from .output import End, OutputStage
 from .pipeline import Pipeline
@@ -75,6 +76,7 @@ class Engine(AbstractEngine):
         self._output = OutputStage(self._cancel_undeliverable, self._finish_stopped)
         self._pipeline = Pipeline(self._group)
         self._adapters = AdapterLoader(self._call, self._settled, self._check_there)
+        self._memory = MemoryMover(self._installing, self._call, self._settled, self._check_there)
         self._commands: queue.SimpleQueue[Optional[Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _requests, and _closed against commands that would never be taken
         self._closed = False
@@ -300,7 +302,7 @@ class Engine(AbstractEngine):
     def get_version_full(self) -> str:
         return __version__
 
-    # --- adapters ---
+    # --- adapters and device memory ---
 
     def load_lora(self, model_name: str, lora_name: str) -> AsStatus:
         return self._change_adapters(model_name, lora_name, self._adapters.load)
@@ -315,13 +317,11 @@ class Engine(AbstractEngine):
         self._save()
         return _SUCCESS
 
-    # --- what is not built yet ---
-
     def unload_device_mem(self, model_name: str) -> AsStatus:
-        raise not_available("unload_device_mem")
+        return self._memory.move(self._model(model_name), loaded=False)
 
     def load_device_mem(self, model_name: str) -> AsStatus:
-        raise not_available("load_device_mem")
+        return self._memory.move(self._model(model_name), loaded=True)
 
     # --- end ---
 
@@ -568,7 +568,9 @@ class Engine(AbstractEngine):
             self._settled().unload(config.model_name)
 
     def _start_model(self, name: str) -> None:
-        self._model(name).running = True
+        model = self._model(name)
+        model.check_loaded()
+        model.running = True
 
     def _stop_model(self, name: str) -> None:
         model = self._model(name)

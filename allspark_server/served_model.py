@@ -51,6 +51,8 @@ class ServedModel:
         self.config, self.info, self.tokenizer, self.fingerprint = config, info, tokenizer, digest
         self.name = info.name
         self.running = False
+        #: whether its device memory is there; start_model needs it
+        self.loaded = True
         self.failure: Optional[str] = None
         self.live: set[Request] = set()
         self.throughput = Throughput()
@@ -212,6 +214,18 @@ class ServedModel:
                     sequence.blocked_on = "a step of its own"
                     self._suspects.add(sequence)
                 self.scheduler.add(sequence)
+
+    def check_loaded(self) -> None:
+        """AllSparkError while the device memory is given back, or under way."""
+        if not self.loaded:
+            raise AllSparkError(AsStatus.ALLSPARK_INVALID_CALL_ERROR,
+                                f"the device memory of model {self.name!r} is unloaded; call load_device_mem first")
+
+    def leave_memory(self) -> None:
+        """The device memory is about to be given back, or taken again; no step is under way."""
+        self.loaded = False
+        if self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.clear()
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Requests cannot have it from now on. AllSparkError while some have it."""

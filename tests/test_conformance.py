@@ -506,9 +506,6 @@ def test_statistics(engine):
 
 def test_operator_times(engine):
     run(engine, max_new_tokens=3)
-    if UNIT["compute_unit"] != "CPU:0":
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.get_op_profiling_info, NAME, match="not available yet")
-        return
     lines = engine.get_op_profiling_info(NAME).splitlines()
     assert lines[0].split()[:7] == ["op", "count", "min", "max", "mean", "sum", "%"]
     assert {"linear", "span_attention", "sample"} <= {op for line in lines for op in line.split()[0].split("+")}
@@ -516,10 +513,24 @@ def test_operator_times(engine):
 
 
 def test_not_available_yet(engine, tiny_model):
-    for call in (engine.unload_device_mem, engine.load_device_mem):
-        refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="not available yet")
     config = AsModelConfig(model_name="later", model_path=str(tiny_model), swap_threshold=0)
     refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.install_model, config, match="not available yet")
+
+
+def test_device_memory(engine):
+    if UNIT["compute_unit"] == "CPU:0":
+        for call in (engine.unload_device_mem, engine.load_device_mem):
+            refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, call, NAME, match="are for models on GPUs")
+        return
+    expected = run(engine, max_new_tokens=20, do_sample=False)
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.unload_device_mem, NAME, match="is running; call stop_model")
+    assert engine.load_device_mem(NAME) is SUCCESS  # it is there
+    engine.stop_model(NAME)
+    for _ in range(2):
+        assert engine.unload_device_mem(NAME) is SUCCESS
+    refused(AsStatus.ALLSPARK_INVALID_CALL_ERROR, engine.start_model, NAME, match="call load_device_mem first")
+    assert engine.load_device_mem(NAME) is SUCCESS and engine.start_model(NAME) is SUCCESS
+    assert run(engine, max_new_tokens=20, do_sample=False) == expected
 
 
 def test_no_such_adapter(engine, tiny_model):

@@ -174,3 +174,22 @@ def test_a_cache_too_small_for_what_comes_back():
         for prompt, sequence in zip(prompts, sequences):
             assert output(sequence) == expected_output(prompt, 6)
     assert rig.scheduler.counters.restored_spans > 40
+
+
+def test_a_cache_that_is_lost_takes_what_was_not_copied_along():
+    """Sleep: what the second tier holds stays, what it was still to be given is forgotten."""
+    tier = HostTier(4, 16)
+    keys = [bytes([i] * 16) for i in range(5)]
+    tier.evicted(keys[0], 10)
+    tier.before_writes([10])
+    assert tier.take_copies().saved == {10: (0, keys[0])}  # it is there after the step
+    tier.evicted(keys[1], 11)  # not copied yet
+    tier.evicted(keys[2], 12)
+    tier.before_writes([12])  # to be copied with the next step
+    assert tier.restore(keys[0], 13)
+    tier.cache_is_lost()
+    assert [key in tier for key in keys] == [True, False, False, False, False] and tier.take_copies() is None
+    for number in (3, 4, 1):  # and all of its room is there
+        tier.evicted(keys[number], 20 + number)
+        tier.before_writes([20 + number])
+    assert len(tier.take_copies().saved) == 3 and len(tier) == 4

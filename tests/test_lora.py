@@ -13,6 +13,7 @@ from allspark_client import GenerateRequestStatus as Status
 from allspark_server import Engine, HuggingFaceModel
 from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan, WorkItem
 from driver import Driver
+from units import UNIT
 from waiting import wait_for
 
 checkpoints = pytest.importorskip("checkpoints")  # needs torch and transformers
@@ -278,7 +279,7 @@ def test_many_adapters_come_and_go_while_a_model_serves(tmp_path):
         adapters.write_adapter(tmp_path / f"a{i}", base, rank=2 + 3 * i)
     prompt = checkpoints.prompt_of(70)
     with Engine() as engine:
-        engine.install_model(AsModelConfig("m", base, lora_max_num=3, engine_max_batch=16, cache_memory=1 << 24,
+        engine.install_model(AsModelConfig("m", base, lora_max_num=3, engine_max_batch=16, cache_memory=1 << 24, **UNIT,
                                            enable_prefix_cache=False, lora_names=[str(tmp_path / "a0")]))
         engine.start_model("m")
         refused(AsStatus.ALLSPARK_LORA_NOT_FOUND, run, engine, prompt, "a1", match="loaded: 'a0'")
@@ -349,7 +350,7 @@ def test_prefixes_are_an_adapters_own(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "same")
     prompt = checkpoints.prompt_of(100)
     with Engine() as engine:
-        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 24, lora_names=[
+        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 24, **UNIT, lora_names=[
             str(tmp_path / name) for name in ("a", "b", "same")]))
         engine.start_model("m")
         cold = {name: run(engine, prompt, name) for name in ("", "a", "b")}
@@ -371,7 +372,7 @@ def test_speculation_and_several_samples(tmp_path):
     found = []
     for speculation in ("off", "prompt_lookup"):
         with Engine() as engine:
-            engine.install_model(AsModelConfig("m", base, cache_memory=1 << 24, speculation=speculation,
+            engine.install_model(AsModelConfig("m", base, cache_memory=1 << 24, **UNIT, speculation=speculation,
                                                lora_names=[str(directory)]))
             engine.start_model("m")
             found.append([run(engine, prompt, lora, n=2, top_k=3, max_new_tokens=40)[:2] for lora in ("a", "")])
@@ -384,7 +385,7 @@ def test_a_restarted_engine_has_its_adapters(tmp_path):
         adapters.write_adapter(tmp_path / name, base)
     state, prompt = str(tmp_path / "state.json"), checkpoints.prompt_of(20)
     with Engine(state_file=state) as engine:
-        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 22, lora_names=[str(tmp_path / "gone")]))
+        engine.install_model(AsModelConfig("m", base, cache_memory=1 << 22, **UNIT, lora_names=[str(tmp_path / "gone")]))
         engine.start_model("m")
         engine.load_lora("m", str(tmp_path / "a"))
         engine.load_lora("m", f"other={tmp_path / 'b'}")

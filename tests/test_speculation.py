@@ -17,6 +17,7 @@ from allspark_server.weights.asgraph import from_float32, to_float32
 from allspark_server.weights.safetensors import SafetensorsFile, write_safetensors
 from checkpoints import CONFIGS, Spec, checkpoint, prompt_of, write_checkpoint
 from test_invariance import PENALTIES, bits
+from units import UNIT
 
 MODEL, NEW_TOKENS, SPAN = "qwen2-gqa-tied", 40, 16
 KINDS = ("off", "prompt_lookup", "draft")
@@ -62,7 +63,7 @@ def perturbed(tmp_path_factory) -> Path:
 
 def config(speculation: str, draft: Path, **fields: Any) -> AsModelConfig:
     defaults = {"num_threads": 1, "engine_max_batch": 12, "engine_max_length": 256, "cache_span_size": SPAN,
-                "speculation": speculation, "draft_model": str(draft) if speculation == "draft" else ""}
+                "speculation": speculation, "draft_model": str(draft) if speculation == "draft" else "", **UNIT}
     return AsModelConfig("m", str(checkpoint(MODEL)), **{**defaults, **fields})
 
 

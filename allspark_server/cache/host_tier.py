@@ -120,6 +120,17 @@ class HostTier:
         self._busy.clear()
         return copies
 
+    def cache_is_lost(self) -> None:
+        """No span of the cache holds anything any more: what was still to be copied from there is lost, too."""
+        for host, key in self.copies.saved.values():
+            if self._host_of.get(key) == host:
+                del self._host_of[key]
+                self._free.append(host)
+        self.copies = Copies()
+        self._busy.clear()
+        self._unsaved.clear()
+        self._span_of.clear()
+
     def _save_evicted(self, span: int) -> None:
         key = self._unsaved.pop(span, None)
         if key is not None:

@@ -77,6 +77,12 @@ class PrefixCache:
         """Frees the spans that nobody has used for `ttl` seconds."""
         self._pool.evict_older_than(self._clock() - self.ttl)
 
+    def clear(self) -> None:
+        """What the cache holds is lost; no sequence references any of it. The second tier keeps what it has."""
+        self._pool.evict_older_than(float("inf"))
+        if self.tier is not None:
+            self.tier.cache_is_lost()
+
     def _known(self, key: bytes, restored: bool) -> bool:
         return key in self._span_of or (restored and key in self.tier)
 

@@ -8,9 +8,10 @@ from typing import Protocol, Sequence
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import OUTPUT_ROWS
+from allspark_server.models.graph import OUTPUT_ROWS, Op
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
+from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
 from allspark_server.runtime.reservations import Reservation
 from allspark_server.weights.formats import WeightFormat
 from allspark_server.weights.quantized import ColumnSlice
@@ -20,6 +21,8 @@ GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
+#: what models that the CPU serves have beside these is told before their weights are loaded
+GPU_MISSING_OPS = ("clamped_silu_mul",)
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
@@ -28,21 +31,17 @@ SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
 class Device(Protocol):
     """isa: its kernels, as users are told. step_tokens: rows of a step unless told otherwise. cache_share,
     largest_cache_share: of the memory that is left beside the weights, what a cache of unspecified size takes at most;
-    and what it may take if that is needed for even one request of full length. profiled: whether executors tell what
-    ops cost. adapts: whether rows may have adapters. windows: whether caches can do without what windows have left
-    behind. host_memory: whether it is the host's, of which a second tier of the cache takes its part."""
+    and what it may take if that is needed for even one request of full length. host_memory: whether it is the host's, of
+    which a second tier of the cache takes its part."""
 
     isa: str
     step_tokens: int
     cache_share: float
     largest_cache_share: float
-    profiled: bool
-    adapts: bool
-    windows: bool
     host_memory: bool
 
-    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
-        """AllSparkError for what is not built yet. forms: of matrices."""
+    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str, ops: Sequence[Op]) -> None:
+        """AllSparkError for what is not built yet. forms: of matrices. ops: of the model's graph."""
 
     def available(self, world: int) -> int:
         """Bytes that this rank may use, now."""
@@ -52,6 +51,9 @@ class Device(Protocol):
 
     def executor(self, rank: int, world: int, window):
         """A native executor of a model. window: the ranks' shared memory, or None."""
+
+    def beside(self, executor):
+        """Another one, of its draft model."""
 
     def share(self, executor, rows: int) -> str:
         """Of an executor with a program: what other ranks need to reach this rank's device in steps of so many rows; ""
@@ -63,13 +65,19 @@ class Device(Protocol):
     def allocate(self, executor, rows: int, sizes: tuple[int, int, int, int], cache_dtype: str, outputs: int, draft,
                  masks: int, adapters: dict) -> None:
         """Has an executor compile what it was given. sizes: sequences, their length, tokens of a span, spans. adapters:
-        how many rows may have, as the native library names it; {} where `adapts` is False."""
+        how many rows may have, as the native library names it; {}: none."""
+
+    def meter(self) -> CeilingMeter | GpuCeilingMeter:
+        """Of what it does at most."""
 
     def matrix_bytes(self, rows: int, part: ColumnSlice, experts: int) -> int:
         """Of so many matrices with so many rows of these columns."""
 
     def span_bytes(self, span_size: int, head_dim: int, dtype: str) -> int:
         """Of one layer and KV head."""
+
+    def adapter_bytes(self, rank: int, inputs: int, columns: int, dtype: str) -> int:
+        """Of the two matrices that an adapter has for one target."""
 
     def activation_bytes(self, model, rows: int, outputs: int) -> int:
         """What steps of a RankModel need, of so many rows, so many of them with outputs."""
@@ -82,14 +90,14 @@ class Cpus:
     # other requests' tokens.
     step_tokens = 256
     cache_share, largest_cache_share = 0.6, 0.9
-    profiled = adapts = windows = host_memory = True
+    host_memory = True
 
     def __init__(self, cpus: list[int], threads: int):
         """cpus: to pin the threads to, or []."""
         self._cpus, self._threads, self._native = cpus, threads, native_library()
         self.isa = self._native.isa()
 
-    def check(self, config, forms, cache_dtype):
+    def check(self, config, forms, cache_dtype, ops):
         wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
         if cache_dtype == "float8":
             wanted.append("cache_dtype='float8'")
@@ -107,6 +115,9 @@ class Cpus:
     def executor(self, rank, world, window):
         return self._native.Executor(rank, world, window, self._cpus, self._threads)
 
+    def beside(self, executor):
+        return executor.beside()
+
     def share(self, executor, rows):
         return ""   # the window is all
 
@@ -116,11 +127,17 @@ class Cpus:
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
         executor.allocate(rows, *sizes, cache_dtype, outputs, draft=draft, masks=masks, **adapters)
 
+    def meter(self):
+        return CeilingMeter(self._cpus, self._threads)
+
     def matrix_bytes(self, rows, part, experts):
         return self._native.matrix_bytes(rows, part.inputs, experts=experts, gathered=part.gathered, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._native.span_bytes(span_size, head_dim, dtype)
+
+    def adapter_bytes(self, rank, inputs, columns, dtype):
+        return self._native.adapter_bytes(rank, inputs, columns, dtype)
 
     def activation_bytes(self, model, rows, outputs):
         graph, native = model.graph, self._native
@@ -137,9 +154,11 @@ class Cpus:
             size = native.prepared_bytes(part.inputs, gathered=part.gathered, **part.native()) or gathered
             prepared = max(prepared, size * max(rows_of(graph, row_set, rows, outputs), self._threads))
         forms = 2 if model.targets else 1  # of the program: with adapters, and without
+        together = max((len(target.weight.parts) for target in model.targets), default=0)
+        lora = native.lora_bytes(rows, together, model.config.lora_max_rank) if together else 0
         # A product's own rows, and attention's.
         return (tensor_bytes(model, rows, outputs) + forms * len(windows) * attention + 2 * prepared
-                + model.adapter_scratch_bytes(native, rows))
+                + lora)
 
 
 class Gpu:
@@ -147,7 +166,7 @@ class Gpu:
 
     step_tokens = 2048
     cache_share = largest_cache_share = 0.95
-    profiled = adapts = windows = host_memory = False
+    host_memory = False
 
     def __init__(self, index: int, threads: int, group: Sequence[int] = (), window=None):
         """threads: that draw tokens on the host. group: the GPUs of all ranks, where there are several, whose window is
@@ -164,21 +183,24 @@ class Gpu:
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
-    def check(self, config, forms, cache_dtype):
-        missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+    def check(self, config, forms, cache_dtype, ops):
+        missing = [f"op {op.type}" for op in ops if op.type in GPU_MISSING_OPS]
+        missing += ["attention with sinks" for op in ops if op.attrs.get("sinks")]
+        missing += [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:
             missing.append(f"a cache of type {cache_dtype}")
         if config.host_cache_dir:
             missing.append("host_cache_dir")
-        if config.speculation == "draft":
-            missing.append("speculation='draft'")
+        if config.speculation == "draft" and len(self._group) > 1:
+            missing.append("speculation='draft' of several ranks")
         if missing:
             raise not_available(f"{missing[0]} on CUDA")
 
     def available(self, world):
-        return max(0, self._first.free_bytes() - GPU_RESERVE) // self._group.count(self._index)
+        free, _ = self._library.memory_info(self._index)
+        return max(0, free - GPU_RESERVE) // self._group.count(self._index)
 
     def reserve(self, name, size):
         return None  # the driver knows what is taken
@@ -187,9 +209,14 @@ class Gpu:
         found, self._first = self._first, None
         return found or self._executor()
 
+    def beside(self, executor):
+        return executor.beside(self._sampler())
+
     def _executor(self):
-        sampler = native_library().HostSampler(self._threads, window=self._window)
-        return self._library.Executor(self._index, sampler, self._window)
+        return self._library.Executor(self._index, self._sampler(), self._window)
+
+    def _sampler(self):
+        return native_library().HostSampler(self._threads, window=self._window)
 
     def share(self, executor, rows):
         return executor.share(rows).hex()
@@ -199,13 +226,19 @@ class Gpu:
             executor.connect([bytes.fromhex(address) for address in addresses])
 
     def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
-        executor.allocate(rows, *sizes, cache_dtype, outputs, masks)
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, **adapters)
+
+    def meter(self):
+        return GpuCeilingMeter(self._index)
 
     def matrix_bytes(self, rows, part, experts):
-        return self._library.matrix_bytes(rows, part.inputs, **part.native())
+        return self._library.matrix_bytes(rows, part.inputs, experts=experts, **part.native())
 
     def span_bytes(self, span_size, head_dim, dtype):
         return self._library.span_bytes(span_size, head_dim, dtype)
+
+    def adapter_bytes(self, rank, inputs, columns, dtype):
+        return self._library.adapter_bytes(rank, inputs, columns, dtype)
 
     def activation_bytes(self, model, rows, outputs):
         config, net = model.config, model.graph.config
@@ -215,7 +248,9 @@ class Gpu:
         rotary = rows * net.head_dim * 4
         dtype = "float32" if model.weight_dtype == "float32" else "bfloat16"
         shared = self._library.exchange_bytes(rows, net.hidden_size, dtype) if model.world > 1 else 0
-        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared
+        lora = self._library.lora_bytes(rows, config.lora_max_rank) if model.targets else 0
+        return (tensor_bytes(model, rows, outputs) + partials + 2 * widest * (rows + 64) + rotary + shared + lora
+                + model.span_bytes(self)  # of zeros: what windows have left behind
                 + self._widened_bytes(model, rows, outputs))
 
     def _widened_bytes(self, model, rows: int, outputs: int) -> int:

@@ -79,6 +79,13 @@ class Group(Protocol):
     def unload_adapter(self, name: str, index: int) -> None:
         """Free an adapter on every rank, after the steps that were submitted; nothing happens where there is none."""
 
+    def start_move_memory(self, name: str, loaded: bool) -> None:
+        """Begin to give the device memory of a model back on every rank, or to take it again; one load at a time, of
+        whatever. No step of the model may be submitted before it is back."""
+
+    def poll_move_memory(self) -> bool:
+        """Whether that is done. Raises what a rank raised."""
+
     def measure_ceilings(self, name: str) -> bool:
         """A few milliseconds of measuring what profile() compares with; whether it is all measured."""
 
@@ -102,6 +109,7 @@ class Command(IntEnum):
     CLOSE = 6
     LOAD_ADAPTER = 7    # JSON {"name", "index", "directory"}; POLL tells how it stands
     UNLOAD_ADAPTER = 8  # JSON {"name", "index"}
+    MOVE_MEMORY = 9     # JSON {"name", "loaded"}; POLL tells how it stands
 
 
 def pack_step(name: str, plan: bytes) -> bytes:
@@ -219,6 +227,10 @@ class RankModels:
         if (runner := self.runners.get(name)) is not None:
             runner.unload_adapter(index)
 
+    def start_move_memory(self, name: str, loaded: bool) -> None:
+        """Give the device memory of a model back, or take it again, in one phase."""
+        self._phase = self._in_background(lambda: self._move_memory(name, loaded))
+
     def answer(self) -> Answer:
         """How the phase that was begun last stands."""
         if not self._phase.done():
@@ -334,6 +346,13 @@ class RankModels:
         if (runner := self.runners.get(name)) is None:
             raise LoadCancelled(f"model {name!r} was released")
         return Answer(digest=runner.load_adapter(index, directory))
+
+    def _move_memory(self, name: str, loaded: bool) -> Answer:
+        os.sched_setaffinity(0, self._affinity)
+        if (runner := self.runners.get(name)) is None:
+            raise LoadCancelled(f"model {name!r} was released")
+        runner.move_memory(loaded)
+        return Answer()
 
     def _unload(self, name: str) -> None:
         runner = self.runners.pop(name, None)
@@ -458,6 +477,14 @@ class LocalGroup:
     def unload_adapter(self, name: str, index: int) -> None:
         self._tell(Command.UNLOAD_ADAPTER, json.dumps({"name": name, "index": index}).encode())
         self.models.unload_adapter(name, index)
+
+    def start_move_memory(self, name: str, loaded: bool) -> None:
+        request = {"name": name, "loaded": loaded}
+        self._tell(Command.MOVE_MEMORY, json.dumps(request).encode())
+        self.models.start_move_memory(**request)
+
+    def poll_move_memory(self) -> bool:
+        return self._poll_answers() is not None
 
     def measure_ceilings(self, name: str) -> bool:
         self._steps.drain()

@@ -1,8 +1,9 @@
 """What each op of a model costs: time, bytes and operations, beside what this machine can do at most.
 
-Nothing is switched: the steps of PROFILE_SECONDS after a model's first step are profiled, and of as long after each
-reading; a reading in that time adds to what was counted, a later one finds the last profile and has the next one made
-anew. So reading every minute profiles all the time, and a model that nobody looks at pays nothing.
+Nothing is switched: the steps of PROFILE_SECONDS after a model's first step are profiled (on a GPU a few of them:
+cuda/op_times.h), and of as long after each reading; a reading in that time adds to what was counted, a later one finds
+the last profile and has the next one made anew. So reading every minute profiles all the time, and a model that nobody
+looks at pays nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Mapping
 
 from allspark_server.models.graph import Graph, Op
 from allspark_server.runtime.memory import available_memory
-from allspark_server.runtime.native import native_library
+from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.weights.formats import WeightFormat
 
 PROFILE_SECONDS = 60.0
@@ -65,6 +66,25 @@ class CeilingMeter:
         while not self.measure():
             pass
         return self.ceilings
+
+
+class GpuCeilingMeter:
+    """The same of a GPU, at once: 40 ms, and half a gigabyte of its memory."""
+
+    _known: dict[int, Ceilings] = {}
+
+    def __init__(self, index: int):
+        self._index = index
+
+    def measure(self) -> bool:
+        """RuntimeError where there is not that much memory."""
+        if self._index not in self._known:
+            self._known[self._index] = Ceilings(*cuda_library().measure_ceilings(self._index))
+        return True
+
+    def finish(self) -> Ceilings:
+        self.measure()
+        return self._known[self._index]
 
 
 @dataclass

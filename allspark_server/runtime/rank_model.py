@@ -89,13 +89,6 @@ class RankModel:
         """Adapters are computed as the model is."""
         return "bfloat16" if self.weight_dtype == "bfloat16" else "float32"
 
-    def adapter_scratch_bytes(self, native, rows: int) -> int:
-        """What products with adapters take in steps of so many rows."""
-        if not self.targets:
-            return 0
-        together = max(len(target.weight.parts) for target in self.targets)
-        return native.lora_bytes(rows, together, self.config.lora_max_rank)
-
     def slice_of(self, weight: Weight) -> ColumnSlice:
         """This rank's columns of a matrix."""
         found = self._slices.get(weight.name)
@@ -117,14 +110,14 @@ class RankModel:
         """An adapter for this model. AllSparkError if it is none."""
         return open_adapter(directory, self.graph, self.targets, self.config.lora_max_rank)
 
-    def adapter_bytes(self, native, adapter: LoraAdapter) -> int:
+    def adapter_bytes(self, device: Device, adapter: LoraAdapter) -> int:
         """What this rank's part of it takes."""
         total = 0
         for number, pair in adapter.pairs.items():
             target = self.targets[number]
             begin, end = target.weight.column_range_of(self.rank, self.world)
             rows = sum(last - first for first, last in (p.range_of(self.rank, self.world) for p in target.parts))
-            total += native.adapter_bytes(pair.a.shape[0], end - begin, rows, self.adapter_dtype) if rows else 0
+            total += device.adapter_bytes(pair.a.shape[0], end - begin, rows, self.adapter_dtype) if rows else 0
         return total
 
     def fill_adapter(self, adapter: LoraAdapter, native) -> None:

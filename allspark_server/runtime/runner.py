@@ -18,9 +18,8 @@ from allspark_server.runtime.device import Device, device_of, gpu_of, step_token
 from allspark_server.runtime.digest import results_digest
 from allspark_server.runtime.host_cache import HEADER, HostCacheFile
 from allspark_server.runtime.memory import memory_nodes, nodes_of_cpus, own_nodes, physical_cores
-from allspark_server.runtime.native import native_library
 from allspark_server.runtime.plan import MAX_STEP_DRAFTS, MAX_STEP_PROBES
-from allspark_server.runtime.profile import CeilingMeter, Profile, Profiler, summarize
+from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter, Profile, Profiler, summarize
 from allspark_server.runtime.rank_model import RankModel, check_draft
 from allspark_server.runtime.reservations import Reservation, planning
 from allspark_server.runtime.steps import DEPTH
@@ -69,9 +68,9 @@ class ModelRunner:
         self._draft: RankModel | None = None
         self._draft_executor = None
         self._profiler: Profiler | None = None
-        self._meter: CeilingMeter | None = None
+        self._meter: CeilingMeter | GpuCeilingMeter | None = None
         self._host_file: HostCacheFile | None = None
-        self._adapter_memory: dict[int, Reservation] = {}  # by their index
+        self._adapter_memory: dict[int, Reservation | None] = {}  # by the adapters' index
         #: of the bytes that load has read on this rank
         self.digest = ""
         #: how other ranks reach this one's device, known after load; allocate_cache needs every rank's
@@ -91,16 +90,16 @@ class ModelRunner:
         device = self._device = device_of(config, self.rank, self.world, self._pinned(), self._host_threads,
                                           self.window)
         # A draft model's tables are those of its target, and it may lag behind.
-        whole = config.speculation == "draft" or not device.windows
+        whole = config.speculation == "draft"
         model = self._model = RankModel(config, config.model_path, config.weights_path, self.rank, self.world, whole,
-                                        adapters=device.adapts and config.lora_max_num > 0)
+                                        adapters=config.lora_max_num > 0)
         models = [model]
         if config.speculation == "draft":
             self._draft = RankModel(config, config.draft_model, "", self.rank, self.world, whole)
             check_draft(self._draft, model)
             models.append(self._draft)
         for each in models:
-            device.check(config, set(each.formats.values()), each.cache_dtype)
+            device.check(config, set(each.formats.values()), each.cache_dtype, each.graph.ops)
         step = self._rows_of_step(), self._outputs_of_step()
         fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
         self._span_bytes = sum(each.span_bytes(device) for each in models)
@@ -117,7 +116,7 @@ class ModelRunner:
         with memory_errors(f"what the ranks of model {config.model_name!r} exchange"):
             self.address = device.share(self._executor, step[0])
         if self._draft is not None:
-            self._draft_executor = self._executor.beside()
+            self._draft_executor = device.beside(self._executor)
             with memory_errors(f"loading the weights of draft_model={config.draft_model!r}"):
                 self._draft.load(self._draft_executor, None)
         logger.info("rank %d of %d loaded %s of model %r as %s in %.2f s", self.rank, self.world,
@@ -147,8 +146,8 @@ class ModelRunner:
         if host_spans:
             with memory_errors(f"allocating the second tier of the prefix cache of model {config.model_name!r}"):
                 self._allocate_host_cache(host_spans, hash_of_model)
-        if self.rank == 0 and self._device.profiled:
-            self._profiler, self._meter = Profiler(self._executor), CeilingMeter(self._pinned(), self.threads)
+        if self.rank == 0:
+            self._profiler, self._meter = Profiler(self._executor), self._device.meter()
         self._check_placement()
         net = model.graph.config
         return ModelInfo(
@@ -170,13 +169,12 @@ class ModelRunner:
     def load_adapter(self, index: int, directory: str) -> str:
         """Loads a LoRA adapter while steps run, none of which names this index; returns its digest, which is equal on
         every rank that has read the same. AllSparkError if it cannot."""
-        config, model, native = self.config, self._loaded(), native_library()
+        config, model = self.config, self._loaded()
         if not model.targets:
-            why = "on CUDA" if config.on_gpus else "with lora_max_num=0"
-            raise not_available(f"load_lora of model {config.model_name!r} {why}")
+            raise not_available(f"load_lora of model {config.model_name!r} with lora_max_num=0")
         began = time.perf_counter()
         adapter = model.open_adapter(directory)
-        size = model.adapter_bytes(native, adapter)
+        size = model.adapter_bytes(self._device, adapter)
         with planning():
             available = self._device.available(self.world)
             if size > available:
@@ -190,7 +188,8 @@ class ModelRunner:
                 model.fill_adapter(adapter, filled)
                 self._executor.set_adapter(index, filled)
         except BaseException:
-            reservation.release()
+            if reservation is not None:
+                reservation.release()
             raise
         self._adapter_memory[index] = reservation
         logger.info("rank %d of %d loaded %s of the adapter in %s in %.2f s", self.rank, self.world, mib(size),
@@ -199,9 +198,27 @@ class ModelRunner:
 
     def unload_adapter(self, index: int) -> None:
         """Frees an adapter between steps; nothing happens if there is none of this index."""
-        if (reservation := self._adapter_memory.pop(index, None)) is not None:
-            self._executor.set_adapter(index, None)
+        if index not in self._adapter_memory:
+            return
+        self._executor.set_adapter(index, None)
+        if (reservation := self._adapter_memory.pop(index)) is not None:
             reservation.release()
+
+    def move_memory(self, loaded: bool) -> None:
+        """Between steps, on a GPU: gives its memory back, with weights kept in the host's, or takes it again. What the
+        cache held is lost. AllSparkError if there is not enough memory where they go: then nothing has changed."""
+        self._loaded()
+        began = time.perf_counter()
+        name, what = self.config.model_name, "load" if loaded else "unload"
+        size = sum(each.weight_bytes() for each in (self._executor, self._draft_executor) if each is not None)
+        if not loaded and size > (available := memory.available_memory(self.world)):
+            raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
+                                f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs {mib(size)} "
+                                f"of the host's memory for its weights, {mib(available)} are available")
+        with memory_errors(f"{what}_device_mem of model {name!r}"):
+            (self._executor.load if loaded else self._executor.unload)()
+        logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, what, name,
+                    time.perf_counter() - began)
 
     def _allocate_host_cache(self, spans: int, hash_of_model: str) -> None:
         """The second tier: memory, or a file, of which all is checked that it holds from before."""
@@ -249,22 +266,19 @@ class ModelRunner:
         """A slice of measuring what profile() compares with (rank 0 only), between steps. Returns whether it is all
         done."""
         self._loaded()
-        if self._meter is None:
-            raise not_available("A profile of ops on CUDA")
-        return self._meter.measure()
+        with memory_errors("measuring what the device does at most"):
+            return self._meter.measure()
 
     def profile(self) -> Profile:
         """What the ops of the steps profiled last cost (rank 0 only); first measures what is left of the ceilings."""
         model = self._loaded()
-        if self._profiler is None:
-            raise not_available("A profile of ops on CUDA")
         return Profile(summarize(self._profiler.read(model.graph, model.formats)), self._meter.finish())
 
     def close(self) -> None:
         """Frees weights and cache; nothing else may be called afterwards."""
         self._device = self._executor = self._draft_executor = None
         self._model = self._draft = self._profiler = self._meter = None
-        for reservation in self._adapter_memory.values():
+        for reservation in filter(None, self._adapter_memory.values()):
             reservation.release()
         if self._host_file is not None:
             self._host_file.close()

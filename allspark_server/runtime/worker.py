@@ -55,6 +55,8 @@ def serve(models: RankModels) -> None:
             models.start_load_adapter(**json.loads(payload))
         elif kind == Command.UNLOAD_ADAPTER:
             models.unload_adapter(**json.loads(payload))
+        elif kind == Command.MOVE_MEMORY:
+            models.start_move_memory(**json.loads(payload))
         elif kind == Command.CLOSE:
             models.close()
             return

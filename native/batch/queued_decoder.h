@@ -34,6 +34,8 @@ class QueuedDecoder {
   void draw();
   bool done() const { return steps_.empty() || steps_.front().batch.rows.empty() || runner_.done(); }
   StepOutput finish();
+  // An adapter is loaded, or no longer: rows may name it from now on, or not.
+  void set_adapter(int index, bool loaded) { slots_.set_adapter(index, loaded); }
 
  private:
   struct Step {

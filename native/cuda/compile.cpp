@@ -9,7 +9,6 @@ namespace cuda {
 namespace {
 
 constexpr const char* kName = "the CUDA backend";
-constexpr size_t kAlign = 1024;  // bytes: of tensors in the arena
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument(std::string(kName) + " has no " + what);
@@ -46,10 +45,16 @@ size_t span_bytes(int span_size, int head_dim, CacheType type) {
 
 // They are wherever weights are: what products read is rounded as much, and float32 would be twice the traffic, 5 % of
 // a step from 128 rows on. (With two ranks at 1,024 rows 49 us against 27, at 1 row 3.6 us either way.)
-bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce) {
-  if (!all_reduce) return false;
-  const OpNode& maker = program.ops()[all_reduce - 1];
-  return (maker.is("linear") || maker.is("embedding")) && !weights.matrix(maker.weights[0]).values;
+bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce) {
+  size_t before = all_reduce;
+  while (before && ops[before - 1].is("lora")) before--;  // these add to what there is
+  if (!before) return false;
+  const OpNode* maker = &ops[before - 1];
+  if (maker->is("combine_experts"))
+    for (size_t i = before - 1; i-- > 0 && !maker->is("expert_linear");)
+      if (has(ops[i].outputs, maker->inputs[0])) maker = &ops[i];
+  return (maker->is("linear") || maker->is("embedding") || maker->is("expert_linear")) &&
+         !weights.matrix(maker->weights[0]).values;
 }
 
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows) {
@@ -57,38 +62,38 @@ size_t largest_partial(const Program& program, const Weights& weights, int max_r
   for (size_t i = 0; i < program.ops().size(); i++) {
     const OpNode& op = program.ops()[i];
     if (op.is("all_reduce"))
-      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program, weights, i)));
+      most = std::max(most, partial_bytes(max_rows, program.in(op).width, sums_in_bf16(program.ops(), weights, i)));
   }
   return most;
 }
 
 CudaRunner::CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-                       LogitSampler& sampler, Masks* masks, const Ranks* ranks)
+                       LogitSampler& sampler, Masks* masks, const Ranks* ranks, const Adapters* adapters)
     : device_(device),
       program_(program),
       weights_(weights),
       limits_(limits),
       sampler_(sampler),
-      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt) {
+      ranks_(ranks ? std::optional<Ranks>(*ranks) : std::nullopt),
+      adapters_(adapters),
+      times_(program) {
   check_program();
   device_.use();
   most_runs_ = (limits.max_length + kRunTokens - 1) / kRunTokens;
   allocate_tensors();
   allocate_cache();
   data_.emplace(limits.max_rows, limits.max_outputs, limits.max_slots,
-                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_);
+                (limits.max_length + limits.span_size - 1) / limits.span_size, limits.span_size, group_,
+                program.windows(), limits.num_spans);
   best_ = Memory((size_t)limits.max_outputs * kBestParts * sizeof(Best), "draws");
-  if (ranks_) bind_first_call();
-  for (size_t i = 0; i < program.ops().size(); i++) i += bind(i);
+  allocate_routings();
+  bind_form(false);
+  if (adapters_ && adapters_->targets()) bind_form(true);
   const OpNode& sample = program.ops().back();
   const int width = in(sample).rows.width;
   const size_t outputs = limits.max_outputs;
   host_best_ = Memory(best_.size(), "draws", Memory::Where::host);
   host_logits_ = Memory(outputs * width * sizeof(float), "logits", Memory::Where::host);
-  launches_.push_back(
-      [=, logits = in(sample).values(), best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
-        if (size.outputs) best_tokens(logits, width, size.outputs, best, queue);
-      });
   if (width == sample.integer("vocab_size"))
     draws_.emplace(device_, in(sample).values(), best_.as<Best>(), width, (int)outputs, masks);
   sampler_.attach(sample, host_logits_.as<float>(), width, (int)outputs, masks);
@@ -104,69 +109,17 @@ void CudaRunner::check_program() const {
     throw std::invalid_argument("a cache of " + std::to_string(l.num_spans) + " spans is too large");
   if (program_.ops().empty() || !program_.ops().back().is("sample"))
     throw std::invalid_argument("the op list must end with sample");
-  if (program_.cache_groups().size() != 1 || program_.cache_groups()[0].kind != CacheKind::full)
-    refuse("cache groups but the one of full attention");
-  if (program_.row_sets().size() > kOutputRows + 1) refuse("experts");
+  for (const CacheGroup& group : program_.cache_groups())
+    if (group.kind != CacheKind::full && group.kind != CacheKind::sliding)
+      refuse(std::string("cache group of kind ") + name_of(group.kind));
   for (const TensorSpec& tensor : program_.tensors())
     if (tensor.type != TensorType::float32) refuse(std::string("tensors of ") + name_of(tensor.type));
 }
 
-int CudaRunner::max_rows(int tensor) const {
-  return program_.tensors()[tensor].rows == kOutputRows ? limits_.max_outputs : limits_.max_rows;
-}
-
-// Whether a tensor is bfloat16: linears that take it so alone read it, and ops that round make it.
-bool CudaRunner::in_tiles(int tensor) const {
-  bool read = false;
-  for (const OpNode& op : program_.ops()) {
-    if (has(op.inputs, tensor)) {
-      if (!op.is("linear") || !weights_.matrix(op.weights[0]).takes_tiles()) return false;
-      read = true;
-    }
-    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("span_attention")) return false;
-  }
-  return read;
-}
-
-void CudaRunner::allocate_tensors() {
-  const auto& specs = program_.tensors();
-  size_t bytes = 0, converted = 0;
-  std::vector<size_t> offsets;
-  for (int t = 0; t < (int)specs.size(); t++) {
-    offsets.push_back(bytes);
-    const size_t need =
-        in_tiles(t) ? tiles_bytes(max_rows(t), specs[t].width) : (size_t)max_rows(t) * specs[t].width * sizeof(float);
-    bytes += (need + kAlign - 1) / kAlign * kAlign;
-  }
-  activations_ = Memory(bytes, "activations");
-  for (int t = 0; t < (int)specs.size(); t++) {
-    Tensor tensor{{nullptr, nullptr, specs[t].width}, specs[t].rows};
-    char* data = activations_.as() + offsets[t];
-    if (in_tiles(t)) tensor.rows.tiles = reinterpret_cast<uint16_t*>(data);
-    else tensor.rows.values = reinterpret_cast<float*>(data);
-    tensors_.push_back(tensor);
-  }
-  size_t rotary = 0, widened = 0, bytes_of_rows = 0;
-  for (size_t i = 0; i < program_.ops().size(); i++) {
-    const OpNode& op = program_.ops()[i];
-    if (op.is("rotary_table")) rotary += (size_t)limits_.max_rows * op.integer("rotary_dim") * sizeof(float);
-    if (op.is("linear") && weights_.matrix(op.weights[0]).takes_tiles() && in(op).values())
-      converted = std::max(converted, tiles_bytes(max_rows(op.inputs[0]), in(op).rows.width));
-    if (!op.is("linear")) continue;
-    const Matrix& w = weights_.matrix(op.weights[0]);
-    if (w.takes_bytes()) bytes_of_rows = std::max(bytes_of_rows, byte_rows_bytes(max_rows(op.inputs[0]), w.k));
-    if (w.kind != Kind::codes) continue;
-    const bool gated = is_gated(i);
-    widened = std::max(widened, widened_bytes(gated ? paired_rows(w.n) : w.n, w.k, gated, max_rows(op.inputs[0])));
-  }
-  rotary_memory_ = Memory(rotary, "rotary tables");
-  tiles_ = Memory(converted, "activations in bfloat16");
-  widened_ = Memory(widened, "widened weights");
-  byte_rows_ = Memory(bytes_of_rows, "quantized activations");
-}
-
 void CudaRunner::allocate_cache() {
   std::map<int, LayerCache> layers;
+  // One more, of zeros: it stands for those that windows have left behind. What is read there has weight zero.
+  const size_t spans = limits_.num_spans + (size_t)1;
   size_t bytes = 0, partials = 0;
   int groups = 0;
   for (const OpNode& op : program_.ops()) {
@@ -178,34 +131,40 @@ void CudaRunner::allocate_cache() {
     const int group = shared_heads(op).group;
     if (groups++ && group != group_) refuse("layers of different numbers of query heads to a KV head");
     group_ = group;
-    if (!layers.emplace(op.integer("layer"), layer).second)
-      throw std::invalid_argument("op span_attention: two for layer " + std::to_string(op.integer("layer")));
-    bytes += layer.span_bytes() * limits_.num_spans;
+    const auto [same, fresh] = layers.emplace(op.integer("layer"), layer);  // cache groups share the spans
+    if (same->second.head_dim != layer.head_dim || same->second.kv_heads != layer.kv_heads)
+      throw std::invalid_argument("op span_attention: layer " + std::to_string(op.integer("layer")) +
+                                  " is of another size in another cache group");
+    if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
   }
-  cache_ = Memory(bytes, "the KV cache");
+  cache_ = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache_.as();
   for (auto& [index, layer] : layers) {
     if (index != (int)layers_.size())
       throw std::invalid_argument("op span_attention: layer " + std::to_string(index) + " of a model with " +
                                   std::to_string(layers.size()));
-    layer.data = next, next += layer.span_bytes() * limits_.num_spans;
+    layer.data = next, next += layer.span_bytes() * spans;
     layers_.push_back(layer);
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
-  partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention");
+  partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention", Memory::Where::lent);
 }
 
 int CudaRunner::bind(size_t i) {
-  const OpNode& op = program_.ops()[i];
+  const OpNode& op = ops_[i];
   const Queue queue = device_.queue();
   const auto add_launch = [&](Launch launch, int row_set) {
-    launches_.push_back([launch = std::move(launch), row_set](const Size& size) {
-      if (row_set == kOutputRows ? size.outputs : size.rows) launch(size);
+    launches_.push_back([this, launch = std::move(launch), row_set](const Size& size) {
+      if (rows_of(row_set, size.rows, size.outputs)) launch(size);
     });
   };
   if (op.is("linear")) return bind_linear(i);
+  if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
+  if (op.is("router")) return bind_router(op), 0;
+  if (op.is("expert_linear")) return bind_expert_linear(i);
+  if (op.is("combine_experts")) return bind_combine_experts(i);
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
   if (op.is("all_reduce")) return bind_all_reduce(i);
   if (op.is("sample")) return 0;
@@ -224,12 +183,44 @@ int CudaRunner::bind(size_t i) {
     return 0;
   }
   const Tensor x = in(op), y = out(op);
-  if (op.is("rms_norm")) {
+  if (op.is("rms_norm") && quantizes_next(i)) {
+    const OpNode& linear = ops_[i + 1];
+    Product p;
+    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
+               x.row_set);
+  } else if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
                x.row_set);
   } else if (op.is("silu_mul")) {
-    add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+    const auto pairs = pairs_.find(op.inputs[0]);
+    if (pairs == pairs_.end())
+      add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+    else
+      add_launch([=, bias = pairs->second.bias](
+                     const Size& size) { silu_mul_pairs(x.values(), bias, count(x, size), y.rows, queue); },
+                 x.row_set);
+  } else if (op.is("gelu_tanh_mul")) {
+    add_launch([=](const Size& size) { gelu_tanh_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+  } else if (op.is("soft_cap")) {
+    if (y.values() != x.values()) refuse("op soft_cap into another tensor");
+    add_launch([=, cap = (float)op.number("cap")](
+                   const Size& size) { soft_cap(x.values(), cap, (size_t)count(x, size) * x.rows.width, queue); },
+               x.row_set);
+  } else if (op.is("qk_square_sums")) {
+    add_launch(
+        [=, columns = QkColumns{op.integer("q_columns"), op.integer("k_offset"), op.integer("k_columns")}](
+            const Size& size) { qk_square_sums(x.values(), x.rows.width, columns, count(x, size), y.values(), queue); },
+        x.row_set);
+  } else if (op.is("qk_norm")) {
+    if (y.values() != x.values()) refuse("op qk_norm into another tensor");
+    const QkNorm norm{vector(op, 0),         vector(op, 1),         op.integer("q_columns"), op.integer("k_columns"),
+                      op.integer("q_width"), op.integer("k_width"), (float)op.number("eps")};
+    add_launch([=, sums = in(op, 1).values()](
+                   const Size& size) { qk_norm(x.values(), x.rows.width, norm, sums, count(x, size), queue); },
+               x.row_set);
   } else if (op.is("add") || op.is("scale")) {
     if (y.values() != x.values()) refuse(std::string("op ") + op.spec->name + " into another tensor");
     if (op.is("add"))
@@ -242,21 +233,34 @@ int CudaRunner::bind(size_t i) {
       add_launch([=, factor = (float)op.number("factor")](
                      const Size& size) { scale(x.values(), factor, (size_t)count(x, size) * x.rows.width, queue); },
                  x.row_set);
+  } else if (op.is("sigmoid_mul")) {
+    if (y.values() != x.values()) refuse("op sigmoid_mul into another tensor");
+    add_launch([=, gate = in(op, 1)](
+                   const Size& size) { sigmoid_mul(x.values(), gate.values(), count(x, size), x.rows.width, queue); },
+               x.row_set);
   } else if (op.is("select_rows")) {
     add_launch(
         [=, data = &*data_](const Size& size) { select_rows(x.values(), data->chosen(), size.outputs, y.rows, queue); },
         kOutputRows);
   } else if (op.is("head_norm")) {
     if (y.values() != x.values()) refuse("op head_norm into another tensor");
-    add_launch([=, heads = heads_of(op), norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { head_norm(x.values(), x.rows.width, heads, norm, count(x, size), queue); },
+    const auto norm_at = [&](const OpNode& norm) { return HeadNorm{heads_of(norm), norm_of(norm, vector(norm, 0))}; };
+    const OpNode& next = ops_[i + 1];  // that of keys after that of queries
+    const auto end = [](const OpNode& norm) {
+      return norm.integer("offset") + norm.integer("heads") * norm.integer("head_dim");
+    };
+    const bool both = next.is("head_norm") && next.inputs[0] == op.inputs[0] && out(next).values() == y.values() &&
+                      (end(op) <= next.integer("offset") || end(next) <= op.integer("offset"));
+    add_launch([=, first = norm_at(op), second = both ? norm_at(next) : HeadNorm{}](
+                   const Size& size) { head_norm(x.values(), x.rows.width, first, second, count(x, size), queue); },
                x.row_set);
+    return both;
   } else if (op.is("rope")) {
     if (y.values() != x.values()) refuse("op rope into another tensor");
     const auto table = rotary_.find(op.integer("table"));
     if (table == rotary_.end()) throw std::invalid_argument("no rotary table " + std::to_string(op.integer("table")));
     const Turn turn{table->second, std::string(op.choice("pairs")) == "interleaved"};
-    const OpNode& next = program_.ops()[i + 1];
+    const OpNode& next = ops_[i + 1];
     if (next.is("span_attention") && next.inputs[0] == op.inputs[0] && !op.integer("offset") &&
         op.integer("head_dim") == next.integer("head_dim") &&
         op.integer("heads") == next.integer("q_heads") + next.integer("kv_heads")) {
@@ -274,7 +278,7 @@ int CudaRunner::bind(size_t i) {
 }
 
 std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
   const OpNode& op = ops[next];
   if (!op.is("add") || op.inputs[1] != tensor || op.inputs[0] == tensor) return {};
   if (out(op).values() != in(op).values()) return {};
@@ -288,7 +292,8 @@ std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
 // A step makes an even number of calls, so that each has the same buffer in every step: the first may have nothing to
 // add up.
 void CudaRunner::bind_first_call() {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
+  next_call_ = 0;
   calls_ = (int)std::count_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is("all_reduce"); });
   if (calls_ % 2 == 0) return;
   calls_++, next_call_++;
@@ -298,14 +303,14 @@ void CudaRunner::bind_first_call() {
 }
 
 std::optional<Rows> CudaRunner::partial_of(size_t i) const {
-  const OpNode &op = program_.ops()[i], &next = program_.ops()[i + 1];
+  const OpNode &op = ops_[i], &next = ops_[i + 1];
   if (!ranks_ || !next.is("all_reduce") || next.inputs[0] != op.outputs[0]) return {};
-  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(program_, weights_, i + 1));
+  return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
 }
 
 // The sum, what it is added to, and its norm, where these come next.
 int CudaRunner::bind_all_reduce(size_t i) {
-  const auto& ops = program_.ops();
+  const auto& ops = ops_;
   const OpNode& op = ops[i];
   const int tensor = op.inputs[0];
   if (!op.outputs.empty() && op.outputs[0] != tensor) refuse("all_reduce into another tensor");
@@ -314,14 +319,14 @@ int CudaRunner::bind_all_reduce(size_t i) {
   size_t last = i;
   RankSum sum;
   sum.peers = ranks_->exchange.peers(), sum.peers.step = data_->step();
-  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(program_, weights_, i);
+  sum.call = next_call_, sum.calls = calls_, sum.bf16 = sums_in_bf16(ops_, weights_, i);
   int into = tensor;
   if (sum_at(i + 1, tensor)) last = i + 1, into = ops[last].inputs[0], sum.adds = true;
   sum.y = tensors_[into].rows;
   if (const OpNode& next = ops[last + 1]; next.is("rms_norm") && next.inputs[0] == into && next.outputs[0] != into)
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
-                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding"));
+                     (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
@@ -332,8 +337,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
 }
 
 // Whether ops[linear] makes gates and what they gate for the next op alone.
-bool CudaRunner::is_gated(size_t linear) const {
-  const auto& ops = program_.ops();
+bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
   if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
@@ -346,27 +350,55 @@ bool CudaRunner::is_gated(size_t linear) const {
   return true;
 }
 
+// Whether what ops[i], a norm, makes is activations of 8 bits for the next op alone.
+bool CudaRunner::quantizes_next(size_t i) const {
+  const auto& ops = ops_;
+  const OpNode &op = ops[i], &next = ops[i + 1];
+  if (ranks_ || !op.is("rms_norm") || !next.is("linear")) return false;  // of several ranks sum_ranks() norms
+  const int made = op.outputs[0];
+  if (next.inputs[0] != made || made == op.inputs[0] || !norms_into_bytes(in(op).rows.width) ||
+      !weights_.matrix(next.weights[0]).takes_bytes())
+    return false;
+  for (size_t later = i + 2; later < ops.size(); later++) {
+    if (has(ops[later].inputs, made)) return false;
+    if (has(ops[later].outputs, made)) break;
+  }
+  return true;
+}
+
+ByteRows CudaRunner::byte_rows_of(const OpNode& linear) const {
+  return byte_rows(byte_rows_.as(), max_rows(linear.inputs[0]), weights_.matrix(linear.weights[0]).k);
+}
+
 int CudaRunner::bind_linear(size_t i) {
-  const OpNode& op = program_.ops()[i];
+  const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
-  const std::optional<size_t> sum =
-      sum_at(i + (!ranks_ && program_.ops()[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
-  const bool gated = is_gated(i);
-  if (gated) weights_.pair(op.weights[0]);
+  const OpNode& next = ops_[i + 1];
+  if (next.is("router") && next.inputs[0] == op.outputs[0] && has_few_columns(weights_.matrix(op.weights[0])))
+    return bind_router(next, &op), 1;
+  const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
+  const bool gated = is_gated(ops_, i);
+  if (gated && paired_.insert(op.weights[0]).second) weights_.pair(op.weights[0]);
   Product p;
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.adds = sum.has_value(), p.gated = gated;
   p.x = x.rows;
-  p.y = sum ? in(program_.ops()[*sum]).rows : partial_of(i).value_or(out(program_.ops()[gated ? i + 1 : i]).rows);
+  p.y = sum ? in(ops_[*sum]).rows : partial_of(i).value_or(out(ops_[gated ? i + 1 : i]).rows);
+  if (!gated && paired_.count(op.weights[0])) {  // adapters add to what gates, before it does
+    pairs_[op.outputs[0]] = {p.bias};
+    p.bias = nullptr, p.y.width = p.w.n;
+  }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.takes_bytes()) p.bytes = byte_rows(byte_rows_.as(), max_rows(op.inputs[0]), p.w.k);
-  const bool converts = p.w.takes_tiles() && x.values();
+  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
+  const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
+  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
     else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
     else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
     else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
@@ -384,11 +416,12 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.first = shared_heads(op).first, a.queries = op.integer("q_heads");
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
-  a.tables = data_->tables(), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   const std::optional<Turn> turn = turn_;
   turn_.reset();
-  constexpr int kTilesAProcessor = 3;  // that attend at once
-  const int wanted = kTilesAProcessor * device_.processors(), most = most_runs_;
+  const int* where = data_->where(op.integer("cache_group"));
+  const int at_once = a.cache.type == CacheType::bf16 ? 2 : 3;  // blocks of threads that attend on a processor
+  const int wanted = at_once * device_.processors(), most = most_runs_;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
@@ -396,7 +429,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;
     const bool turns = turned && !size.few && attend_turns(a, *turned, queue);
-    store_cache(a, data->where(), turned, !turns, size.rows, queue);
+    store_cache(a, where, turned, !turns, size.rows, queue);
     attend_few(a, data->few(), size.few, splits, queue);
     attend_many(a, data->many(), size.many, turns ? turned : nullptr, queue);
   });
@@ -413,6 +446,8 @@ void CudaRunner::bind_rotary_table(const OpNode& op) {
   t.base = op.number("base"), t.factor = op.number("factor"), t.original_max = op.number("original_max");
   size_t taken = 0;
   for (const auto& [number, other] : rotary_) taken += (size_t)limits_.max_rows * other.dim;
+  if (const auto same = rotary_.find(op.integer("table")); same != rotary_.end())  // the other form has it
+    taken = same->second.cosine - rotary_memory_.as<float>();
   t.cosine = rotary_memory_.as<float>() + taken, t.sine = t.cosine + (size_t)limits_.max_rows * (t.dim / 2);
   rotary_[op.integer("table")] = t;
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {

@@ -1,7 +1,11 @@
 #include "cuda/device.h"
 
+#include <cuda.h>
+#include <dlfcn.h>
+
 #include <cstring>
 #include <stdexcept>
+#include <type_traits>
 
 namespace as {
 namespace cuda {
@@ -76,8 +80,10 @@ Device::Device(int index) : index_(index) {
   use();
   if (capability_ == 90) {  // others have no kernel that wants it
     sums_ = Memory(kScratchBlocks * kScratchFloats * sizeof(float), "sums of products");
-    flags_ = Memory(kScratchBlocks * sizeof(int), "sums of products");
-    scratch_ = {sums_.as<float>(), flags_.as<int>()};
+    flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
+    pieces_ = Memory(kScratchPieces * sizeof(float), "sums of products");
+    arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
+    scratch_ = {sums_.as<float>(), flags_.as<int>(), pieces_.as<float>(), arrivals_.as<int>()};
   }
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }
@@ -93,27 +99,124 @@ size_t Device::free_bytes() const {
   return free;
 }
 
-Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), where_(where) {
-  if (!bytes) return;
-  const cudaError_t result = where == Where::device ? cudaMalloc(&data_, bytes) : cudaMallocHost(&data_, bytes);
-  if (result != cudaSuccess) {
-    cudaGetLastError();  // it is told here
-    size_t free = 0, total = 0;
-    std::string text = "cannot allocate " + mib(bytes) +
-                       (where == Where::device ? " of the GPU's memory" : " of pinned memory") + " for " + purpose +
-                       ": ";
-    if (where == Where::device && result == cudaErrorMemoryAllocation && cudaMemGetInfo(&free, &total) == cudaSuccess)
-      text += mib(free) + " of " + mib(total) + " are free";
-    else text += cudaGetErrorString(result);
-    throw std::runtime_error(text);
+// The driver's functions for memory whose pages come and go behind an address.
+namespace {
+
+constexpr size_t kLeastLent = 1 << 20;  // bytes: less shares pages with others, and stays
+
+struct Pages {
+  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
+  decltype(&cuMemAddressReserve) reserve = nullptr;
+  decltype(&cuMemAddressFree) free = nullptr;
+  decltype(&cuMemCreate) create = nullptr;
+  decltype(&cuMemRelease) release = nullptr;
+  decltype(&cuMemMap) map = nullptr;
+  decltype(&cuMemUnmap) unmap = nullptr;
+  decltype(&cuMemSetAccess) set_access = nullptr;
+
+  Pages() {
+    void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+    const auto find = [&](auto& function, const char* name) {
+      function = driver ? reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(driver, name)) : nullptr;
+      there = there && function;
+    };
+    find(granularity, "cuMemGetAllocationGranularity"), find(reserve, "cuMemAddressReserve");
+    find(free, "cuMemAddressFree"), find(create, "cuMemCreate"), find(release, "cuMemRelease");
+    find(map, "cuMemMap"), find(unmap, "cuMemUnmap"), find(set_access, "cuMemSetAccess");
   }
-  if (where == Where::host) std::memset(data_, 0, bytes);
-  else check(cudaMemset(data_, 0, bytes), "clearing memory"), check(cudaStreamSynchronize(nullptr), "clearing memory");
+  bool there = true;
+};
+
+const Pages& pages() {
+  static const Pages found;
+  return found;
+}
+
+CUmemAllocationProp pages_of(int device) {
+  CUmemAllocationProp wanted = {};
+  wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE, wanted.location.id = device;
+  return wanted;
+}
+
+cudaError_t error_of(CUresult result) {
+  if (result == CUDA_SUCCESS) return cudaSuccess;
+  return result == CUDA_ERROR_OUT_OF_MEMORY ? cudaErrorMemoryAllocation : cudaErrorUnknown;
+}
+
+CUdeviceptr address_of(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
+
+}  // namespace
+
+void Memory::fail(cudaError_t result) const {
+  cudaGetLastError();  // it is told here
+  size_t free = 0, total = 0;
+  std::string text = "cannot allocate " + mib(bytes_) +
+                     (where_ == Where::host ? " of pinned memory" : " of the GPU's memory") + " for " + purpose_ + ": ";
+  if (where_ != Where::host && result == cudaErrorMemoryAllocation && cudaMemGetInfo(&free, &total) == cudaSuccess)
+    text += mib(free) + " of " + mib(total) + " are free";
+  else text += cudaGetErrorString(result);
+  throw std::runtime_error(text);
+}
+
+Memory::Memory(size_t bytes, const char* purpose, Where where) : bytes_(bytes), where_(where), purpose_(purpose) {
+  if (!bytes) return;
+  if (where == Where::lent && (bytes < kLeastLent || !pages().there)) where_ = Where::device;
+  if (where_ == Where::lent) {
+    check(cudaGetDevice(&device_), "asking for the GPU in use");
+    const CUmemAllocationProp wanted = pages_of(device_);
+    size_t page = 0;
+    cudaError_t result = error_of(pages().granularity(&page, &wanted, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
+    if (result != cudaSuccess) fail(result);
+    pages_ = (bytes + page - 1) / page * page;
+    CUdeviceptr address = 0;
+    if ((result = error_of(pages().reserve(&address, pages_, 0, 0, 0))) != cudaSuccess) fail(result);
+    data_ = reinterpret_cast<void*>(address);
+    try {
+      take_again();
+    } catch (...) {  // no destructor runs
+      pages().free(address, pages_);
+      throw;
+    }
+  } else if (const cudaError_t result =
+                 where_ == Where::device ? cudaMalloc(&data_, bytes) : cudaMallocHost(&data_, bytes);
+             result != cudaSuccess) {
+    fail(result);
+  }
+  if (where_ != Where::host)
+    check(cudaMemset(data_, 0, bytes), "clearing memory"), check(cudaStreamSynchronize(nullptr), "clearing memory");
+  else std::memset(data_, 0, bytes);
+}
+
+void Memory::give_back() {
+  if (!lent() || !there_) return;
+  pages().unmap(address_of(data_), pages_), pages().release(handle_);
+  there_ = false;
+}
+
+void Memory::take_again() {
+  if (!lent() || there_) return;
+  const CUmemAllocationProp wanted = pages_of(device_);
+  if (const cudaError_t result = error_of(pages().create(&handle_, pages_, &wanted, 0)); result != cudaSuccess)
+    fail(result);
+  CUmemAccessDesc access = {};
+  access.location = wanted.location, access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  cudaError_t result = error_of(pages().map(address_of(data_), pages_, 0, handle_, 0));
+  if (result == cudaSuccess) {
+    if ((result = error_of(pages().set_access(address_of(data_), pages_, &access, 1))) == cudaSuccess) {
+      there_ = true;
+      return;
+    }
+    pages().unmap(address_of(data_), pages_);
+  }
+  pages().release(handle_);
+  fail(result);
 }
 
 Memory::~Memory() {
   if (!data_) return;
-  if (where_ == Where::device) cudaFree(data_);
+  if (where_ == Where::lent) give_back(), pages().free(address_of(data_), pages_);
+  else if (where_ == Where::device) cudaFree(data_);
   else cudaFreeHost(data_);
 }
 

@@ -17,7 +17,8 @@ void check(cudaError_t result, const char* what);
 // Memory of the GPU that is in use on this thread, or of the host that the GPU can copy from and to (pinned).
 class Memory {
  public:
-  enum class Where { device, host };
+  // lent: of the device, and large memory can be given back to it for a while.
+  enum class Where { device, lent, host };
 
   Memory() = default;
   // Zeroed. Throws std::runtime_error saying what it was for, and how much there is.
@@ -34,16 +35,31 @@ class Memory {
     return static_cast<T*>(data_);
   }
   size_t size() const { return bytes_; }
+  // Whether give_back() does anything.
+  bool lent() const { return where_ == Where::lent && data_; }
+  // Its content is lost, its address stays; nothing on the device may use it. take_again() throws as the constructor
+  // does, and leaves any content.
+  void give_back();
+  void take_again();
   // It stays as long as the process: others may still use it.
   void forget() { data_ = nullptr; }
 
  private:
   void swap(Memory& other) {
     std::swap(data_, other.data_), std::swap(bytes_, other.bytes_), std::swap(where_, other.where_);
+    std::swap(purpose_, other.purpose_), std::swap(device_, other.device_), std::swap(pages_, other.pages_);
+    std::swap(handle_, other.handle_), std::swap(there_, other.there_);
   }
+  [[noreturn]] void fail(cudaError_t result) const;
   void* data_ = nullptr;
   size_t bytes_ = 0;
   Where where_ = Where::device;
+  const char* purpose_ = "";
+  // Of what is lent:
+  int device_ = 0;
+  size_t pages_ = 0;               // bytes, in whole pages
+  unsigned long long handle_ = 0;  // of the pages
+  bool there_ = false;
 };
 
 class Device {
@@ -69,7 +85,7 @@ class Device {
   int index_, capability_ = 0, processors_ = 0;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  Memory sums_, flags_;
+  Memory sums_, flags_, pieces_, arrivals_;
   Scratch scratch_;
 };
 

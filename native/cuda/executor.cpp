@@ -7,14 +7,20 @@ namespace as {
 namespace cuda {
 
 CudaExecutor::CudaExecutor(int device, std::shared_ptr<LogitSampler> sampler, std::shared_ptr<Communicator> window)
-    : device_(device),
+    : shared_device_(std::make_shared<Device>(device)),
+      device_(*shared_device_),
       sampler_(std::move(sampler)),
       window_(window && window->size() > 1 ? std::move(window) : nullptr),
       weights_(device_) {}
 
-int CudaExecutor::add_matrix(int n, int k, const std::string& format, int group) {
-  const int id = weights_.add_matrix(n, k, format, group);
-  program_.add_matrix(n, k, format, group);
+CudaExecutor::CudaExecutor(const CudaExecutor& beside, std::shared_ptr<LogitSampler> sampler)
+    : shared_device_(beside.shared_device_), device_(*shared_device_), sampler_(std::move(sampler)), weights_(device_) {
+  if (beside.window_) throw std::invalid_argument("a model beside one of several ranks is not available on CUDA yet");
+}
+
+int CudaExecutor::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
+  const int id = weights_.add_matrix(rows, k, format, group, experts);
+  program_.add_matrix(rows, k, format, group);
   return id;
 }
 
@@ -37,8 +43,16 @@ void CudaExecutor::connect(const std::vector<std::string>& addresses) {
   exchange_->connect(addresses);
 }
 
-void CudaExecutor::allocate(const Limits& limits, int masks) {
+void CudaExecutor::allocate(const Limits& limits, int masks, const AdapterLimits& adapters,
+                            std::shared_ptr<CudaExecutor> draft) {
+  if (draft && (!draft->runner_ || draft->shared_device_ != shared_device_))
+    throw std::invalid_argument("allocate() of the draft model, which must be beside this one, comes first");
+  draft_ = std::move(draft);
   if (masks < 0) throw std::invalid_argument("allocate: " + std::to_string(masks) + " masks");
+  constexpr int kMostRank = 65535;  // of blocks of threads, in one direction
+  if (adapters.count < 0 || (adapters.count > 0 && (adapters.max_rank < 1 || adapters.max_rank > kMostRank)))
+    throw std::invalid_argument("allocate: " + std::to_string(adapters.count) + " adapters of ranks up to " +
+                                std::to_string(adapters.max_rank));
   weights_.finish();
   if (masks > 0 && !program_.ops().empty() && program_.ops().back().is("sample"))
     masks_ = std::make_shared<Masks>(masks, program_.ops().back().integer("vocab_size"));
@@ -47,35 +61,105 @@ void CudaExecutor::allocate(const Limits& limits, int masks) {
                                 " rows, and connect(), before allocate()");
   std::optional<Ranks> ranks;
   if (window_) ranks.emplace(Ranks{*exchange_, *window_});
+  adapters_ = adapters.count ? std::make_unique<Adapters>(device_, adapters, program_) : nullptr;
   runner_ = std::make_unique<CudaRunner>(device_, program_, weights_, limits, *sampler_, masks_.get(),
-                                         ranks ? &*ranks : nullptr);
+                                         ranks ? &*ranks : nullptr, adapters_.get());
   slot_limits_ = SlotLimits{};
   slot_limits_.max_rows = limits.max_rows, slot_limits_.max_outputs = limits.max_outputs;
   slot_limits_.max_slots = limits.max_slots, slot_limits_.max_length = limits.max_length;
   slot_limits_.span_size = limits.span_size, slot_limits_.num_spans = limits.num_spans;
   slot_limits_.windows = program_.windows(), slot_limits_.masks = masks;
   slot_limits_.hidden_states = runner_->hidden_states();
-  decoder_.emplace(*runner_, nullptr, slot_limits_);
+  slot_limits_.adapters.assign(adapters.count, 0);
+  make_decoder();
+}
+
+void CudaExecutor::make_decoder() {
+  if (draft_) drafting_.emplace(*runner_, *draft_->runner_, host_spans_.get(), slot_limits_);
+  else decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+}
+
+std::vector<LayerCache> CudaExecutor::layers() const {
+  if (!runner_) return {};
+  std::vector<LayerCache> all = runner_->layers();
+  if (draft_) all.insert(all.end(), draft_->runner_->layers().begin(), draft_->runner_->layers().end());
+  return all;
 }
 
 void CudaExecutor::allocate_host_cache(int spans) {
   if (!runner_) throw std::invalid_argument("allocate() before allocate_host_cache()");
-  host_spans_ = std::make_unique<HostSpans>(device_, runner_->layers(), slot_limits_.num_spans, spans);
+  host_spans_ = std::make_unique<HostSpans>(device_, layers(), slot_limits_.num_spans, spans);
   slot_limits_.host_spans = spans;
-  decoder_.emplace(*runner_, host_spans_.get(), slot_limits_);
+  make_decoder();
+}
+
+std::shared_ptr<Adapter> CudaExecutor::new_adapter() const {
+  if (!adapters_) throw std::invalid_argument("there is no room for adapters");
+  return adapters_->make();
+}
+
+void CudaExecutor::set_adapter(int index, std::shared_ptr<Adapter> adapter) {
+  if (!adapters_ || index < 0 || index >= adapters_->limits.count)
+    throw std::invalid_argument("there is no adapter " + std::to_string(index));
+  const bool loaded = adapter != nullptr;
+  const auto tell = [&](bool loaded) {
+    slot_limits_.adapters[index] = loaded;
+    if (drafting_) drafting_->set_adapter(index, loaded);
+    else decoder_->set_adapter(index, loaded);
+  };
+  tell(false);
+  adapters_->set(index, std::move(adapter));
+  tell(loaded);
+}
+
+void CudaExecutor::unload() {
+  if (!runner_) throw std::invalid_argument("allocate() before unload()");
+  if (unloaded_) return;
+  device_.use();
+  device_.wait();
+  if (draft_) draft_->unload();
+  try {
+    weights_.unload();
+  } catch (...) {
+    if (draft_) draft_->load();
+    throw;
+  }
+  runner_->unload();
+  unloaded_ = true;
+}
+
+void CudaExecutor::load() {
+  if (!unloaded_) return;
+  device_.use();
+  runner_->load();
+  try {
+    weights_.load();
+    if (draft_) draft_->load();
+  } catch (...) {
+    weights_.unload();
+    runner_->unload();
+    throw;
+  }
+  unloaded_ = false;
 }
 
 StepOutput CudaExecutor::step(const std::string& plan, bool want_logits) {
+  if (drafting_) return drafting_->step(plan, want_logits);
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->step(plan, want_logits);
 }
 
 bool CudaExecutor::begin(const std::string& plan) {
+  if (drafting_) return false;
   if (!decoder_) throw std::invalid_argument("allocate() before step()");
   return decoder_->begin(plan);
 }
 
 void CudaExecutor::draw() { decoder_->draw(); }
+
+void CudaExecutor::set_profiling(bool on) {
+  if (runner_) runner_->set_profiling(on);
+}
 
 StepOutput CudaExecutor::finish() { return decoder_->finish(); }
 
@@ -109,7 +193,7 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   } else if (m.kind == Kind::integers) {
     linear_integer(p, rows, device_.queue(), by);
   } else if (m.kind == Kind::float8) {
-    linear_float8(p, rows, device_.queue());
+    linear_float8(p, rows, device_.queue(), by);
   } else {
     linear_f32(p, rows, device_.queue());
   }
@@ -126,6 +210,53 @@ std::vector<float> CudaExecutor::multiply(int id, const float* x, const float* b
   }
   check(cudaMemcpy(y.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
   return y;
+}
+
+std::vector<float> CudaExecutor::multiply_experts(int id, const float* x, const int* chosen, int rows, int top, By by,
+                                                  int tile_rows) {
+  const Matrix& m = weights_.matrix(id);
+  const int entries = rows * top;
+  std::vector<float> y((size_t)entries * m.n), made(y.size());
+  if (!entries) return y;
+  device_.use();
+  Memory in((size_t)rows * m.k * sizeof(float), "activations"), out(y.size() * sizeof(float), "activations"),
+      tiles(m.takes_tiles() ? tiles_bytes(rows, m.k) : 0, "activations"),
+      memory(routing_bytes(rows, top, m.experts), "rows of experts");
+  ExpertProduct e;
+  Product& p = e.product;
+  e.routing.top = top, e.routing.end = m.experts, e.gathers = true;
+  place_routing(memory.as(), rows, m.experts, e.routing);
+  check(cudaMemcpy(in.as(), x, in.size(), cudaMemcpyHostToDevice), "copying rows");
+  check(cudaMemcpy(e.routing.entry_of, chosen, entries * sizeof(int), cudaMemcpyHostToDevice), "copying experts");
+  check(cudaStreamSynchronize(nullptr), "copying rows");
+  p.w = m, p.x = {in.as<float>(), nullptr, m.k}, p.y = {out.as<float>(), nullptr, m.n};
+  if (m.takes_tiles()) {
+    p.x = {nullptr, tiles.as<uint16_t>(), m.k};
+    to_tiles(in.as<float>(), rows, p.x, device_.queue());
+  }
+  if (!tile_rows) tile_rows = expert_tile_rows(m.kind, entries, m.experts, device_.queue());
+  group_entries(e.routing, rows, tile_rows, device_.queue());
+  linear_experts(e, entries, tile_rows, device_.queue(), by);
+  device_.wait();
+  std::vector<int> entry_of(entries);
+  check(cudaMemcpy(entry_of.data(), e.routing.entry_of, entries * sizeof(int), cudaMemcpyDeviceToHost), "copying rows");
+  check(cudaMemcpy(made.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "copying rows");
+  for (int i = 0; i < entries; i++)
+    std::memcpy(&y[(size_t)i * m.n], &made[(size_t)entry_of[i] * m.n], m.n * sizeof(float));
+  return y;
+}
+
+std::vector<std::pair<int, int>> CudaExecutor::expert_tiles(int row_set) const {
+  if (!runner_) throw std::invalid_argument("allocate() before expert_tiles()");
+  const Routing& routing = runner_->routing(row_set);
+  int count = 0;
+  device_.use(), device_.wait();
+  check(cudaMemcpy(&count, routing.tile_count, sizeof count, cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<ExpertTile> tiles(count);
+  check(cudaMemcpy(tiles.data(), routing.tiles, count * sizeof(ExpertTile), cudaMemcpyDeviceToHost), "reading tiles");
+  std::vector<std::pair<int, int>> found;
+  for (const ExpertTile& tile : tiles) found.emplace_back(tile.expert, tile.count);
+  return found;
 }
 
 void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width, const float* norm, bool bf16,

@@ -12,7 +12,7 @@ namespace cuda {
 
 class HostSpans : public SpanStore {
  public:
-  // layers: of a cache of so many spans; both must outlive this.
+  // layers: of caches of so many spans; device and caches must outlive this.
   HostSpans(const Device& device, const std::vector<LayerCache>& layers, int cache_spans, int spans);
   ~HostSpans() override;
 

@@ -12,7 +12,7 @@
 namespace as {
 namespace cuda {
 
-// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them.
+// Rows of values: float32 [rows, width], or bfloat16 in tiles (tiles.h) for the products that read them, or both.
 struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
@@ -28,18 +28,24 @@ struct Matrix {
   const uint16_t* tiles = nullptr;
   Codes codes = {};
   int most_pieces = kMostPieces;  // of a sum along K
+  int experts = 1;                // a stack of so many such matrices, one after the other
 
   bool takes_bytes() const { return kind == Kind::integers || kind == Kind::float8; }
-  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }  // its products' rows of activations
+  // Of its products' rows of activations: they must be in tiles; or they may, as floats of 8 bits are rounded anyway.
+  bool takes_tiles() const { return kind == Kind::bf16 || kind == Kind::codes; }
+  bool reads_tiles() const { return takes_tiles() || kind == Kind::float8; }
 };
 
-// Where blocks of threads of one launch leave sums for each other: kScratchFloats each, and flags, zero between
-// launches.
-constexpr int kScratchBlocks = 144;
+// Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
+// them pieces of sums, with how many have come. Flags and counts are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
+constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
   float* sums = nullptr;
   int* flags = nullptr;
+  float* pieces = nullptr;
+  int* arrivals = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -72,6 +78,8 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue);
 void read_memory(const void* data, size_t bytes, uint32_t* sink, const Queue& queue);
 // Values of both signs and several sizes.
 void fill_bf16(void* data, size_t bytes, const Queue& queue);
+// Random ones, evenly between -size and size.
+void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue& queue);
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
@@ -105,6 +113,22 @@ void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
 // in [rows, 2 width]
 void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+// gelu as tanh approximates it; in [rows, 2 width]
+void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+// cap * tanh(x / cap)
+void soft_cap(float* x, float cap, size_t count, const Queue& queue);
+// Of [queries | keys | values]: sums [rows, 2] of the squares of all queries, and of k_columns from k_offset on; and
+// both multiplied with weights, by such sums over all ranks, as one vector of that width each.
+struct QkColumns {
+  int q_columns = 0, k_offset = 0, k_columns = 0;
+};
+void qk_square_sums(const float* x, int width, const QkColumns& columns, int rows, float* sums, const Queue& queue);
+struct QkNorm {
+  const float *q_weight = nullptr, *k_weight = nullptr;
+  int q_columns = 0, k_columns = 0, q_width = 0, k_width = 0;
+  float eps = 0;
+};
+void qk_norm(float* x, int width, const QkNorm& norm, const float* sums, int rows, const Queue& queue);
 void select_rows(const float* in, const int* chosen, int rows, const Rows& out, const Queue& queue);
 // Float rows into tiles.
 void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue);
@@ -128,6 +152,7 @@ struct Product {
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
   ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
+  bool quantized = false;       // `bytes` is there already
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -142,10 +167,44 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x, which is float32, is quantized first.
+// Of integers: x is quantized first.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
-void linear_float8(const Product& p, int rows, const Queue& queue);
+void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
+bool norms_into_bytes(int width);
+
+// ---- adapters
+// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
+// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+struct LowRank {
+  const char *a = nullptr, *b = nullptr;
+  int rank = 0;
+  float scale = 0;
+};
+AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+// Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
+struct AdaptedColumns {
+  int target = 0, offset = 0, columns = 0;
+};
+constexpr int kMostTargets = 4;  // of one launch
+// y += scale * b (a x) for rows that have an adapter; others are not touched.
+struct AdaptedSums {
+  const LowRank* pairs = nullptr;  // [adapters, targets]
+  int targets = 0;
+  const int *adapters = nullptr, *chosen = nullptr;  // of each row of the step, -1: none; chosen: null, or y's rows
+  bool bf16 = false;
+  Rows x;
+  float* y = nullptr;
+  int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
+  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  int max_rank = 0, count = 0;
+  AdaptedColumns columns[kMostTargets];
+};
+void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
+// silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
+void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue);
 
 // ---- attention
 struct RotaryTable {
@@ -163,7 +222,12 @@ void rotary_table(const RotaryTable& table, const int* positions, const int* pro
 struct Heads {
   int offset = 0, count = 0, head_dim = 0;
 };
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue);
+struct HeadNorm {
+  Heads heads;
+  Norm norm;
+};
+// Of some heads, and of others (none: count 0), as of queries and keys.
+void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue);
 void rope(float* x, int width, const Heads& heads, const RotaryTable& table, bool interleaved, int rows,
           const Queue& queue);
 

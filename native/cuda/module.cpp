@@ -36,25 +36,30 @@ Source source_of(const std::string& name, const py::array& a) {
       "source must be F32 (float32), F16 (float16 or uint16) or BF16 (uint16) and match the array, got " + name);
 }
 
+HostRows host_rows(const py::array& a, const std::string& source, int64_t column) {
+  const Source type = source_of(source, a);
+  if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
+  if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
+    throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
+  return {a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column};
+}
+
 std::vector<int64_t> fill_rows(CudaExecutor& e, int id, const std::vector<py::array>& arrays, const std::string& source,
                                int64_t row_offset, int64_t column, std::optional<int64_t> group_size) {
   std::vector<HostRows> rows;
   const Matrix& m = e.weights().matrix(id);
   const int64_t group = group_size.value_or(m.codes.bits ? m.codes.group : 0);
   for (const py::array& a : arrays) {
-    const Source type = source_of(source, a);
-    if (a.ndim() != 2) throw std::invalid_argument("a matrix must be a 2-D array");
-    if ((a.shape(1) > 1 && a.strides(1) != a.itemsize()) || a.strides(0) % a.itemsize())
-      throw std::invalid_argument("a matrix' columns must be adjacent in memory, its rows whole elements apart");
+    rows.push_back(host_rows(a, source, column));
     if (m.codes.bits && !group_size && a.shape(1) != m.k)
       throw std::invalid_argument("fill_matrix: " + std::to_string(a.shape(1)) + " columns do not fit a matrix of " +
                                   std::to_string(m.k));
-    rows.push_back({a.data(), type, a.shape(0), (int64_t)(a.strides(0) / a.itemsize()), a.shape(1), column});
   }
   py::gil_scoped_release release;
   return e.weights().fill_rows(id, rows, row_offset, group);
 }
 
+using Integers = py::array_t<int, py::array::c_style | py::array::forcecast>;
 using Bytes = py::array_t<uint8_t, py::array::c_style>;
 using Halves = py::array_t<uint16_t, py::array::c_style>;
 
@@ -110,16 +115,58 @@ CacheType cache_type_of(const std::string& name) {
                               " are not available on CUDA yet: float32, bfloat16, int8, uint4 and float8 are");
 }
 
+bool is_bf16(const std::string& dtype) {
+  if (dtype != "bfloat16" && dtype != "float32")
+    throw std::invalid_argument("adapters are float32 or bfloat16, not " + dtype);
+  return dtype == "bfloat16";
+}
+
+py::list profile_of(CudaExecutor& e) {
+  py::list all;
+  for (const OpTime& launch : e.profile()) {
+    int index = launch.op.parts[0];
+    for (int part : launch.op.parts)
+      if (e.program().ops()[part].is("linear")) index = part;
+    py::dict d;
+    d["index"] = index, d["op"] = launch.op.name, d["count"] = launch.count, d["min"] = launch.least;
+    d["max"] = launch.most, d["sum"] = launch.total, d["bytes"] = launch.bytes, d["operations"] = launch.operations;
+    all.append(d);
+  }
+  return all;
+}
+
+void bind_adapters(py::module_& m) {
+  m.def(
+      "adapter_bytes",
+      [](int rank, int inputs, int columns, const std::string& dtype) {
+        return adapter_bytes(rank, inputs, columns, is_bf16(dtype));
+      },
+      py::arg("rank"), py::arg("inputs"), py::arg("columns"), py::arg("dtype"), "Of one target's two matrices.");
+  m.def(
+      "lora_bytes", [](int rows, int max_rank) { return (size_t)rows * kMostTargets * max_rank * sizeof(float); },
+      py::arg("rows"), py::arg("max_rank"), "Scratch memory of adapters' products with so many rows.");
+  py::class_<Adapter, std::shared_ptr<Adapter>>(m, "Adapter", "A LoRA adapter's matrices, of Executor.new_adapter().")
+      .def(
+          "set",
+          [](Adapter& adapter, int target, const py::array& a, const std::string& a_source, const py::array& b,
+             const std::string& b_source, float scale) {
+            const HostRows first = host_rows(a, a_source, 0), second = host_rows(b, b_source, 0);
+            py::gil_scoped_release release;
+            return adapter.set(target, first, second, scale);
+          },
+          py::arg("target"), py::arg("a"), py::arg("a_source"), py::arg("b"), py::arg("b_source"), py::arg("scale"),
+          "As the CPU backend's.");
+}
+
 void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecutor>>& executor) {
   executor
       .def(
           "add_matrix",
           [](CudaExecutor& e, int n, int k, const std::string& dtype, int group_size, int experts,
              const std::vector<int>& order, const py::kwargs& layout) {
-            if (experts != 1) throw std::invalid_argument("models with experts are not available on CUDA yet");
             if (!order.empty()) throw std::invalid_argument("columns in an order are not available on CUDA yet");
-            matrix_of(n, k, dtype, group_size);  // types are refused before what they have
-            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout));
+            matrix_of(n, k, dtype, group_size, experts);  // types are refused before what they have
+            return e.add_matrix(n, k, dtype, group_of(dtype, group_size, layout), experts);
           },
           py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
           py::arg("experts") = 1, py::arg("order") = std::vector<int>{},
@@ -136,6 +183,9 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           },
           py::arg("id"), py::arg("array"), py::arg("source"), py::arg("row_offset") = 0, py::arg("column") = 0,
           py::arg("group_size") = py::none())
+      .def(
+          "fill_noise", [](CudaExecutor& e, int id, float size) { e.weights().fill_noise(id, size); }, py::arg("id"),
+          py::arg("size"), "A matrix of random values between -size and size, made on the GPU: for benchmarks.")
       .def("fill_quantized", fill_quantized, py::arg("id"), py::arg("q").noconvert(), py::arg("scales").noconvert(),
            py::arg("zeros").noconvert(), py::arg("bits"), py::arg("columns"), py::arg("group_size"),
            py::arg("row_offset") = 0, py::arg("column") = 0, "As the CPU backend's, of rows that quantize_rows made.")
@@ -172,6 +222,24 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
           "x w^T (+ bias) with one matrix, for tests. by: the kernel, of any, mma, split, stream and wide. rounded: to "
           "bfloat16, as ranks leave partial sums.")
       .def(
+          "multiply_experts",
+          [](CudaExecutor& e, int id, const Floats& x, const Integers& chosen, const std::string& by, int tile_rows) {
+            const Matrix& m = e.weights().matrix(id);
+            if (x.ndim() != 2 || x.shape(1) != m.k || chosen.ndim() != 2 || chosen.shape(0) != x.shape(0) ||
+                chosen.shape(1) > kMostTop)
+              throw std::invalid_argument("multiply_experts: x [rows, " + std::to_string(m.k) +
+                                          "] and chosen [rows, experts of each]");
+            for (py::ssize_t i = 0; i < chosen.size(); i++)
+              if (chosen.data()[i] < 0 || chosen.data()[i] >= m.experts)
+                throw std::invalid_argument("multiply_experts: there are " + std::to_string(m.experts) + " experts");
+            const int top = (int)chosen.shape(1);
+            const std::vector<float> y =
+                e.multiply_experts(id, x.data(), chosen.data(), (int)x.shape(0), top, by_name(by), tile_rows);
+            return py::array_t<float>({x.shape(0), (py::ssize_t)top, (py::ssize_t)m.n}, y.data());
+          },
+          py::arg("id"), py::arg("x"), py::arg("chosen"), py::arg("by") = "any", py::arg("tile_rows") = 0,
+          "[rows, experts of each, n]: x times the matrices of a stack that are chosen for each row, for tests.")
+      .def(
           "sum_ranks",
           [](CudaExecutor& e, const Floats& parts, const Floats& y, const Floats& norm, bool bf16, bool adds) {
             if (parts.ndim() != 3 || y.ndim() != 2 || norm.ndim() != 1 || parts.shape(1) != y.shape(0) ||
@@ -201,12 +269,13 @@ PYBIND11_MODULE(_cuda, m) {
   m.def("device_count", device_count, "How many GPUs there are; ValueError that says what to do if none can be used.");
   m.def(
       "matrix_bytes",
-      [](int n, int k, const std::string& dtype, int group_size, const py::kwargs& layout) {
-        const Matrix matrix = matrix_of(n, k, dtype, group_size);
+      [](int n, int k, const std::string& dtype, int group_size, int experts, const py::kwargs& layout) {
+        const Matrix matrix = matrix_of(n, k, dtype, group_size, experts);
         group_of(dtype, group_size, layout);
         return matrix_bytes(matrix);
       },
-      py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0);
+      py::arg("out_features"), py::arg("in_features"), py::arg("dtype"), py::arg("group_size") = 0,
+      py::arg("experts") = 1);
   m.def(
       "widened_bytes",
       [](int n, int k, bool gated, int rows) { return widened_bytes(gated ? paired_rows(n) : n, k, gated, rows); },
@@ -264,7 +333,14 @@ PYBIND11_MODULE(_cuda, m) {
                }),
                py::arg("device"), py::arg("sampler"), py::arg("window") = nullptr,
                "window: to the other ranks of a group; the sampler must have it, too.");
+  executor.def(
+      "beside",
+      [](const CudaExecutor& e, std::shared_ptr<LogitSampler> sampler) {
+        return std::shared_ptr<CudaExecutor>(new CudaExecutor(e, std::move(sampler)), WithoutGil{});
+      },
+      py::arg("sampler"), "An executor of another model on the GPU of this one; they run in turn.");
   bind_weights(executor);
+  bind_adapters(m);
   executor
       .def(
           "add_row_set", [](CudaExecutor& e, int of, int times) { return e.program().add_row_set(of, times); },
@@ -304,15 +380,26 @@ PYBIND11_MODULE(_cuda, m) {
       .def(
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
-             const std::string& dtype, int max_outputs, int masks, bool graphs) {
+             const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
+             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
                         cache_type_of(dtype), graphs},
-                       masks);
+                       masks, {adapters, adapter_rank, is_bf16(adapter_dtype)}, std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
-          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same.")
+          py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
+          py::arg("draft") = nullptr,
+          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
+          "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
+          "an "
+          "executor beside this one, allocated with the same spans, that makes drafts.")
+      .def("new_adapter", &CudaExecutor::new_adapter, "An empty Adapter, to be filled by any thread while steps run.")
+      .def("set_adapter", &CudaExecutor::set_adapter, py::arg("index"), py::arg("adapter"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Between steps, or while none names this index: plans may name the adapter by it from now on. None: no "
+           "longer.")
       .def(
           "allocate_host_cache",
           [](CudaExecutor& e, int spans) {
@@ -320,6 +407,9 @@ PYBIND11_MODULE(_cuda, m) {
             e.allocate_host_cache(spans);
           },
           py::arg("spans"), "A second tier of the cache in pinned memory, after allocate() and before any step.")
+      .def("unload", &CudaExecutor::unload, py::call_guard<py::gil_scoped_release>(),
+           "Between steps: weights go to pinned memory of the host, and the cache is lost; the GPU's memory is free.")
+      .def("load", &CudaExecutor::load, py::call_guard<py::gil_scoped_release>(), "Undoes unload().")
       .def("host_cache_bytes", &CudaExecutor::host_cache_bytes, py::arg("spans"))
       .def(
           "step",
@@ -333,6 +423,10 @@ PYBIND11_MODULE(_cuda, m) {
             return to_result(out, want_logits);
           },
           py::arg("plan"), py::arg("want_logits") = false)
+      .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
+           "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
+      .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
+      .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")
       .def_property_readonly("device_name", [](const CudaExecutor& e) { return e.device().name(); })
       .def_property_readonly(

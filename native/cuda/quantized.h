@@ -7,6 +7,10 @@
 // eight further. A word is of one row: of 4 bits its pairs of columns lie four bits apart, the odd column's code 16
 // bits above the even one's; of 8 bits four bytes in the columns' order.
 //
+// Codes of e4m3 have words of the same columns, and lie as activations of 8 bits do, for wgmma to read them out of
+// shared memory: in a block rows of 64 bytes, whose four pieces of 16 columns change places with the row: piece p of
+// row r is at p ^ (r % 8 / 2), which is wgmma's 64-byte swizzle.
+//
 // Scales: for each block of 64 rows and group 64 words, scale below offset, tile by tile, row r + 8 beside row r. Rows
 // that there are not have zeros, and so the value zero; columns that there are not have any code.
 #pragma once
@@ -37,6 +41,12 @@ AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) 
   const int place = bits == 4 ? (tile * 32 + lane) * 4 + step / 2 * 2 + below
                               : ((tile * 2 + step / 2) * 32 + lane) * 4 + step % 2 * 2 + below;
   return block * code_words(bits) + place;
+}
+AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kBlock + (piece ^ row % 8 / 2) * 16; }
+AS_BOTH inline size_t word_of(const Codes& c, int row, int column, int column_blocks) {
+  if (!c.floats) return word_of(c.bits, row, column, column_blocks);
+  const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
+  return block * code_words(8) + byte_piece(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
 }
 AS_BOTH inline int bit_of(int bits, int column) {
   const int half = column % 16 / 8, odd = column % 2;

@@ -31,18 +31,34 @@ CudaRunner::~CudaRunner() {
   if (drawn_) cudaEventDestroy(drawn_);
 }
 
+void CudaRunner::unload() {
+  for (Memory* memory : lent_) memory->give_back();
+}
+
+void CudaRunner::load() {
+  try {
+    for (Memory* memory : lent_) memory->take_again();
+  } catch (...) {
+    unload();
+    throw;
+  }
+  for (Memory* memory : lent_)
+    if (memory->lent()) check(cudaMemsetAsync(memory->as(), 0, memory->size(), device_.stream()), "clearing memory");
+  device_.wait();
+}
+
 void CudaRunner::begin(const Batch& batch, bool want_logits) {
   device_.use();
-  const bool heads = !heads_from_ || want_logits ||
+  const bool heads = !forms_[0].heads_from || want_logits ||
                      std::any_of(batch.outputs.begin(), batch.outputs.end(),
                                  [](const Output& out) { return out.wanted != Wanted::nothing; });
   const bool graph = limits_.graphs && heads && decodes(batch);
   const int padded = graph ? padded_rows((int)batch.rows.size()) : 0;
   const bool fits = padded && padded <= std::min({limits_.max_rows, limits_.max_outputs, limits_.max_slots});
   const Size size = data_->copy(batch, fits ? padded : 0, device_);
-  if (fits) replay(size);
-  else launch(size, heads);
-  begun_ = {heads && !batch.outputs.empty(), want_logits};
+  begun_ = {heads && !batch.outputs.empty(), want_logits, profiling_ && times_.due(), size.adapted, 1 - begun_.turn};
+  if (fits && !begun_.timed) replay(size);
+  else launch(size, heads, begun_.timed);
 }
 
 bool CudaRunner::draw(const Batch& batch) {
@@ -51,7 +67,9 @@ bool CudaRunner::draw(const Batch& batch) {
   copy_hidden(batch);
   share_draws(batch);
   if (drawing_.heads) {
+    if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
     if (draws_) draws_->queue(batch, drawn_by_);
+    if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
     check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
                           cudaMemcpyDeviceToHost, device_.stream()),
           "copying draws");
@@ -69,6 +87,7 @@ Drawn CudaRunner::finish(const Batch& batch) {
   device_.use();
   check(cudaEventSynchronize(drawn_), "a step on the GPU");
   if (ranks_) ranks_->exchange.check_waits();
+  if (drawing_.timed) add_times(batch);
   Drawn drawn;
   const size_t outputs = batch.outputs.size();
   drawn.samples.resize(outputs);
@@ -179,8 +198,30 @@ void CudaRunner::copy_hidden(const Batch& batch) {
   }
 }
 
-void CudaRunner::launch(const Size& size, bool heads) {
-  for (size_t i = 0; i < (heads ? launches_.size() : heads_from_); i++) launches_[i](size);
+void CudaRunner::launch(const Size& size, bool heads, bool timed) {
+  const Form& form = forms_[size.adapted];
+  if (timed) times_.begin(begun_.turn);
+  for (size_t i = 0; i < (heads ? form.launches.size() : form.heads_from); i++) {
+    if (timed) times_.mark(begun_.turn, device_.stream());
+    form.launches[i](size);
+  }
+  if (timed) times_.mark(begun_.turn, device_.stream());
+}
+
+// Of the step that has been drawn.
+void CudaRunner::add_times(const Batch& batch) {
+  StepSize size;
+  size.rows = (double)batch.rows.size(), size.outputs = (double)batch.outputs.size();
+  size.world = ranks_ ? ranks_->window.size() : 1;
+  size.weight_bytes = weights_.sizes();
+  const Form& form = forms_[drawing_.form];
+  times_.add(drawing_.turn, drawing_.form, drawing_.heads ? form.launches.size() : form.heads_from, drawing_.heads,
+             batch, size);
+}
+
+void CudaRunner::set_profiling(bool on) {
+  profiling_ = on;
+  if (on) times_.clear();
 }
 
 // A step of a size is launched op by op when it comes for the first time, which loads its kernels; then recorded.

@@ -3,13 +3,17 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "batch/logit_sampler.h"
 #include "batch/queued_decoder.h"
 #include "comm/communicator.h"
+#include "cuda/adapters.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
+#include "cuda/experts.h"
+#include "cuda/op_times.h"
 #include "cuda/step_data.h"
 #include "cuda/weights.h"
 #include "program/program.h"
@@ -33,25 +37,38 @@ struct Ranks {
   Communicator& window;
 };
 // Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
-bool sums_in_bf16(const Program& program, const Weights& weights, size_t all_reduce);
+bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
 // Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 
 class CudaRunner : public QueuedRunner {
  public:
   // Throws std::invalid_argument naming what this backend does not have. All that is given must outlive the runner.
-  // Matrices of gates are paired (Weights::pair). ranks: null where there is one rank.
+  // Matrices of gates are paired (Weights::pair). ranks: null where there is one rank. adapters: that rows may have.
+  //
+  // A program with ops for adapters is compiled twice: steps in which no row has one run without these ops, and with
+  // what is fused across them. A row without an adapter has the same bits in both.
   CudaRunner(const Device& device, const Program& program, Weights& weights, const Limits& limits,
-             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr);
+             LogitSampler& sampler, Masks* masks, const Ranks* ranks = nullptr, const Adapters* adapters = nullptr);
   ~CudaRunner() override;
 
   void begin(const Batch& batch, bool want_logits) override;
   bool draw(const Batch& batch) override;
   bool done() const override;
   Drawn finish(const Batch& batch) override;
-  size_t cache_bytes() const { return cache_.size(); }
+  size_t cache_bytes() const { return cache_.size() / (limits_.num_spans + 1) * limits_.num_spans; }
   const std::vector<LayerCache>& layers() const { return layers_; }
-  bool hidden_states() const { return heads_from_ > 0; }
+  // The memory that steps work in, and the cache, whose content is lost: given back, and had again, zeroed. Nothing on
+  // the device may use them; recorded steps stay. load() throws std::runtime_error, and changes nothing, where there is
+  // not enough.
+  void unload();
+  void load();
+  // std::out_of_range for a row set that is not of experts.
+  const Routing& routing(int row_set) const { return routed_.at(row_set).routing; }
+  // Between steps. on: what launches cost is counted anew; off: what was counted stays.
+  void set_profiling(bool on);
+  std::vector<OpTime> profile() const { return times_.all(); }
+  bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
   using Size = StepData::Size;
@@ -61,14 +78,26 @@ class CudaRunner : public QueuedRunner {
     int row_set = 0;
     float* values() const { return rows.values; }
   };
+  // Launches from heads_from on make logits; 0: unknown.
+  struct Form {
+    std::vector<Launch> launches;
+    size_t heads_from = 0;
+  };
+  // Sums of gates and what they gate, as pair_rows() has the columns; bias: still to be added.
+  struct Pairs {
+    const float* bias;
+  };
   struct Replay {
     cudaGraphExec_t graph = nullptr;  // null: it has run once
   };
 
   void check_program() const;
-  int count(const Tensor& t, const Size& size) const { return t.row_set == kOutputRows ? size.outputs : size.rows; }
+  // How many entries a row set has in a step of so many rows, so many of them with outputs.
+  int rows_of(int row_set, int rows, int outputs) const;
+  int count(const Tensor& t, const Size& size) const { return rows_of(t.row_set, size.rows, size.outputs); }
   int max_rows(int tensor) const;
   bool in_tiles(int tensor) const;
+  bool in_both(int tensor) const;
   void allocate_tensors();
   void allocate_cache();
   const Tensor& in(const OpNode& op, int i = 0) const { return tensors_[op.inputs[i]]; }
@@ -76,20 +105,32 @@ class CudaRunner : public QueuedRunner {
   const float* vector(const OpNode& op, int i) const {
     return i < (int)op.weights.size() ? weights_.vector(op.weights[i]) : nullptr;
   }
-  // Adds what starts ops[i]; returns how many further ops it does, too.
+  std::vector<OpNode> ops_of(bool adapted) const;  // of a form
+  void bind_form(bool adapted);
+  void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
+  // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
+  int bind_lora(size_t i);
   void bind_attention(const OpNode& op);
+  void allocate_routings();
+  bool is_routing(int tensor) const;
+  void bind_router(const OpNode& op, const OpNode* logits = nullptr);
+  int bind_expert_linear(size_t i);
+  int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
-  // The add, if any, that alone reads a tensor from ops[next] on, and is that op.
+  // The add, if any, that alone reads a tensor from ops_[next] on, and is that op.
   std::optional<size_t> sum_at(size_t next, int tensor) const;
-  // Where what ops[i] makes goes at once if the next op adds that up over ranks.
+  // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
-  bool is_gated(size_t linear) const;
+  bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
+  bool quantizes_next(size_t i) const;
+  ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
-  void launch(const Size& size, bool heads);
+  void launch(const Size& size, bool heads, bool timed = false);
+  void add_times(const Batch& batch);
   void replay(const Size& size);
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
@@ -102,26 +143,46 @@ class CudaRunner : public QueuedRunner {
   const Limits limits_;
   LogitSampler& sampler_;
   const std::optional<Ranks> ranks_;
+  const Adapters* adapters_;
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
   Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
-      host_hidden_;
+      host_hidden_, inner_;
+  Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
+  // A row set of entries of experts: its routers form it one after the other.
+  struct Routed {
+    Routing routing;
+    Kind kind;   // of experts' matrices
+    int shares;  // the tensor of weights
+  };
+  std::map<int, Routed> routed_;  // by row set
+  std::vector<Memory> routing_memory_;
   std::optional<Turn> turn_;  // of the attention that comes next
   int group_ = 1, most_runs_ = 1;
   std::optional<StepData> data_;
   std::optional<Draws> draws_;     // none: of a part of the vocabulary
   std::vector<DrawnBy> drawn_by_;  // of each output of the step
+  Form forms_[2];                  // without adapters, and with
+  // Of the form that is being bound: its ops, and what they have become so far.
+  std::vector<OpNode> ops_;
   std::vector<Launch> launches_;
-  size_t heads_from_ = 0;  // launches from here on make logits; 0: unknown
-  int hidden_ = -1;        // the tensor of hidden states
+  size_t heads_from_ = 0;
+  std::map<int, Pairs> pairs_;  // by tensor
+  std::set<int> paired_;        // weights
+  int hidden_ = -1;             // the tensor of hidden states
   size_t hidden_rows_ = 0;
   struct Step {
     bool heads, want_logits;  // heads: whether it comes to logits
+    bool timed = false;
+    int form = 0;
+    int turn = 0;  // of times
   };
   Step begun_{}, drawing_{};
   cudaEvent_t drawn_ = nullptr;  // what a step draws has been copied
+  OpTimes times_;
+  bool profiling_ = false;
   std::map<Size, Replay> replays_;
   bool graphs_ = true;  // there is memory for more
 };

@@ -12,18 +12,25 @@ constexpr size_t kTileInts = sizeof(AttentionTile) / sizeof(int);
 }  // namespace
 
 bool StepData::Size::operator<(const Size& other) const {
-  return std::tie(rows, outputs, few, many, runs) <
-         std::tie(other.rows, other.outputs, other.few, other.many, other.runs);
+  return std::tie(rows, outputs, few, many, runs, adapted) <
+         std::tie(other.rows, other.outputs, other.few, other.many, other.runs, other.adapted);
 }
 
-StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group)
-    : span_size_(span_size), group_(group) {
+StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
+                   std::vector<int> windows, int no_span)
+    : max_rows_(max_rows),
+      span_size_(span_size),
+      group_(group),
+      groups_((int)windows.size()),
+      no_span_(no_span),
+      windows_(std::move(windows)),
+      table_((size_t)max_slots * max_spans) {
   const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
   size_t next = 0;
   const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
-  take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows),
-      take(chosen_, max_outputs);
-  take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, (size_t)max_slots * max_spans);
+  take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows * groups_),
+      take(adapters_, rows), take(chosen_, max_outputs);
+  take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, table_ * groups_);
   all_ = next;
   for (Memory& turn : turns_) turn = Memory(all_ * sizeof(int), "rows of a step", Memory::Where::host);
   device_memory_ = Memory(all_ * sizeof(int), "rows of a step");
@@ -32,16 +39,21 @@ StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, 
 StepData::Size StepData::copy(const Batch& batch, int padded, const Device& device) {
   turn_ = 1 - turn_;
   Size size{(int)batch.rows.size(), (int)batch.outputs.size(), 0, 0, 1};
-  int* table = host(tables_);
+  int used = 0;  // of each group's table
   *host(step_) = steps_++;
   AttentionTile *few = reinterpret_cast<AttentionTile*>(host(few_)),
                 *many = reinterpret_cast<AttentionTile*>(host(many_));
   for (const Item& item : batch.items) {
     const Slot& slot = batch.slot(item.slot);
-    const std::vector<int32_t>& spans = slot.spans[0];
-    const int used = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
-    std::copy_n(spans.begin(), used, table);
-    AttentionTile tile{item.row, item.count, item.start, (int)(table - host(tables_)), 0};
+    const int spans = (item.start + item.count + span_size_ - 1) / span_size_, pairs = item.count * group_;
+    for (int g = 0; g < groups_; g++) {
+      int* table = host(tables_) + g * table_ + used;
+      const int behind = windows_[g] ? std::max(0, item.start + 1 - windows_[g]) / span_size_ : 0;
+      std::fill_n(table, behind, no_span_);
+      std::copy(slot.spans[g].begin() + behind, slot.spans[g].begin() + spans, table + behind);
+    }
+    size.adapted |= item.adapter >= 0;
+    AttentionTile tile{item.row, item.count, item.start, used, 0};
     if (pairs <= kFewPairs) {
       few[size.few++] = tile;
       if (item.start + item.count > kRunTokens) size.runs = 2;
@@ -50,26 +62,29 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
     }
     for (int r = item.row; r < item.row + item.count; r++) {
       const Row& row = batch.rows[r];
-      host(tokens_)[r] = row.token, host(positions_)[r] = row.position;
+      host(tokens_)[r] = row.token, host(positions_)[r] = row.position, host(adapters_)[r] = item.adapter;
       host(prompts_)[r] = slot.sampling.prompt_len;
-      host(where_)[r] = spans[row.position / span_size_] * span_size_ + row.position % span_size_;
+      for (int g = 0; g < groups_; g++)
+        host(where_)[g * max_rows_ + r] =
+            slot.spans[g][row.position / span_size_] * span_size_ + row.position % span_size_;
     }
-    table += used;
+    used += spans;
   }
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   for (int r = size.rows; r < padded; r++) {
-    host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1, host(where_)[r] = -1;
-    host(chosen_)[r] = 0;
+    host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1;
+    for (int g = 0; g < groups_; g++) host(where_)[g * max_rows_ + r] = -1;
+    host(adapters_)[r] = -1, host(chosen_)[r] = 0;
     few[r] = {0, 0, 0, 0, 0};
   }
-  if (padded) size = {padded, padded, padded, 0, size.runs};
+  if (padded) size = {padded, padded, padded, 0, size.runs, size.adapted};
   const auto send = [&](size_t begin, size_t end) {
     check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), (end - begin) * sizeof(int),
                           cudaMemcpyHostToDevice, device.stream()),
           "copying a step's rows");
   };
   send(0, tables_);
-  if (table > host(tables_)) send(tables_, table - host(0));
+  for (int g = 0; g < groups_ && used; g++) send(tables_ + g * table_, tables_ + g * table_ + used);
   return size;
 }
 

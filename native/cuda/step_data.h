@@ -11,14 +11,17 @@ namespace cuda {
 
 class StepData {
  public:
-  // group: query heads of a KV head. max_spans: of a sequence.
-  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group);
+  // group: query heads of a KV head. max_spans: of a sequence. windows: of each cache group, 0: all is seen. no_span:
+  // what stands in tables for spans that windows have left behind, which others may have by now.
+  StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
+           std::vector<int> windows, int no_span);
 
   // How many of everything a step has. Kernels are started for so many; those of a padded step do nothing for the rows
   // that the batch does not have.
   struct Size {
     int rows = 0, outputs = 0, few = 0, many = 0;
-    int runs = 1;  // of the context of few tiles: 1, or 2 for more
+    int runs = 1;          // of the context of few tiles: 1, or 2 for more
+    bool adapted = false;  // some row has an adapter
     bool operator<(const Size& other) const;
   };
   // Queues the copy of a batch. padded: of a batch of single rows that each draw, up to how many rows.
@@ -28,9 +31,11 @@ class StepData {
   const int* tokens() const { return at(tokens_); }
   const int* positions() const { return at(positions_); }
   const int* prompts() const { return at(prompts_); }  // the length of its sequence's prompt
-  const int* where() const { return at(where_); }      // of the cache: span * span size + place; -1: nowhere
-  const int* chosen() const { return at(chosen_); }    // the row of each output
-  const int* tables() const { return at(tables_); }
+  // Of a cache group, each row's place: span * span size + place in it; -1: nowhere.
+  const int* where(int group) const { return at(where_) + (size_t)group * max_rows_; }
+  const int* adapters() const { return at(adapters_); }                        // of each row, -1: none
+  const int* chosen() const { return at(chosen_); }                            // the row of each output
+  const int* tables(int group) const { return at(tables_) + group * table_; }  // of spans, of a cache group
   const AttentionTile* few() const { return reinterpret_cast<const AttentionTile*>(at(few_)); }
   const AttentionTile* many() const { return reinterpret_cast<const AttentionTile*>(at(many_)); }
   size_t bytes() const { return device_memory_.size(); }
@@ -39,9 +44,12 @@ class StepData {
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
 
-  const int span_size_, group_;
+  const int max_rows_, span_size_, group_, groups_, no_span_;
+  const std::vector<int> windows_;
+  const size_t table_;  // spans of all sequences
   int steps_ = 0;
-  size_t step_, tokens_, positions_, prompts_, where_, chosen_, few_, many_, tables_, all_;  // offsets, in ints
+  size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
+      all_;                          // offsets, in ints
   Memory turns_[2], device_memory_;  // of the host: one may still be copied when the next is written
   int turn_ = 0;
 };

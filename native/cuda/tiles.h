@@ -47,5 +47,15 @@ struct Pieces {
   }
 };
 
+// Of quantized matrices: so many pieces that all processors have some, and each of whole pairs of blocks, which kernels
+// take in one step.
+constexpr int kMostCodePieces = 8, kEnoughColumns = 132 * 2 * kBlock;
+inline int pieces_of_codes(int n, int k) {
+  int most = (kEnoughColumns + n - 1) / n;
+  if (most > kMostCodePieces) most = kMostCodePieces;
+  while (most > 1 && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
+  return most;
+}
+
 }  // namespace cuda
 }  // namespace as

@@ -11,18 +11,23 @@ namespace cuda {
 namespace {
 
 constexpr size_t kStagingBytes = 32 << 20;
+constexpr size_t kCopyAlign = 4096;  // of matrices in the host's memory
 
 size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
 
 }  // namespace
 
-Matrix matrix_of(int n, int k, const std::string& format, int group) {
-  if (n < 1 || k < 1)
-    throw std::invalid_argument("matrix of " + std::to_string(n) + " x " + std::to_string(k) +
+Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts) {
+  if (rows < 1 || k < 1)
+    throw std::invalid_argument("matrix of " + std::to_string(rows) + " x " + std::to_string(k) +
                                 ": both must be positive");
-  Matrix m{n, k};
+  if (experts < 1 || rows % experts)
+    throw std::invalid_argument("a matrix of " + std::to_string(rows) + " rows is no stack of " +
+                                std::to_string(experts) + " experts");
+  Matrix m{rows / experts, k};
+  m.experts = experts;
   if (format == "float32" || format == "bfloat16") {
-    if (format == "bfloat16") m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
+    if (format == "bfloat16") m.kind = Kind::bf16, m.most_pieces = most_pieces(m.n);
     return m;
   }
   const bool floats = format == "float8", integers = format == "w8a8" || format == "w4a8",
@@ -42,15 +47,35 @@ Matrix matrix_of(int n, int k, const std::string& format, int group) {
                                 std::to_string(kMostIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
   m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
-  m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
+  m.codes.groups = (k + m.codes.group - 1) / m.codes.group, m.most_pieces = pieces_of_codes(m.n, k);
   return m;
 }
 
-size_t matrix_bytes(const Matrix& m) {
+namespace {
+
+// Of one in a stack.
+size_t one_bytes(const Matrix& m) {
   if (m.kind == Kind::f32) return (size_t)m.n * m.k * sizeof(float);
   if (m.kind == Kind::bf16) return tiles_bytes(m.n, m.k);
   return codes_bytes(m.n, m.k, m.codes.bits) + scales_bytes(m.n, m.codes.groups);
 }
+
+template <typename T>
+void advance(T*& pointer, size_t bytes) {
+  if (pointer) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+}
+
+// One of a stack.
+Matrix one_of(Matrix m, int expert) {
+  const size_t before = expert * one_bytes(m);
+  advance(m.values, before), advance(m.tiles, before), advance(m.codes.words, before), advance(m.codes.scales, before);
+  m.experts = 1;
+  return m;
+}
+
+}  // namespace
+
+size_t matrix_bytes(const Matrix& m) { return m.experts * one_bytes(m); }
 
 Weights::Staging::~Staging() {
   for (Turn& turn : turns)
@@ -66,35 +91,35 @@ void Weights::Staging::allocate() {
   }
 }
 
-int Weights::add_matrix(int n, int k, const std::string& format, int group) {
-  Weight w{matrix_of(n, k, format, group), {}, 0};
+int Weights::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
+  Weight w{matrix_of(rows, k, format, group, experts), {}, 0};
   if (w.matrix.kind == Kind::float8 && device_.capability() != 90)
     throw std::invalid_argument(
         "weights of type float8 are for GPUs of compute capability 9.0 (Hopper): this one's is " +
         std::to_string(device_.capability() / 10) + "." + std::to_string(device_.capability() % 10));
   device_.use();
-  w.memory = Memory(matrix_bytes(w.matrix), "weights");
-  place(w);
+  w.memory = Memory(matrix_bytes(w.matrix), "weights", Memory::Where::lent);
+  place(w.matrix, w.memory);
   weights_.push_back(std::move(w));
   return (int)weights_.size() - 1;
 }
 
 // Says where a matrix' values are in its memory.
-void Weights::place(Weight& w) {
-  Matrix& m = w.matrix;
-  if (m.kind == Kind::f32) m.values = w.memory.as<float>();
-  else if (m.kind == Kind::bf16) m.tiles = w.memory.as<uint16_t>();
+void Weights::place(Matrix& m, const Memory& memory) {
+  if (m.kind == Kind::f32) m.values = memory.as<float>();
+  else if (m.kind == Kind::bf16) m.tiles = memory.as<uint16_t>();
   if (!m.codes.bits) return;
-  m.codes.words = w.memory.as<uint32_t>();
+  m.codes.words = memory.as<uint32_t>();
   m.codes.scales = m.codes.words + codes_bytes(m.n, m.k, m.codes.bits) / sizeof(uint32_t);
 }
 
 void Weights::check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
                          int64_t group) {
-  if (count < 0 || row_offset < 0 || row_offset + count > m.n || column < 0 || column + m.k > columns)
+  const int64_t rows = (int64_t)m.n * m.experts;
+  if (count < 0 || row_offset < 0 || row_offset + count > rows || column < 0 || column + m.k > columns)
     throw std::invalid_argument("rows " + std::to_string(row_offset) + "..." + std::to_string(row_offset + count) +
                                 " of columns " + std::to_string(column) + "... of " + std::to_string(columns) +
-                                " do not fit a matrix of " + std::to_string(m.n) + " x " + std::to_string(m.k));
+                                " do not fit a matrix of " + std::to_string(rows) + " x " + std::to_string(m.k));
   if (!m.codes.bits) return;
   for (int64_t first = 0; first < m.k; first += m.codes.group) {
     const int64_t last = std::min<int64_t>(first + m.codes.group, m.k) - 1;
@@ -122,24 +147,25 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
                  range_bytes = m.codes.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
     const int64_t most = kStagingBytes / (row_bytes + range_bytes);
     if (!most) throw std::invalid_argument("rows of " + std::to_string(last - first) + " columns are too long");
-    for (int64_t done = 0; done < r.count; done += most, turn ^= 1) {
-      const int64_t some = std::min(most, r.count - done);
+    for (int64_t done = 0, some; done < r.count; done += some, turn ^= 1) {
+      const int64_t at = row_offset + done, first_row = at % m.n;
+      const Matrix one = one_of(m, (int)(at / m.n));
+      some = std::min({most, r.count - done, m.n - first_row});
       const Staging::Turn& own = staging_.turns[turn];
       check(cudaEventSynchronize(own.packed), "loading weights");
       for (int64_t row = 0; row < some; row++) {
         const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + first) * item;
         std::memcpy(own.host.as() + row * row_bytes, from, row_bytes);
-        weights_[id].hash += row_hash(from + (r.column - first) * item, m.k * item, row_offset + done + row);
+        weights_[id].hash += row_hash(from + (r.column - first) * item, m.k * item, at + row);
       }
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
       unsigned long long* bad = counts.as<unsigned long long>() + i;
       if (m.codes.bits)
-        quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, m,
-                      (int)(row_offset + done),
-                      reinterpret_cast<float*>(own.device.as() + kStagingBytes - some * range_bytes), bad,
-                      device_.queue());
-      else pack_rows(own.device.as(), r.source, m.k, (int)some, m, (int)(row_offset + done), bad, device_.queue());
+        quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, one,
+                      (int)first_row, reinterpret_cast<float*>(own.device.as() + kStagingBytes - some * range_bytes),
+                      bad, device_.queue());
+      else pack_rows(own.device.as(), r.source, m.k, (int)some, one, (int)first_row, bad, device_.queue());
       check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
     }
     row_offset += r.count;
@@ -164,8 +190,9 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   const int64_t most = kStagingBytes / row_bytes;
   if (!most) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
   int turn = 0;
-  for (int64_t done = 0; done < r.count; done += most, turn ^= 1) {
-    const int64_t some = std::min(most, r.count - done);
+  for (int64_t done = 0, some; done < r.count; done += some, turn ^= 1) {
+    const int64_t first_row = (row_offset + done) % m.n;
+    some = std::min({most, r.count - done, m.n - first_row});
     const Staging::Turn& own = staging_.turns[turn];
     check(cudaEventSynchronize(own.packed), "loading weights");
     const size_t codes_end = (some * m.k + 3) / 4 * 4;
@@ -190,11 +217,20 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
     check(cudaMemcpyAsync(own.device.as(), own.host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()),
           "loading weights");
     const uint16_t* placed = reinterpret_cast<const uint16_t*>(own.device.as() + codes_end);
-    place_rows(own.device.as<uint8_t>(), placed, placed + some * own_groups, (int)some, m, (int)(row_offset + done),
-               device_.queue());
+    place_rows(own.device.as<uint8_t>(), placed, placed + some * own_groups, (int)some,
+               one_of(m, (int)((row_offset + done) / m.n)), (int)first_row, device_.queue());
     check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
   }
   device_.wait();
+}
+
+void Weights::fill_noise(int id, float size) {
+  const Matrix& m = matrix(id);
+  if (m.kind != Kind::bf16 || m.k % kBlock)
+    throw std::invalid_argument("fill_noise: the matrix must be bfloat16, its columns a multiple of " +
+                                std::to_string(kBlock));
+  device_.use();
+  cuda::fill_noise(weights_[id].memory.as(), weights_[id].memory.size(), size, id, device_.queue());
 }
 
 int Weights::add_vector(const std::vector<float>& values) {
@@ -209,11 +245,12 @@ int Weights::add_vector(const std::vector<float>& values) {
 
 std::vector<float> Weights::read_row(int id, int64_t row) const {
   const Matrix& m = matrix(id);
-  if (row < 0 || row >= m.n)
-    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(m.n - 1));
+  const int64_t rows = (int64_t)m.n * m.experts;
+  if (row < 0 || row >= rows)
+    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(rows - 1));
   device_.use();
   Memory out(m.k * sizeof(float), "a row");
-  cuda::read_row(m, (int)row, out.as<float>(), device_.queue());
+  cuda::read_row(one_of(m, (int)(row / m.n)), (int)(row % m.n), out.as<float>(), device_.queue());
   std::vector<float> values(m.k);
   device_.wait();
   check(cudaMemcpy(values.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "reading a row");
@@ -222,13 +259,57 @@ std::vector<float> Weights::read_row(int id, int64_t row) const {
 
 void Weights::pair(int id) {
   Weight& w = weights_.at(id);
-  Weight paired{w.matrix, {}, w.hash};
-  paired.matrix.n = paired_rows(w.matrix.n);
-  paired.memory = Memory(matrix_bytes(paired.matrix), "weights");
-  place(paired);
-  pair_rows(w.matrix, paired.matrix, device_.queue());
+  Matrix paired = one_of(w.matrix, 0);
+  paired.n = paired_rows(w.matrix.n);  // as many blocks of rows
+  const size_t bytes = one_bytes(paired);
+  const Memory made(bytes, "weights");
+  place(paired, made);
+  for (int expert = 0; expert < w.matrix.experts; expert++) {
+    pair_rows(one_of(w.matrix, expert), paired, device_.queue());
+    check(cudaMemcpyAsync(w.memory.as() + expert * bytes, made.as(), bytes, cudaMemcpyDeviceToDevice, device_.stream()),
+          "pairing weights");
+  }
   device_.wait();
-  w = std::move(paired);
+  w.matrix.n = paired.n;
+}
+
+void Weights::unload() {
+  if (freeing_.joinable()) freeing_.join();
+  if (copy_.size()) return;
+  size_t bytes = 0;
+  for (Weight& w : weights_)
+    if (w.memory.lent()) w.copy = bytes, bytes += (w.memory.size() + kCopyAlign - 1) / kCopyAlign * kCopyAlign;
+  HostCopy copy(bytes, "weights that the GPU has not");
+  for (const Weight& w : weights_)
+    if (w.memory.lent())
+      check(
+          cudaMemcpyAsync(copy.as() + w.copy, w.memory.as(), w.memory.size(), cudaMemcpyDeviceToHost, device_.stream()),
+          "unloading weights");
+  device_.wait();
+  for (Weight& w : weights_) w.memory.give_back();
+  copy_ = std::move(copy);
+}
+
+void Weights::load() {
+  if (!copy_.size()) return;
+  try {
+    for (Weight& w : weights_) w.memory.take_again();
+  } catch (...) {
+    for (Weight& w : weights_) w.memory.give_back();
+    throw;
+  }
+  for (const Weight& w : weights_)
+    if (w.memory.lent())
+      check(cudaMemcpyAsync(w.memory.as(), copy_.as() + w.copy, w.memory.size(), cudaMemcpyHostToDevice,
+                            device_.stream()),
+            "loading weights");
+  device_.wait();
+  freeing_ =
+      std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while
+}
+
+Weights::~Weights() {
+  if (freeing_.joinable()) freeing_.join();
 }
 
 const Matrix& Weights::matrix(int id) const {
@@ -241,6 +322,12 @@ const float* Weights::vector(int id) const {
   const Weight& w = weights_.at(id);
   if (w.matrix.k) throw std::invalid_argument("weight " + std::to_string(id) + " is a matrix, not a vector");
   return w.memory.as<float>();
+}
+
+std::vector<double> Weights::sizes() const {
+  std::vector<double> found;
+  for (const Weight& w : weights_) found.push_back((double)w.memory.size());
+  return found;
 }
 
 size_t Weights::bytes() const {

@@ -1,9 +1,11 @@
 // A model's weights on a GPU: matrices as products read them (tiles.h), and vectors.
 #pragma once
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/device.h"
+#include "cuda/host_copy.h"
 #include "cuda/kernels.h"
 
 namespace as {
@@ -28,20 +30,25 @@ struct HostRows {
 };
 
 // A matrix that there is no memory for yet. format: "float32", "bfloat16", "int8" or "int4"; group: of the latter two,
-// 0 for whole rows. std::invalid_argument for what the backend does not have.
-Matrix matrix_of(int n, int k, const std::string& format, int group);
-size_t matrix_bytes(const Matrix& matrix);
+// 0 for whole rows. experts: `rows` are those of a stack of so many matrices. std::invalid_argument for what the
+// backend does not have.
+Matrix matrix_of(int rows, int k, const std::string& format, int group, int experts = 1);
+size_t matrix_bytes(const Matrix& matrix);  // of all in a stack
 
 class Weights {
  public:
   explicit Weights(const Device& device) : device_(device) {}
+  ~Weights();
 
-  int add_matrix(int n, int k, const std::string& format, int group);
+  int add_matrix(int rows, int k, const std::string& format, int group, int experts = 1);
   // Fills rows from row_offset on. Returns how many values of each are NaN or infinite. group: by which whole rows are
   // quantized, 0 for all of them.
   std::vector<int64_t> fill_rows(int id, const std::vector<HostRows>& rows, int64_t row_offset, int64_t group);
   // The same of rows that InstantQuant has quantized.
   void fill_quantized(int id, const HostCodes& rows, int64_t row_offset);
+  // Random values, made on the device, evenly between -size and size: for benchmarks of large models. Of a matrix of
+  // bfloat16 with whole blocks of columns.
+  void fill_noise(int id, float size);
   int add_vector(const std::vector<float>& values);
 
   // Ids count matrices and vectors together. std::invalid_argument for the other kind.
@@ -50,16 +57,22 @@ class Weights {
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
   std::vector<float> read_row(int id, int64_t row) const;
   size_t bytes() const;
+  std::vector<double> sizes() const;  // bytes of each
   // Of a matrix of gates and what they gate: as gated products take it (pair_rows), from now on.
   void pair(int id);
   // All is filled: gives back what only filling needs.
   void finish() { staging_ = {}; }
+  // Matrices go to pinned memory of the host, and back. Nothing on the device may use them; addresses stay. Both throw
+  // std::runtime_error, and change nothing, where there is not enough memory.
+  void unload();
+  void load();
 
  private:
   struct Weight {
     Matrix matrix;  // k = 0: none, but a vector
     Memory memory;
     uint64_t hash;
+    size_t copy = 0;  // where it is in the host's copy
   };
   // Where rows wait to be packed: while the device packs those of one turn, the next is filled.
   struct Staging {
@@ -77,13 +90,15 @@ class Weights {
     }
     void allocate();
   };
-  static void place(Weight& w);
+  static void place(Matrix& m, const Memory& memory);
   // std::invalid_argument unless columns [column, ...) of `count` rows, in groups of `group`, can be the matrix' rows.
   static void check_rows(const Matrix& m, int64_t count, int64_t row_offset, int64_t column, int64_t columns,
                          int64_t group);
   const Device& device_;
   std::vector<Weight> weights_;
   Staging staging_;
+  HostCopy copy_;        // of what is not on the GPU
+  std::thread freeing_;  // the last one
 };
 
 }  // namespace cuda

@@ -14,17 +14,22 @@ def executor(threads: int = 2):
     return _cuda.Executor(0, _native.HostSampler(threads))
 
 
-def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False):
-    """long: for contexts beyond a thousand. The toy's matrices become what the backend recovers of them."""
+def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
+             outputs: int = 64, **more):
+    """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
+    of them."""
     found = executor()
+    stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
         if not k:
             assert found.add_vector(values) == handle
             continue
-        assert found.add_matrix(n, k, form, group) == handle
+        assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == 0
         own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+    for kind, window in own.cache_groups:
+        found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:
         found.add_row_set(*row_set)
     for width, rows, _ in own.program.tensors:
@@ -32,5 +37,6 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
     for op in own.program.ops:
         found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
     found.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
-                   num_spans=256 if long else 64, cache_dtype=cache, max_outputs=64, masks=masks, graphs=graphs)
+                   num_spans=256 if long else 64, cache_dtype=cache, max_outputs=outputs, masks=masks, graphs=graphs,
+                   **more)
     return found

@@ -108,7 +108,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < EXACT, error
     for first, rows in PARTS:
-        for by in ("any", "mma", "split", "wide"):
+        for by in ("any", "mma", "stream", "wide"):
             part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
@@ -136,8 +136,22 @@ def test_float8(n, k):
     print(f"error {error.max():.2e}")
     assert error.max() < 2e-2
     for first, rows in PARTS:
-        part = gpu.multiply(handle, x[first:first + rows], n, bias)
-        assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows)
+        for by in ("any", "stream", "wide"):
+            part = gpu.multiply(handle, x[first:first + rows], n, bias, by)
+            assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
+
+
+@pytest.mark.parametrize("form, group", [("float8", 0), ("int4", 64), ("int8", 0), ("w8a8", 0), ("w4a8", 64)])
+@pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900)])
+def test_products_whose_tiles_are_shared(n, k, form, group):
+    """Sums in one piece, and in several: blocks of threads go on where others have stopped."""
+    rng, gpu = np.random.default_rng(SEED), executor()
+    handle = gpu.add_matrix(n, k, form, group)
+    gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
+    x = rng.normal(size=(300, k)).astype(np.float32)
+    every = gpu.multiply(handle, x, n, None, "wide" if form in ("float8", "int4", "int8") else "mma")
+    for rows in (1, 9, 20, 40, 100, 130, 300):
+        assert gpu.multiply(handle, x[:rows], n, None, "stream").tobytes() == every[:rows].tobytes(), rows
 
 
 @pytest.mark.parametrize("form", ["w8a8", "w4a8", "float8"])
@@ -148,7 +162,7 @@ def test_rows_of_activations_that_are_no_numbers(form):
     gpu.fill_matrix(handle, rng.normal(size=(70, 300)).astype(np.float32), "F32")
     x = rng.normal(size=(40, 300)).astype(np.float32)
     x[3], x[7, 299], x[30, 0] = 0, np.nan, np.inf
-    for by in ("mma", "split"):
+    for by in ("mma", "stream"):
         y = gpu.multiply(handle, x, 70, None, by)
         assert not y[3].any() and np.isnan(y[[7, 30]]).all()
         assert np.isfinite(np.delete(y, [7, 30], 0)).all()

@@ -134,13 +134,6 @@ def test_what_is_not_there_is_refused(fields, missing):
         Driver(checkpoint("qwen2-gqa-tied"), **{**UNIT, **fields})
 
 
-def test_a_model_with_experts_is_refused():
-    from checkpoints import EXPERTS
-
-    with pytest.raises((AllSparkError, ValueError), match="experts are not available on CUDA"):
-        Driver(checkpoint(next(iter(EXPERTS))), **UNIT)
-
-
 def test_a_cache_that_does_not_fit():
     with pytest.raises(AllSparkError, match="a cache of cache_memory"):
         Driver(checkpoint("qwen2-gqa-tied"), cache_memory=1 << 41, **UNIT)

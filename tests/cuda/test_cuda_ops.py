@@ -128,7 +128,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
     assert error < 2e-5, error
     for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (0, 64), (20, 65),
-                        (100, 128), (11, 190)):
+                        (100, 128), (3, 129), (11, 190), (40, 256)):
         for by in ("mma", "split", "stream", "wide") if form == "bfloat16" else ("any",):
             part = found.multiply(handle, x[first:first + rows], n, bias, by)
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
@@ -253,6 +253,48 @@ def test_bits_of_attention_do_not_depend_on_chunks(window, dim, cache):
             plan([item(0, length, DRAW, spans=spans_for(length))], [start(0, prompt)])).logits
         error = np.abs(np.frombuffer(results[0][slot], np.float32) - expected[0]).max()
         assert error <= (EXACT if cache == "float32" else 5e-2) * np.sqrt(np.mean(expected**2))
+
+
+def logits_of_rows(gpu, prompts, rows_of_chunk) -> list[bytes]:
+    """Of every position of every prompt; all have a chunk in each step until they end."""
+    computed, found, first_span = [0] * len(prompts), [b""] * len(prompts), [0]
+    for prompt in prompts:
+        first_span.append(first_span[-1] - -len(prompt) // 16)
+    while any(c < len(p) for c, p in zip(computed, prompts)):
+        work, new = [], []
+        for slot, prompt in enumerate(prompts):
+            begin, count = computed[slot], min(rows_of_chunk(), len(prompt) - computed[slot])
+            if not count:
+                continue
+            spans = range(first_span[slot] - -begin // 16, first_span[slot] - -(begin + count) // 16)
+            flags = PROMPT | (DRAW if begin + count == len(prompt) else 0)
+            work.append(item(slot, count, flags, outputs=count, spans=list(spans)))
+            new += [start(slot, prompt)] if not begin else []
+        logits, at = gpu.step(plan(work, new), True).logits, 0
+        for each in work:
+            found[each.slot] += logits[at:at + each.rows].tobytes()
+            at, computed[each.slot] = at + each.rows, computed[each.slot] + each.rows
+    return found
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", range(1, 9))
+def test_rows_attend_alike_in_chunks_of_any_size(group, dim):
+    """Several requests in a step; rotated queries; from a row or two at a time to tiles and one row past them."""
+    own, rng = Toy(SEED), np.random.default_rng(SEED)
+    kv = 1 + group % 2
+    x = embedded(own, (group + 2) * kv * dim)
+    own.rotary(dim)
+    own.op("rope", (x,), offset=0, heads=(group + 1) * kv, head_dim=dim)
+    own.finish(own.attention(x, group * kv, kv, dim, **({"window": 200} if group == 3 else {})))
+    tile = -(-128 // group)  # rows of 128 pairs
+    lengths = (700, 1, tile, tile + 1, 64, 257, 18, int(rng.integers(1, 700)))
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+    expected = logits_of_rows(compiled(own, "bfloat16", long=True, outputs=2048), prompts, lambda: 16 // group)
+    for rows in (lambda: 700, lambda: 47, lambda: int(rng.integers(1, 150))):
+        found = logits_of_rows(compiled(own, "bfloat16", long=True, outputs=2048), prompts, rows)
+        assert [len(f) for f in found] == [len(e) for e in expected]
+        assert found == expected
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -76,6 +76,9 @@ def test_memory_is_counted_without_a_gpu():
     cuda = pytest.importorskip("allspark_server._cuda")
     assert cuda.matrix_bytes(3584, 18944, "bfloat16") == 2 * 3584 * 18944
     assert cuda.matrix_bytes(1, 1, "bfloat16") == 8192 and cuda.matrix_bytes(3, 7, "float32") == 84
+    assert cuda.matrix_bytes(9 * 65, 64, "bfloat16", experts=9) == 9 * 2 * 8192  # whole blocks for each
+    with pytest.raises(ValueError, match="a matrix of 10 rows is no stack of 3 experts"):
+        cuda.matrix_bytes(10, 64, "bfloat16", experts=3)
     assert cuda.span_bytes(32, 128, "bfloat16") == 2 * 32 * 128 * 2 and cuda.span_bytes(16, 5, "float32") == 1024
     assert cuda.span_bytes(32, 128, "int8") == 2 * 32 * 128 + 16 * 32
     assert cuda.span_bytes(32, 128, "uint4") == 32 * 128 + 16 * 32

@@ -1,5 +1,5 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
-of the ceiling. `python bench_cuda.py [7b|0.5b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
+of the ceiling. `python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
 [format=int4:64] [cache=bfloat16] [threads=1]`
 
 ranks: GPUs 0 ... of one host, each with a process of its own, or with threads=1 a thread of this one; ceilings are then
@@ -23,7 +23,10 @@ from allspark_server.runtime.plan import DRAW, NewSlot, SamplingParams, StepPlan
 SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
     "7b": (3584, 28, 28, 4, 128, 18944, 152064),
     "0.5b": (896, 24, 14, 2, 64, 4864, 151936),
+    "30b-a3b": (2048, 48, 32, 4, 128, 768, 151936),
 }
+EXPERTS = {"30b-a3b": (128, 8)}  # how many, and how many a row goes to; these models norm heads, and have no biases
+ROW_SETS = 4  # of entries of experts: layers share them
 MAPPED = []  # windows' memory stays as long as the process
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
@@ -54,28 +57,58 @@ class Model:
         self.window = window = window_of(rank, ranks, path)
         self.e = e = _cuda.Executor(rank, _native.HostSampler(8, window=window), window)
         rng = np.random.default_rng(0)
-        noise = (rng.normal(size=(4096, max(hidden, inner))) * 0.02).astype(np.float32).view(np.uint32) >> 16
-        noise = noise.astype(np.uint16)
+        noise = (rng.normal(size=(4096, max(hidden, inner, heads * dim))) * 0.02).astype(np.float32)
+        noise = (noise.view(np.uint32) >> 16).astype(np.uint16)
 
         dtype, _, group = form.partition(":")
         form = dtype, int(group or 0)
 
-        def matrix(n: int, k: int) -> int:
-            handle = e.add_matrix(n, k, *form)
-            e.fill_rows(handle, [noise[:min(4096, n - row), :k] for row in range(0, n, 4096)], "BF16")
+        def matrix(n: int, k: int, experts: int = 1, size: float = 0.035) -> int:
+            handle = e.add_matrix(experts * n, k, *form, experts)
+            if dtype == "bfloat16" and k % 64 == 0:
+                e.fill_noise(handle, size)
+            else:
+                for first in range(0, experts * n, 4096):
+                    e.fill_rows(handle, [noise[:min(4096, experts * n - first), :k]], "BF16", first)
             return handle
 
-        ones, bias = e.add_vector(np.ones(hidden, np.float32)), e.add_vector(np.zeros((heads + 2 * kv) * dim, np.float32))
+        self.experts, top = EXPERTS.get(name, (0, 0))
+        # Row sets; each with the tensors of its layers: weights, gates, what they gate, results.
+        self.routed = [e.add_row_set(0, top) for _ in range(ROW_SETS if self.experts else 0)]
+        tensors = [[e.add_tensor(n, rows) for n in (1, 2 * inner, inner, hidden)] for rows in self.routed]
+
+        def branch_of(y: int, layer: int) -> None:
+            if not self.experts:
+                e.add_op("linear", [y], [both], [matrix(2 * inner, hidden)], {})
+                e.add_op("silu_mul", [both], [act], [], {})
+                return e.add_op("linear", [act], [branch], [matrix(hidden, inner)], {})
+            gate = e.add_matrix(self.experts, hidden, "float32")
+            e.fill_matrix(gate, rng.normal(size=(self.experts, hidden)).astype(np.float32), "F32")
+            scores, wide, narrow, out = tensors[layer * ROW_SETS // layers]
+            e.add_op("linear", [y], [router_logits], [gate], {})
+            e.add_op("router", [router_logits], [scores], [], {"top_k": top, "normalized": 1})
+            own = {"experts": self.experts}
+            e.add_op("expert_linear", [y], [wide], [matrix(2 * inner, hidden, self.experts)], own)
+            e.add_op("silu_mul", [wide], [narrow], [], {})
+            e.add_op("expert_linear", [narrow], [out], [matrix(hidden, inner, self.experts)], own)
+            e.add_op("combine_experts", [out, scores], [branch], [], {})
+
+        ones, head_ones = e.add_vector(np.ones(hidden, np.float32)), e.add_vector(np.ones(dim, np.float32))
+        bias = [] if self.experts else [e.add_vector(np.zeros((heads + 2 * kv) * dim, np.float32))]
         frequencies = e.add_vector((1e6 ** (-np.arange(dim // 2) * 2 / dim)).astype(np.float32))
         x, y, qkv, context, both, act, branch, last, normed, logits = (e.add_tensor(*t) for t in (
             (hidden,), (hidden,), ((heads + 2 * kv) * dim,), (heads * dim,), (2 * inner,), (inner,), (hidden,),
             (hidden, 1), (hidden, 1), (vocab, 1)))
+        router_logits = e.add_tensor(max(self.experts, 1))
         e.add_op("rotary_table", [], [], [frequencies], {"rotary_dim": dim})
-        e.add_op("embedding", [], [x], [matrix(vocab, hidden)], {"vocab_begin": begin})
+        e.add_op("embedding", [], [x], [matrix(vocab, hidden, size=1.0)], {"vocab_begin": begin})
         e.add_op("all_reduce", [x], [x], [], {})
         for layer in range(layers):
             e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
-            e.add_op("linear", [y], [qkv], [matrix((heads + 2 * kv) * dim, hidden), bias], {})
+            e.add_op("linear", [y], [qkv], [matrix((heads + 2 * kv) * dim, hidden), *bias], {})
+            for offset, count in ((0, heads), (heads * dim, kv)) if self.experts else ():
+                e.add_op("head_norm", [qkv], [], [head_ones], {"eps": 1e-6, "offset": offset, "heads": count,
+                                                               "head_dim": dim})
             e.add_op("rope", [qkv], [], [], {"offset": 0, "heads": heads + kv, "head_dim": dim})
             e.add_op("span_attention", [qkv], [context], [], {
                 "layer": layer, "q_heads": heads, "kv_heads": kv, "head_dim": dim, "group": heads // kv,
@@ -84,9 +117,7 @@ class Model:
             e.add_op("all_reduce", [branch], [branch], [], {})
             e.add_op("add", [x, branch], [x], [], {})
             e.add_op("rms_norm", [x], [y], [ones], {"eps": 1e-6})
-            e.add_op("linear", [y], [both], [matrix(2 * inner, hidden)], {})
-            e.add_op("silu_mul", [both], [act], [], {})
-            e.add_op("linear", [act], [branch], [matrix(hidden, inner)], {})
+            branch_of(y, layer)
             e.add_op("all_reduce", [branch], [branch], [], {})
             e.add_op("add", [x, branch], [x], [], {})
         e.add_op("select_rows", [x], [last], [], {})
@@ -100,10 +131,16 @@ class Model:
             all_ranks = window.broadcast(b"".join(window.gather(own) or []))
             e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
         e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
-        self.matrices = ranks * ((heads + 2 * kv) * dim * hidden + hidden * heads * dim + 3 * inner * hidden)
-        shapes = ((heads + 2 * kv) * dim, hidden), (hidden, heads * dim), (2 * inner, hidden), (hidden, inner)
-        self.bytes = float(_cuda.matrix_bytes(whole, hidden, *form) + layers * ranks * sum(
-            _cuda.matrix_bytes(*shape, *form) for shape in shapes))
+        self.matrices = ranks * hidden * ((2 * heads + 2 * kv) * dim + 3 * inner * max(top, 1))
+
+        def bytes_of(*shapes) -> float:
+            return float(ranks * sum(_cuda.matrix_bytes(*shape, *form) for shape in shapes))
+
+        mlp = bytes_of((2 * inner, hidden), (hidden, inner))
+        self.expert_bytes = mlp if self.experts else 0.0
+        self.bytes = _cuda.matrix_bytes(whole, hidden, *form) + layers * (
+            bytes_of(((heads + 2 * kv) * dim, hidden), (hidden, heads * dim)) + mlp - self.expert_bytes
+            + 4.0 * self.experts * hidden)
         self.position_bytes = ranks * layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
@@ -127,6 +164,8 @@ class Model:
             began = time.perf_counter()
             self.e.step(plan)
             seconds.append(time.perf_counter() - began)
+        touched = [len({expert for expert, _ in self.e.expert_tiles(rows)}) for rows in self.routed]
+        self.touched = float(np.mean(touched)) if touched else 0.0
         self.free(batch)
         return float(np.median(seconds[10:]))
 
@@ -191,9 +230,11 @@ def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: i
     bandwidth, rate = model.ranks * BANDWIDTH, model.ranks * RATE
     for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
         seconds = model.decode(batch, context)
-        floor = (model.bytes + batch * model.kv_bytes(context)) / bandwidth
+        experts = model.shape[1] * model.touched * model.expert_bytes
+        floor = (model.bytes + experts + batch * model.kv_bytes(context)) / bandwidth
+        touched = f", {model.touched:.1f} experts a layer" if model.routed else ""
         print(f"decode batch {batch} at {context}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, "
-              f"{floor / seconds:.2f} of bandwidth", flush=True)
+              f"{floor / seconds:.2f} of bandwidth{touched}", flush=True)
     for batch, tokens in prefill:
         seconds = model.prefill(batch, tokens, chunk)
         hidden, layers, heads, _, dim, _, vocab = model.shape

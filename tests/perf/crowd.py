@@ -48,26 +48,20 @@ _HEADERS = (b"\x83\x86\x04" + _text("/allspark.Allspark/Session") + b"\x01" + _t
 def _greeting(window: int) -> bytes:
     return (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(SETTINGS, 0, 0, struct.pack(">HI", 4, window))
             + (_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", window - 65535)) if window > 65535 else b"")
-            + _frame(HEADERS, 4, 1, _HEADERS) + message(pb.SessionRequest(
-                hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd"))))
+            + _frame(HEADERS, 4, 1, _HEADERS))
 
 
-def message(request: pb.SessionRequest) -> bytes:
-    """A gRPC message as frames."""
+def _wire(request: pb.SessionRequest) -> bytes:
+    """A gRPC message, the content of frames."""
     data = request.SerializeToString()
-    data = b"\0" + struct.pack(">I", len(data)) + data
-    return b"".join(_frame(DATA, 0, 1, data[i:i + 16384]) for i in range(0, len(data), 16384))
-
-
-def _start(number: int, request: pb.GenerateRequest) -> bytes:
-    data = pb.SessionRequest(start=pb.StartRequest(id=number, request=request)).SerializeToString()
     return b"\0" + struct.pack(">I", len(data)) + data
 
 
 @functools.cache
 def _large() -> bytes:
     """More text than the context holds, refused once it was read. Its id is always the same: that one is free again."""
-    return _start(1, pb.GenerateRequest(model=MODEL, text="a b " * (_LARGEST // 4)))
+    request = pb.GenerateRequest(model=MODEL, text="a b " * (_LARGEST // 4))
+    return _wire(pb.SessionRequest(start=pb.StartRequest(id=1, request=request)))
 
 
 class Client:
@@ -89,6 +83,11 @@ class Client:
         self.tokens = self.requests = 0
         self._since: dict[int, tuple[float, bool]] = {}     # id -> when it was last heard of, or sent; has it tokens
         self.send(_greeting(0 if options.kind == "deaf" else _WINDOW))
+        self._say(pb.SessionRequest(hello=pb.Hello(protocol=convert.PROTOCOL, client="crowd")))
+
+    def _say(self, request: pb.SessionRequest) -> None:
+        self._held += _wire(request)
+        self._pay()
 
     def send(self, data: bytes) -> None:
         self._out += data
@@ -190,7 +189,7 @@ class Client:
                 self.requests += 1
                 del self._since[event.id]
                 if self.options.kind != "keeps":
-                    self.send(message(pb.SessionRequest(release=event.id)))
+                    self._say(pb.SessionRequest(release=event.id))
                 self._ask()
 
     def _answered(self) -> None:
@@ -210,9 +209,8 @@ class Client:
         ids = [self.random.randrange(10, 1000) for _ in range(options.prompt)]
         more = {"logprobs": True, "top_logprobs": options.top} if options.top else {}
         config = GenerateConfig(max_new_tokens=options.tokens, early_stopping=False, seed=1, **more)
-        self._held += _start(self._id, pb.GenerateRequest(model=MODEL, input_ids=pb.TokenIds(ids=ids),
-                                                          config=convert.generate_config_to_pb(config)))
-        self._pay()
+        self._say(pb.SessionRequest(start=pb.StartRequest(id=self._id, request=pb.GenerateRequest(
+            model=MODEL, input_ids=pb.TokenIds(ids=ids), config=convert.generate_config_to_pb(config)))))
 
 
 def percentiles(values: list[float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ class Toy:
 
     def __init__(self, seed: int = 0, groups=(("full", 0),)):
         self.program, self.weights, self.rng = _native.Program(), {}, np.random.default_rng(seed)
-        self.groups = len(groups)
+        self.cache_groups, self.groups = groups, len(groups)
         for kind, window in groups:
             self.program.add_cache_group(kind, window)
 

@@ -26,6 +26,8 @@ NETEM = "delay 20ms loss 1%"
 OTHER_HOST = f"""
 modprobe sch_netem; modprobe veth
 hostname h0
+printf '[Match]\\nName=to-h1\\n[Link]\\nUnmanaged=yes\\n' >/etc/systemd/network/00-to-h1.network
+networkctl reload     # or it takes the cable's address away, and what is sent to h1 leaves this machine
 printf '10.77.0.1 h0\\n10.77.0.2 h1\\n' >>/etc/hosts
 ip netns add h1
 ip link add to-h1 type veth peer name eth0 netns h1

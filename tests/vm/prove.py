@@ -133,11 +133,20 @@ class Load:
             if thread.ident is not None:
                 thread.join(30)
 
-    def _run(self, number: int) -> None:
-        from allspark_client import ClientEngine
+    def _connect(self):
+        """A client. Its first contact is tried again and again: beside other work an emulated handshake takes long."""
+        from allspark_client import AllSparkError, ClientEngine
 
         addresses = [f"localhost:{port}" for port in HOST_PORTS]
-        with ClientEngine(addresses, tls={"ca": str(self._certificate)}, token=TOKEN, reconnect_timeout=900) as client:
+        while True:
+            try:
+                return ClientEngine(addresses, tls={"ca": str(self._certificate)}, token=TOKEN, reconnect_timeout=900)
+            except AllSparkError:
+                if self._end.wait(1):
+                    raise
+
+    def _run(self, number: int) -> None:
+        with self._connect() as client:
             while not self._end.is_set():
                 prompt = (number + self.finished) % PROMPTS
                 try:

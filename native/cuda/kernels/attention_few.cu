@@ -16,8 +16,8 @@ constexpr int kScoreBytes = kFewPairs * kScoreStride * 4;
 
 template <int kDim>
 constexpr int kTensor = kTokens * (kDim + kPad) * 2;  // bytes of keys, or of values
-template <int kDim>
-constexpr int kShared = 2 * 2 * kTensor<kDim> + kScoreBytes;  // two stages of both
+template <int kDim, int kStages>
+constexpr int kShared = kStages * 2 * kTensor<kDim> + kScoreBytes;
 
 // A head of a row, rotated if it is to be; put(feature, value). A warp's lanes share it.
 template <int kDim, typename Put>
@@ -37,8 +37,9 @@ __device__ void turn_head(const float* head, int row, const Turn& turn, bool rot
     if (i >= 2 * half) put(i, head[i]);
 }
 
-// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it.
-template <int kDim>
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. kStages: blocks of 64
+// positions that are in shared memory, or on their way there.
+template <int kDim, int kStages>
 __global__ void __launch_bounds__(kThreads)
     attend_few_kernel(Attention a, const AttentionTile* tiles, bool own, bool rotates, Turn turn) {
   constexpr int kStride = kDim + kPad, kSteps = kDim / 16, kPieces = kDim / 8;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   const int start = rows.tile.start, last = rows.position(rows.count - 1);
 
   const uint32_t base = shared_address(shared);
-  float* scores = reinterpret_cast<float*>(shared + 2 * 2 * kTensor<kDim>);
+  float* scores = reinterpret_cast<float*>(shared + kStages * 2 * kTensor<kDim>);
   const int shift = 31 - __clz(a.cache.span_size), within = a.cache.span_size - 1;
   char* cache = const_cast<char*>(a.cache.data) + kv_head * a.cache.head_bytes();
   const size_t span_bytes = a.cache.span_bytes();
@@ -85,12 +86,16 @@ __global__ void __launch_bounds__(kThreads)
     const int next = begin + kTokens;
     return next % kRunTokens ? next : next + (run_step - 1) * kRunTokens;
   };
-  int begin = first_run * kRunTokens, stage = 0;
+  int begin = first_run * kRunTokens, stage = 0, before = kStages - 1, further = begin;
   // Blocks of positions that were there before are asked for before the kernel before this one has made the rows.
-  const int second = after(begin);
-  const bool one_early = begin + kTokens <= start, two_early = one_early && second + kTokens <= start;
-  if (one_early) fetch(begin, spans_at(begin), 0);
-  if (two_early) fetch(second, spans_at(second), 1);
+  int first_blocks[kStages], first_spans[kStages], early = 0;
+#pragma unroll
+  for (int i = 0; i < kStages; i++, further = after(further))
+    first_blocks[i] = further, first_spans[i] = spans_at(further);
+#pragma unroll
+  for (int i = 0; i < kStages; i++)
+    if (early == i && first_blocks[i] + kTokens <= start) fetch(first_blocks[i], first_spans[i], i), early++;
+  int spans = spans_at(further);
   // Queries, rotated, in shared memory where scores will be: a warp has every fourth pair.
   uint16_t* queries = reinterpret_cast<uint16_t*>(scores);
   constexpr int kEach = kFewPairs / kWarps;
@@ -121,6 +126,12 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kStages; i++)
+    if (i >= early) {
+      if (first_blocks[i] <= last) fetch(first_blocks[i], first_spans[i], i);
+      else commit_copies();
+    }
 
   // This thread's two pairs: lane / 4, and 8 further.
   int positions[2], least[2];
@@ -135,20 +146,18 @@ __global__ void __launch_bounds__(kThreads)
   for (int s = 0; s < kSteps; s++)
     load_cores(query[s], shared_address(queries + (lane % 16) * kStride + s * 16 + lane / 16 * 8));
 
-  if (!one_early) fetch(begin, spans_at(begin), 0);
-  bool is_there = two_early;  // the next block, or it is on its way
-  int further = is_there ? after(second) : second, spans = spans_at(further);
   for (int run = first_run; run <= rows.last_run; run += run_step) {
     float out[kOwn][2][4] = {}, most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
-      if (is_there) wait_copies<1>();
-      else wait_copies<0>();
-      __syncthreads();  // nobody reads the other stage, and the scores, any more
-      if (!is_there && further <= last) {
-        fetch(further, spans, stage ^ 1);
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin)) {
+      const bool first = begin == first_run * kRunTokens;
+      if (first) wait_copies<kStages - 1>();
+      else wait_copies<kStages - 2>();
+      __syncthreads();  // nobody reads the stage before, and the scores, any more
+      if (!first) {
+        if (further <= last) fetch(further, spans, before);
+        else commit_copies();
         further = after(further), spans = spans_at(further);
       }
-      is_there = false;
       const uint32_t keys = base + stage * 2 * kTensor<kDim>, values = keys + kTensor<kDim>;
       float own[2][4] = {};
 #pragma unroll
@@ -217,6 +226,7 @@ __global__ void __launch_bounds__(kThreads)
           multiply_add(out[v][1], weights, x[2], x[3]);
         }
       }
+      before = stage, stage = stage + 1 == kStages ? 0 : stage + 1;
     }
     // Of a run: what it leaves for the merge, or the result if there is no other run.
 #pragma unroll
@@ -246,12 +256,22 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <int kDim>
-void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-               const Queue& queue) {
-  allow_shared(attend_few_kernel<kDim>, kShared<kDim>);
-  start(queue, attend_few_kernel<kDim>, dim3(count, a.cache.kv_heads, splits), kThreads, kShared<kDim>, a, tiles, own,
+template <int kDim, int kStages>
+void start_stages(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
+                  const Queue& queue) {
+  constexpr int kBytes = kShared<kDim, kStages>;
+  allow_shared(attend_few_kernel<kDim, kStages>, kBytes);
+  start(queue, attend_few_kernel<kDim, kStages>, dim3(count, a.cache.kv_heads, splits), kThreads, kBytes, a, tiles, own,
         turn != nullptr, turn ? *turn : Turn());
+}
+// Of long contexts more is copied ahead. Of short ones that helps nothing, and a block of threads that takes less
+// memory begins beside those of the kernel before it.
+template <int kDim, typename... Arguments>
+void start_few(const Attention& a, const AttentionTile* tiles, int count, int splits, Arguments... arguments) {
+  constexpr int kAtOnce = 2;  // on a processor, with three stages
+  if (splits > 1 && count * a.cache.kv_heads * splits <= kAtOnce * processors() && kShared<kDim, 3> <= most_shared())
+    start_stages<kDim, 3>(a, tiles, count, splits, arguments...);
+  else start_stages<kDim, 2>(a, tiles, count, splits, arguments...);
 }
 
 }  // namespace

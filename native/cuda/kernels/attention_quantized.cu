@@ -1,8 +1,8 @@
 // Attention over quantized caches by mma.sync: as attention_mma.cu, but what 64 positions have in the cache is copied
 // as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Of few pairs the
 // first warp has all, and the runs are shared by gridDim.z blocks.
-#include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_mma.h"
+#include "cuda/kernels/attention_pairs.cuh"
 #include "cuda/kernels/quantized.cuh"
 
 namespace as {
@@ -12,7 +12,6 @@ namespace {
 constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile of many pairs
-constexpr int kPad = 8;  // values behind each row in shared memory: rows lie in different banks
 
 template <int kDim, CacheType kType>
 struct Shape {
@@ -20,7 +19,7 @@ struct Shape {
   static constexpr int kRow = kDim * kBits / 8;  // bytes of a key, or a value, in the cache
   static constexpr bool kScaled = kType != CacheType::float8;
   static constexpr int kRaw = 2 * kTokens * kRow + (kScaled ? 4 * kTokens * 4 : 0);
-  static constexpr int kStride = kDim + kPad, kTensor = kTokens * kStride * 2;  // bytes of keys, or of values, widened
+  static constexpr int kStride = WarpPairs<kDim>::kStride, kTensor = WarpPairs<kDim>::kTensor;  // widened
   static constexpr int kShared = 2 * kTensor + 2 * kRaw;  // and two stages as they are in the cache
 };
 
@@ -50,23 +49,11 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   return make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
 }
 
-// A pair's features that a thread has: values[v][2 h] and the next, of features 8 v + 2 (lane % 4) and the next.
-template <int kDim>
-__device__ void write_row(const Attention& a, const TileRows& rows, int pair, int kv_head,
-                          const float (&values)[kDim / 8][4], int h, float sum) {
-  if (!rows.has(pair, kv_head)) return;
-  const int row = rows.row(pair), column = rows.head(pair, kv_head) * kDim + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int v = 0; v < kDim / 8; v++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) put(a.out, row, column + v * 8 + i, share(values[v][2 * h + i], sum));
-}
-
 template <int kDim, CacheType kType, bool kFew>
 __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   using S = Shape<kDim, kType>;
-  constexpr int kStride = S::kStride, kTensor = S::kTensor, kSteps = kDim / 16, kValues = kDim / 8;
+  constexpr int kStride = S::kStride, kTensor = S::kTensor;
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   AttentionTile tile = tiles[blockIdx.x];
@@ -77,28 +64,8 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
   if (first_run > rows.last_run) return;
   const int last = rows.position(rows.count - 1);
-  const float factor = score_factor(a);
   const bool computes = !kFew || warp == 0;
-
-  // This thread's two pairs: lane / 4 of the warp's, and 8 further.
-  int positions[2], least[2];
-  uint32_t query[kSteps][4];
-#pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int pair = warp * kPairs + lane / 4 + 8 * h;
-    const bool there = computes && pair < rows.count && rows.has(pair, kv_head);
-    positions[h] = there ? rows.position(pair) : -1;
-    least[h] = a.window ? positions[h] - a.window + 1 : 0;
-    const float* from =
-        a.qkv + (there ? (size_t)rows.row(pair) * a.width + (size_t)rows.head(pair, kv_head) * kDim : 0);
-#pragma unroll
-    for (int s = 0; s < kSteps; s++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int at = s * 16 + half * 8 + lane % 4 * 2;
-        query[s][h + 2 * half] = there ? two_bf16(from[at], from[at + 1]) : 0;
-      }
-  }
+  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs, computes);
 
   const uint32_t base = shared_address(shared);
   const int size = a.cache.span_size;
@@ -150,126 +117,27 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
     return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
   };
 
-  float total[kValues][4], total_most[2] = {-INFINITY, -INFINITY}, total_sum[2] = {};
-#pragma unroll
-  for (int v = 0; v < kValues; v++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) total[v][i] = 0;
-
-  const uint32_t keys = base, values = base + kTensor;
   int begin = first_run * kRunTokens, stage = 0;
   fetch(begin, 0), fetch(after(begin), 1);
   for (int run = first_run; run <= rows.last_run; run += run_step) {
-    float out[kValues][4], most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
-#pragma unroll
-    for (int v = 0; v < kValues; v++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) out[v][i] = 0;
+    pairs.begin_run();
     for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
       wait_copies<1>();
       __syncthreads();  // nobody reads what was widened before any more
       widen(begin, stage);
       __syncthreads();
       fetch(after(after(begin)), stage);
-      if (!computes) continue;
-      float scores[kTokens / 8][4];
-#pragma unroll
-      for (int t = 0; t < kTokens / 8; t += 2) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) scores[t][i] = scores[t + 1][i] = 0;
-#pragma unroll
-        for (int s = 0; s < kSteps; s++) {
-          uint32_t k[4];
-          load_cores(k, keys + (((t + lane / 16) * 8 + lane % 8) * kStride + s * 16 + lane / 8 % 2 * 8) * 2);
-          multiply_add(scores[t], query[s], k[0], k[1]);
-          multiply_add(scores[t + 1], query[s], k[2], k[3]);
-        }
-      }
-      if (a.soft_cap > 0) {
-#pragma unroll
-        for (int t = 0; t < kTokens / 8; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) scores[t][i] = capped(a, scores[t][i]);
-      }
-      float now[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-      for (int t = 0; t < kTokens / 8; t++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
-          scores[t][i] = at <= positions[h] && at >= least[h] ? scores[t][i] : -INFINITY;
-          now[h] = fmaxf(now[h], scores[t][i]);
-        }
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
-        now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
-        now[h] = fmaxf(most[h], now[h] * factor);
-        const float by = shrunk(most[h], now[h]);
-        most[h] = now[h], sum[h] = __fmul_rn(sum[h], by);
-#pragma unroll
-        for (int v = 0; v < kValues; v++) out[v][2 * h] *= by, out[v][2 * h + 1] *= by;
-      }
-#pragma unroll
-      for (int t = 0; t < kTokens / 8; t++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int h = i / 2;
-          scores[t][i] = weight_of(scores[t][i], factor, most[h]);
-          sum[h] += scores[t][i];
-        }
-#pragma unroll
-      for (int s = 0; s < kTokens / 16; s++) {
-        const uint32_t weights[4] = {
-            two_bf16(scores[2 * s][0], scores[2 * s][1]), two_bf16(scores[2 * s][2], scores[2 * s][3]),
-            two_bf16(scores[2 * s + 1][0], scores[2 * s + 1][1]), two_bf16(scores[2 * s + 1][2], scores[2 * s + 1][3])};
-#pragma unroll
-        for (int v = 0; v < kValues; v += 2) {
-          uint32_t x[4];
-          load_cores_transposed(x,
-                                values + ((s * 16 + lane / 8 % 2 * 8 + lane % 8) * kStride + (v + lane / 16) * 8) * 2);
-          multiply_add(out[v], weights, x[0], x[1]);
-          multiply_add(out[v + 1], weights, x[2], x[3]);
-        }
-      }
+      if (computes) pairs.attend(base, base + kTensor, begin);
     }
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 1);
-      sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], 2);
-    }
-    // Of a row's run: what it leaves for the merge, its result if there is no other run, or a part of the total.
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int pair = warp * kPairs + lane / 4 + 8 * h;
-      if constexpr (kFew) {
-        if (!computes || pair >= rows.count) continue;
-        if (rows.first_run == rows.last_run) {
-          write_row<kDim>(a, rows, pair, kv_head, out, h, sum[h]);
-          continue;
-        }
-        float* to = partial_of(a, blockIdx.x, kv_head, run);
-        if (lane % 4 == 0) to[pair] = most[h], to[kFewPairs + pair] = sum[h];
-#pragma unroll
-        for (int v = 0; v < kValues; v++)
-          *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + v * 8 + lane % 4 * 2) =
-              make_float2(out[v][2 * h], out[v][2 * h + 1]);
-      } else {
-        const float now = fmaxf(total_most[h], most[h]), by = shrunk(total_most[h], now), run_by = shrunk(most[h], now);
-        total_most[h] = now, total_sum[h] = merged(total_sum[h], by, sum[h], run_by);
-#pragma unroll
-        for (int v = 0; v < kValues; v++)
-#pragma unroll
-          for (int i = 2 * h; i < 2 * h + 2; i++) total[v][i] = merged(total[v][i], by, out[v][i], run_by);
-      }
+    pairs.end_run();
+    if constexpr (!kFew) {
+      pairs.add_run();
+    } else if (computes) {
+      if (rows.first_run == rows.last_run) pairs.write_run();  // there is no other
+      else pairs.leave_run(partial_of(a, blockIdx.x, kv_head, run));
     }
   }
-  if constexpr (!kFew) {
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-      if (const int pair = warp * kPairs + lane / 4 + 8 * h; pair < rows.count)
-        write_row<kDim>(a, rows, pair, kv_head, total, h, total_sum[h]);
-  }
+  if constexpr (!kFew) pairs.write_total();
 }
 
 template <int kDim, CacheType kType>

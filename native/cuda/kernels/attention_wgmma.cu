@@ -1,7 +1,8 @@
 // Attention of many pairs of a row and a query head over bfloat16 caches by wgmma (after Shah et al.,
-// "FlashAttention-3", 2024): two warpgroups have 64 pairs each, and while one computes weights the other multiplies. A
-// third one copies keys and values into shared memory, 64 positions at a time and several stages ahead. The recipe is
-// attention_mma.cu's, and so are the bits: products are the same chains, and a thread has the same values.
+// "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
+// weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
+// a time and several stages ahead. The recipe is attention_mma.cu's, and so are the bits: products are the same chains,
+// and a thread has the same values.
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -14,9 +15,6 @@ namespace {
 constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pairs
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
 [[maybe_unused]] constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
-
-// Warpgroups take turns to ask for products: so one's are not in the way of the other's, which computes weights then.
-[[maybe_unused]] constexpr bool kInTurn = false;
 
 // Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
 template <int kDim>
@@ -39,12 +37,17 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
                              Barriers& barriers) {
   constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
   constexpr int kSpans = kTokens / 16;                      // at most, of 64 positions
-  const int size = a.cache.span_size, shift = __ffs(size) - 1, lane = threadIdx.x % 32;
+  const int size = a.cache.span_size, shift = __ffs(size) - 1, within = size - 1, lane = threadIdx.x % 32;
   const int piece = threadIdx.x % kPieces, own = threadIdx.x / kPieces;
-  // Which spans there are: one read by as many lanes, ahead of its use.
+  static_assert(kStep % 8 == 0);  // so that a thread's pieces are all at the same place of their rows
+  const int place = piece / 8 * kBlockBytes + piece_offset(own, piece % 8);
+  const char* head = a.cache.data + kv_head * a.cache.head_bytes();
+  const size_t span_bytes = a.cache.span_bytes(), values_behind = (size_t)size * kDim * 2;
+  // Where the spans are of 64 positions, which begin with one or in the middle of one: each found by a lane, ahead of
+  // its use.
   const auto spans_from = [&](int position) {
     const int span = (position >> shift) + min(lane, kSpans - 1);
-    return span << shift <= last ? table[span] : 0;
+    return reinterpret_cast<uint64_t>(head + (span << shift <= last ? table[span] : 0) * span_bytes);
   };
   Ring<kStages> ring, done;
   const auto tell = [&] {
@@ -52,22 +55,19 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
     barrier_arrive(&barriers.full[done.stage]);
     done.next();
   };
-  int asked = 0, spans = spans_from(begin);
-  for (; begin <= last; begin += kTokens, ring.next()) {
-    const int next = spans_from(begin + kTokens);
+  int asked = 0;
+  for (uint64_t spans = spans_from(begin); begin <= last; begin += kTokens, ring.next()) {
+    const uint64_t next = spans_from(begin + kTokens);
     barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
     __syncwarp();
-    const uint32_t to = stages + ring.stage * Shape<kDim>::kStageBytes + piece / 8 * kBlockBytes;
+    const uint32_t to = stages + ring.stage * Shape<kDim>::kStageBytes + place;
 #pragma unroll
     for (int i = 0; i < kTokens / kStep; i++) {
       const int token = own + i * kStep, at = begin + token;
-      const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - (begin >> shift));
-      const bool there = at <= last;
-      const char* from = a.cache.data;
-      if (there) from = head_of(a.cache, span, kv_head) + ((size_t)(at & (size - 1)) * kDim + piece * 8) * 2;
-      copy_16(to + piece_offset(token, piece % 8), from, there);
-      copy_16(to + Shape<kDim>::kTensorBytes + piece_offset(token, piece % 8),
-              there ? from + (size_t)size * kDim * 2 : from, there);
+      const char* from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, spans, token >> shift)) +
+                         ((at & within) * kDim + piece * 8) * 2;
+      copy_16(to + i * kStep * kRowBytes, from, at <= last);
+      copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
     }
     commit_copies();
     spans = next;
@@ -126,7 +126,7 @@ class Attender {
       positions_[h] = pair < rows.count ? rows.position(pair) : -1;
       least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
     }
-    clear(total_), begin_run();
+    clear(total_), clear(values_);
   }
 
   __device__ void begin_scores(uint32_t keys) {
@@ -138,8 +138,10 @@ class Attender {
     }
     commit_products();
   }
-  // Scores become weights, and what was seen before in the run is made relative to the new maximum.
-  __device__ void weigh(int begin) {
+  // Scores become weights, while products with the weights before may be under way: what was seen before in the run
+  // is made relative to the new maximum afterwards, by take_weights(). first: of a run; the one before may not have
+  // ended yet.
+  __device__ void weigh(int begin, bool first) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
     if (a_.soft_cap > 0) {
 #pragma unroll
@@ -153,26 +155,29 @@ class Attender {
       }
     }
     const float factor = score_factor(a_);
-    float by[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      if (first) ended_most_[h] = most_[h], ended_sum_[h] = sum_[h], most_[h] = -INFINITY, sum_[h] = 0;
       float now = -INFINITY;
 #pragma unroll
       for (int i = 2 * h; i < kScores; i += 4) now = fmaxf(fmaxf(now, scores_[i]), scores_[i + 1]);
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
-      now = fmaxf(most_[h], now * factor), by[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by[h]);
-    }
-    if (__any_sync(0xffffffffu, by[0] != 1 || by[1] != 1)) {
-#pragma unroll
-      for (int i = 0; i < kValues; i++) values_[i] *= by[i % 4 / 2];
+      now = fmaxf(most_[h], now * factor), by_[h] = shrunk(most_[h], now);
+      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by_[h]);
     }
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       const int h = i % 4 / 2;
       scores_[i] = weight_of(scores_[i], factor, most_[h]);
       sum_[h] += scores_[i];
+    }
+  }
+  // Once no products with the weights before are under way.
+  __device__ void take_weights() {
+    if (__any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) {
+#pragma unroll
+      for (int i = 0; i < kValues; i++) values_[i] *= by_[i % 4 / 2];
     }
 #pragma unroll
     for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_bf16(scores_[2 * i], scores_[2 * i + 1]);
@@ -184,26 +189,32 @@ class Attender {
       WeighedTile<kDim>::multiply(values_, weights_[s], descriptor_of_columns(values + s * 16 * kRowBytes));
     commit_products();
   }
-  __device__ void wait() {
-    wait_products<0>();
-    settle(values_), settle(scores_);
+  // Scores are products that were begun before the values' that are under way, if these are.
+  template <bool kValuesToo>
+  __device__ void wait_scores() {
+    wait_products<kValuesToo ? 1 : 0>();
+    settle(scores_);
   }
-  // What the run gave goes to the total.
-  __device__ void end_run() {
+  __device__ void wait_values() {
+    wait_products<0>();
+    settle(values_);
+  }
+  // What the run gave goes to the total. begun: the next run's first scores are weighed already.
+  __device__ void end_run(bool begun) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
-      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
-      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
-                  run_by = shrunk(most_[h], now);
-      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+      float most = begun ? ended_most_[h] : most_[h], sum = begun ? ended_sum_[h] : sum_[h];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const float now = fmaxf(total_most_[h], most), by = shrunk(total_most_[h], now), run_by = shrunk(most, now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum, run_by);
 #pragma unroll
       for (int i = 2 * h; i < kValues; i += 4) {
         total_[i] = merged(total_[i], by, values_[i], run_by);
         total_[i + 1] = merged(total_[i + 1], by, values_[i + 1], run_by);
       }
     }
-    begin_run();
+    clear(values_);
   }
   __device__ void write(int kv_head) {
     const int quarter = threadIdx.x % 4;
@@ -241,19 +252,14 @@ class Attender {
 #pragma unroll
     for (int i = 0; i < kCount; i++) values[i] = 0;
   }
-  __device__ void begin_run() {
-    clear(values_);
-#pragma unroll
-    for (int h = 0; h < 2; h++) most_[h] = -INFINITY, sum_[h] = 0;
-  }
-
   const Attention& a_;
   const TileRows& rows_;
   const uint32_t queries_;
   const int pair_;
   int positions_[2], least_[2];
   float scores_[kScores], values_[kValues], total_[kValues];
-  float most_[2], sum_[2], total_most_[2] = {-INFINITY, -INFINITY}, total_sum_[2] = {};
+  float most_[2] = {-INFINITY, -INFINITY}, sum_[2] = {}, by_[2], ended_most_[2], ended_sum_[2];
+  float total_most_[2] = {-INFINITY, -INFINITY}, total_sum_[2] = {};
   uint32_t weights_[kTokens / 16][4];
 };
 #endif
@@ -300,24 +306,26 @@ __global__ void __launch_bounds__(kThreads, 1)
       Attender<kDim> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
       barrier_wait(&barriers.full[0], 0);
       attender.begin_scores(stages);
-      attender.wait();
-      const bool in_turn = kInTurn && rows.count > kBlock;
-      const auto let = [](int group) { asm volatile("bar.arrive %0, 256;" ::"r"(3 + group) : "memory"); };
-      if (in_turn && group == 1) let(0);
+      attender.template wait_scores<false>();
+      attender.weigh(begin, true);
       while (begin <= last) {
-        attender.weigh(begin);
-        if (in_turn) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+        attender.take_weights();
         const int stage = ring.stage;
-        attender.begin_values(stages + stage * S::kStageBytes + S::kTensorBytes);
+        const uint32_t values = stages + stage * S::kStageBytes + S::kTensorBytes;
         begin += kTokens, ring.next();
-        if (begin <= last) {
+        const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
+        if (goes_on) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           attender.begin_scores(stages + ring.stage * S::kStageBytes);
+          attender.begin_values(values);
+          attender.template wait_scores<true>();
+          attender.weigh(begin, ends);
+        } else {
+          attender.begin_values(values);
         }
-        if (in_turn && (group == 0 || begin <= last)) let(1 - group);
-        attender.wait();
+        attender.wait_values();
         release(stage);
-        if (begin % kRunTokens == 0 || begin > last) attender.end_run();
+        if (ends) attender.end_run(goes_on);
       }
       attender.write(kv_head);
     }
@@ -334,9 +342,10 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 }  // namespace
 
-// Not yet for any cache: alone it has attention_mma.cu's bits in less than half of its time
-// (tests/perf/cuda/attend.cu), but tests/cuda has not run with it.
-bool has_attend_wgmma(const Attention&, const Queue&) { return false; }
+bool has_attend_wgmma(const Attention& a, const Queue& queue) {
+  return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+}
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, turn, queue);

@@ -69,12 +69,22 @@ inline int processors() {
   return count;
 }
 
+// Of shared memory, that a block of threads may have.
+inline int most_shared() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 inline int ceil_div(size_t n, int by) { return (int)((n + by - 1) / by); }
 
 __device__ inline uint16_t to_bf16(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
 __device__ inline float from_bf16(uint16_t x) { return __uint_as_float((uint32_t)x << 16); }
 __device__ inline uint32_t two_bf16(float low, float high) {
-  return (uint32_t)to_bf16(low) | (uint32_t)to_bf16(high) << 16;
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
 }
 
 // Sums of lanes, the same in all of them: pairs at growing distance, so in one order.
@@ -123,10 +133,10 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Where a value of a row of an op's output goes.
+// Where a value of a row of an op's output goes; of norms perhaps both.
 __device__ inline void put(const Rows& out, int row, int column, float value) {
   if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
-  else out.values[(size_t)row * out.width + column] = value;
+  if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
 // What products leave of sums: each and its bias, added to what is there if they are to be. Of kCount values of a
@@ -154,6 +164,46 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
     if (p.adds) sum = __fadd_rn(before[i], sum);
     put(p.y, at.row, at.column, sum);
   }
+}
+
+// The same of four adjacent columns from a multiple of four on, in two steps: what sums are added to, which may be
+// asked for long before they are there, and their end.
+struct Added {
+  float4 bias, before;
+};
+// Of a row of so many values; those beyond it are zero.
+__device__ inline float4 read_four(const float* row, int column, int width) {
+  if (width % 4 == 0) return *reinterpret_cast<const float4*>(row + column);
+  return make_float4(row[column], column + 1 < width ? row[column + 1] : 0, column + 2 < width ? row[column + 2] : 0,
+                     column + 3 < width ? row[column + 3] : 0);
+}
+__device__ inline Added read_added(const Product& p, int row, int column) {
+  Added added;
+  if (p.bias) added.bias = read_four(p.bias, column, p.w.n);
+  if (p.adds) added.before = read_four(p.y.values + (size_t)row * p.y.width, column, p.w.n);
+  return added;
+}
+__device__ inline float4 sum_of(const float4& a, const float4& b) {
+  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
+}
+// Where they are of the row's width: at once, where they are aligned.
+__device__ inline void put_four(const Rows& out, int row, int column, int width, const float4& x) {
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  if (column + 4 > width || (!out.tiles && out.width % 4)) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (column + i < width) put(out, row, column + i, values[i]);
+  } else if (out.tiles) {
+    *reinterpret_cast<uint2*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+        make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+  } else {
+    *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
+  }
+}
+__device__ inline void finish_four(const Product& p, int row, int column, float4 sums, const Added& added) {
+  if (p.bias) sums = sum_of(sums, added.bias);
+  if (p.adds) sums = sum_of(added.before, sums);
+  put_four(p.y, row, column, p.w.n, sums);
 }
 
 // To a few units in the last place, which products' rounding hides: many times as fast as expf and a division are.
@@ -191,7 +241,9 @@ __device__ inline void put_eight(const Rows& out, int row, int column, int width
           two_bf16(column + 2 * j < width ? values[2 * j] : 0, column + 2 * j + 1 < width ? values[2 * j + 1] : 0);
     *reinterpret_cast<uint4*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-  } else if (out.width % 4 == 0 && column + 8 <= width) {
+  }
+  if (!out.values) return;
+  if (out.width % 4 == 0 && column + 8 <= width) {
     float4* to = reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column);
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[1] = make_float4(values[4], values[5], values[6], values[7]);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
   const uint32_t ring = shared_address(sums + warps * kSums) + warp * kStages * kBytes;
-  const int first_row = blockIdx.y * kTiles * kRowTile;
+  const int first_row = blockIdx.y * kTiles * kRowTile, there = rows - first_row;  // others' sums are not used
   const char* weights = reinterpret_cast<const char*>(p.w.tiles);
   const char* x = reinterpret_cast<const char*>(p.x.tiles) + (size_t)(first_row / kBlock) * k.blocks * kBlockBytes +
                   first_row % kBlock / kRowTile * kStageRows;
@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
     const uint32_t to = ring + stage * kBytes + kStageWeights;
     const char* from = x + (size_t)at.block * kBlockBytes;
 #pragma unroll
-    for (int i = 0; i < kTiles * kStageRows / 512; i++) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
+    for (int i = 0; i < kTiles * kStageRows / 512; i++)
+      if (i * 4 + lane / 8 < there) copy_16(to + i * 512 + lane * 16, from + i * 512 + lane * 16);
   };
   const auto fetch = [&](int stage) {
     fetch_weights(ahead, stage), fetch_rows(ahead, stage);
@@ -84,6 +85,11 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, first.next(k, warp, warps)) fetch_weights(first, i);
   await_previous();
+  // What the first of this thread's sums is added to is on its way, too.
+  const Place own{first_row + (int)threadIdx.x / kColumns, (int)(blockIdx.x * kColumns + threadIdx.x % kColumns)};
+  const bool is_own = threadIdx.x < kSums && own.row < rows && own.column < p.w.n && !p.gated;
+  const float bias = is_own && p.bias ? p.bias[own.column] : 0;
+  const float before = is_own && p.adds ? p.y.values[(size_t)own.row * p.y.width + own.column] : 0;
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++, ahead.next(k, warp, warps)) {
     fetch_rows(ahead, i);
@@ -129,9 +135,15 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         float total = round ? totals[i] : sums[i];
         for (int w = round ? 0 : 1; w < pieces; w++) total = __fadd_rn(total, sums[w * kSums + i]);
         totals[i] = total;
-        if (last && !p.gated)
+        if (!last || p.gated) continue;
+        if (i == threadIdx.x && tile == blockIdx.x) {
+          if (p.bias) total = __fadd_rn(total, bias);
+          if (p.adds) total = __fadd_rn(before, total);
+          if (is_own) put(p.y, own.row, own.column, total);
+        } else {
           finish<1>(p, rows, p.w.n, &total,
                     [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+        }
       }
       __syncthreads();
       if (!last || !p.gated) continue;

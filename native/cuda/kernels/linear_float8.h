@@ -12,7 +12,9 @@ namespace cuda {
 constexpr int kFloat8Blocks = 2;  // of 64 columns, that wgmma sums
 constexpr float kLargestFloat8 = 448.0f;
 
-void linear_float8_split(const Product& p, int rows, const Queue& queue);
+// Any rows; many.
+void linear_float8_stream(const Product& p, int rows, const Queue& queue);
+void linear_float8_wide(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -1,5 +1,4 @@
-// Products in integers (linear_integer.h): activations are quantized, and multiplied by mma.sync, as
-// linear_quantized.cu does in bfloat16.
+// Products in integers (linear_integer.h) by mma.sync, as linear_quantized.cu has those in bfloat16.
 #include "cuda/kernels/linear_integer.h"
 
 #include <algorithm>
@@ -8,119 +7,9 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 512, kKept = 3;               // pieces of 16 columns that a thread keeps in registers
-constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
-
-// 16 columns of a row; zeros behind its end.
-__device__ void load_piece(const float* in, int k, int piece, float (&x)[16]) {
-  const int first = piece * 16;
-  if (k % 4 == 0 && first + 16 <= k) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float4 four = reinterpret_cast<const float4*>(in + first)[i];
-      x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 16; i++) x[i] = first + i < k ? in[first + i] : 0.0f;
-  }
-}
-
-// A block of threads for each row. a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
-// or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
-// zeros.
-template <bool kFloats>
-__global__ void __launch_bounds__(kThreads)
-    bytes_kernel(const float* rows, int k, int stride, Segments segments, ByteRows out) {
-  after_previous();
-  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
-  __shared__ float tops[kThreads / 32];
-  __shared__ int wrong[kThreads / 32], sums[kFloats ? 1 : kMostBlocks];
-  const int row = blockIdx.x, lane = threadIdx.x % 32, pieces = segments.blocks * 4;
-  const float* in = rows + (size_t)row * k;
-  float kept[kKept][16], top = 0;
-  bool bad = false;
-  const auto look = [&](const float(&x)[16]) {
-#pragma unroll
-    for (int i = 0; i < 16; i++) top = fmaxf(top, fabsf(x[i])), bad |= !isfinite(x[i]);
-  };
-#pragma unroll
-  for (int i = 0; i < kKept; i++)
-    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) load_piece(in, k, piece, kept[i]);
-#pragma unroll
-  for (int i = 0; i < kKept; i++)
-    if (i * kThreads + threadIdx.x < pieces) look(kept[i]);
-  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
-    float x[16];
-    load_piece(in, k, piece, x);
-    look(x);
-  }
-  if (!kFloats)
-    for (int i = threadIdx.x; i < segments.blocks; i += kThreads) sums[i] = 0;
-  top = warp_max(top);
-  const unsigned bad_lanes = __ballot_sync(0xffffffffu, bad);
-  if (lane == 0) tops[threadIdx.x / 32] = top, wrong[threadIdx.x / 32] = bad_lanes != 0;
-  __syncthreads();
-  for (int w = 0; w < kThreads / 32; w++) top = fmaxf(top, tops[w]), bad |= wrong[w] != 0;
-  float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
-  if (bad) scale = NAN, inverse = 0;
-  else if (!(top > 1e-34f)) scale = inverse = 0;
-  if (threadIdx.x == 0) out.scales[row] = scale;
-  const auto store = [&](int piece, const float(&x)[16]) {
-    uint32_t words[4] = {};
-    int sum = 0;
-    if (inverse != 0) {
-#pragma unroll
-      for (int t = 0; t < 4; t++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float scaled = __fmul_rn(x[j / 2 * 8 + t * 2 + j % 2], inverse);
-          if constexpr (kFloats) {
-            words[t] |= (uint32_t)to_e4m3(scaled) << j * 8;
-          } else {
-            const int a = __float2int_rn(scaled);
-            words[t] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
-          }
-        }
-    }
-    const int block = piece / 4;
-    *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                              byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
-    if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
-  };
-#pragma unroll
-  for (int i = 0; i < kKept; i++)
-    if (const int piece = i * kThreads + threadIdx.x; piece < pieces) store(piece, kept[i]);
-  for (int piece = kKept * kThreads + threadIdx.x; piece < pieces; piece += kThreads) {
-    float x[16];
-    load_piece(in, k, piece, x);
-    store(piece, x);
-  }
-  if (kFloats) return;
-  __syncthreads();
-  for (int block = threadIdx.x; block < segments.blocks; block += kThreads)
-    if (segments.end(block) == block) out.sums[(size_t)block * stride + row] = (float)sums[block];
-}
-
-void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const auto kernel = p.w.codes.floats ? bytes_kernel<true> : bytes_kernel<false>;
-  start(queue, kernel, rows, kThreads, 0, p.x.values, p.w.k, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes);
-  launched("quantizing activations");
-}
-
 constexpr int kMostWarps = 8;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kByteRow;
 constexpr size_t kSharedBytes = 108 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
-
-// d [16, 8] += a [16, 32] b [8, 32]^T
-__device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // kTiles: of 8 rows of activations; kColumnTiles: of 16 columns (rows of the weights).
 template <int kBits, int kTiles, int kColumnTiles>
@@ -327,28 +216,11 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 
 }  // namespace
 
-size_t byte_rows_bytes(int rows, int k) {
-  return (size_t)blocks_of(rows) * blocks_of(k) * (kByteBlock + kBlock * sizeof(float)) +
-         (size_t)blocks_of(rows) * kBlock * sizeof(float);
-}
-
-ByteRows byte_rows(char* memory, int rows, int k) {
-  const size_t blocks = (size_t)blocks_of(rows) * blocks_of(k);
-  float* sums = reinterpret_cast<float*>(memory + blocks * kByteBlock);
-  return {reinterpret_cast<uint8_t*>(memory), sums, sums + blocks * kBlock};
-}
-
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
-  quantize_activations(p, rows, queue);
-  if (by == By::any) by = rows <= 16 ? By::mma : By::split;
-  if (by != By::mma && queue.capability == 90) return linear_integer_split(p, rows, queue);
+  if (!p.quantized) quantize_activations(p, rows, queue);
+  if (by != By::mma && queue.capability == 90) return linear_integer_stream(p, rows, queue);
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
-}
-
-void linear_float8(const Product& p, int rows, const Queue& queue) {
-  quantize_activations(p, rows, queue);
-  linear_float8_split(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -11,10 +11,9 @@
 namespace as {
 namespace cuda {
 
-// Activations lie in blocks of 64 rows x 64 columns, of each 16 columns bytes 4 t to 4 t + 3 being columns 2 t, 2 t + 1
-// and the same eight further: as codes of 8 bits do. Pieces of 16 change places with the row: wgmma's 64-byte swizzle.
+// Activations lie in blocks of 64 rows x 64 columns as codes of e4m3 do (cuda/quantized.h): of each 16 columns bytes 4
+// t to 4 t + 3 are columns 2 t, 2 t + 1 and the same eight further.
 constexpr int kByteRow = kBlock, kByteBlock = kBlock * kByteRow;
-AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kByteRow + (piece ^ row % 8 / 2) * 16; }
 
 // The blocks of K that have a sum of their own: those of a group in a piece.
 struct Segments {
@@ -27,6 +26,11 @@ struct Segments {
         piece_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }
+  // The first block of a block's segment.
+  AS_BOTH int begin(int block) const {
+    const int group = block / group_blocks * group_blocks, piece = block / piece_blocks * piece_blocks;
+    return group > piece ? group : piece;
+  }
   // The last block of a block's segment.
   AS_BOTH int end(int block) const {
     int last = block / group_blocks * group_blocks + group_blocks - 1;
@@ -54,14 +58,25 @@ __device__ __forceinline__ void integers(const LaneCodes<kBits>& own, int half, 
   }
 }
 
+// d [16, 8] += a [16, 32] b [8, 32]^T
+__device__ inline void multiply_add(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Adds a segment's sum to a piece's total.
 __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int sum, float activations) {
   total = __fmaf_rn(__uint_as_float(scales << 16), __int2float_rn(sum), total);
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-// By wgmma: rows as linear_split() has them, of chips of capability 9.0.
-void linear_integer_split(const Product& p, int rows, const Queue& queue);
+// p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// By wgmma: any rows, of chips of capability 9.0.
+void linear_integer_stream(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

@@ -281,7 +281,7 @@ void linear_widened(const Product& p, int rows, const Queue& queue) {
       some.y.values += first;
       if (p.bias) some.bias += first;
     }
-    linear_bf16(some, rows, apart);
+    linear_bf16(some, rows, apart, By::wide);
   }
 }
 
@@ -298,10 +298,12 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any) by = rows > kMostFused ? By::wide : rows <= 8 ? By::mma : By::split;
-  if (by == By::wide) return linear_widened(p, rows, queue);
+  if (by == By::any) by = rows > kMostFused ? By::wide : By::stream;
+  // linear_wide() writes whole pieces of 16 bytes at a time.
+  const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
+  if (by == By::wide && fits) return linear_widened(p, rows, queue);
   if (by == By::mma || queue.capability != 90) linear_quantized_mma(p, rows, queue);
-  else linear_quantized_split(p, rows, queue);
+  else linear_quantized_stream(p, rows, queue);
 }
 
 }  // namespace cuda

@@ -5,9 +5,9 @@
 namespace as {
 namespace cuda {
 
-// By mma.sync: any rows, any chip. By wgmma: rows as linear_split() has them, of chips of capability 9.0.
+// By mma.sync: any chip. By wgmma: chips of capability 9.0.
 void linear_quantized_mma(const Product& p, int rows, const Queue& queue);
-void linear_quantized_split(const Product& p, int rows, const Queue& queue);
+void linear_quantized_stream(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

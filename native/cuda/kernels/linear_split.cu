@@ -1,8 +1,8 @@
 // Products in bfloat16 by wgmma for some rows, as when many sequences decode: all that counts is how fast the weights
 // stream by, and the rows are too many for every block of threads to read them for a few columns.
 //
-// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 128 rows of activations; each
-// block computes one piece of K (tiles.h). One thread has blocks of both sides copied into shared memory, several
+// A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
+// block computes one piece of K (tiles.h). Two threads have blocks of both sides copied into shared memory, several
 // stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -11,70 +11,92 @@ namespace as {
 namespace cuda {
 namespace {
 
-// kRows: of activations; kGroups: warpgroups, of 64 columns each.
-template <int kRows, int kGroups>
+// kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
+// the same piece for adjacent columns, and share the rows that they copy.
+template <int kRows_, int kGroups_, int kBeside_>
 struct Shape {
+  static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
   static constexpr int kColumns = kBlock * kGroups;
-  [[maybe_unused]] static constexpr int kStride = kColumns + 4;          // of sums: rows lie in different banks
-  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;  // so that several blocks fit a processor
-  static constexpr int kPartBytes = kRows * kBlock * 2, kStageBytes = kGroups * kBlockBytes + kPartBytes;
-  static constexpr int kThreads = 128 * kGroups + 32;
+  [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
+  // So that several blocks fit a processor; of 256 rows one does.
+  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 || kRows == 256 ? 4 : 3;
+  static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
+  static constexpr int kThreads = 128 * kGroups + 64;
+  [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
   static constexpr int kShared = kStages * kStageBytes;
 };
 
-template <int kRows, int kGroups>
-__global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
     linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kRows, kGroups>;
-  constexpr int kStages = S::kStages;
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const int piece = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
+  // Of a cluster's blocks of threads those of the same columns are adjacent.
+  const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
   const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], kGroups);
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2), barrier_init(&empty[i], kGroups * kBeside);
     barriers_are_there();
   }
   __syncthreads();
+  if (kBeside > 1) cluster_barrier();
+  // In the end each thread of the cluster has every so many fours of columns, the first of which it asks for ahead.
+  const int fours = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, own = piece * blockDim.x + threadIdx.x;
+  const int count = min(kRows, rows - first_row) * fours, step = k.count * blockDim.x;
+  const int width = p.gated ? p.y.width : p.w.n, first_column = column_block * (p.gated ? kBlock / 2 : kBlock);
+  Added added[S::kAsked];
+  const auto ask = [&] {
+    await_previous();
+    if (p.gated || !(p.bias || p.adds)) return;
+#pragma unroll
+    for (int j = 0; j < S::kAsked; j++)
+      if (const int i = own + j * step, column = first_column + i % fours * 4; i < count && column < width)
+        added[j] = read_added(p, first_row + i / fours, column);
+  };
   if (group == kGroups) {
+    // Two warps copy, the one weights, on their way before the kernel before this one has made the rows, and the other
+    // rows: one alone would take longer to ask for them than they take. Both are needed for a stage, so that neither is
+    // ever a turn of the ring ahead.
     if (lane == 0) {
-      const int groups = min(kGroups, blocks_of(p.w.n) - column_block);
+      const int groups = max(0, min(kGroups, blocks_of(p.w.n) - column_block));
       // Of rows there are so many blocks, or a part of one.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
-      const int row_bytes = kRows <= kBlock ? S::kPartBytes : kBlockBytes;
-      const char* x = reinterpret_cast<const char*>(p.x.tiles) + first_row % kBlock * kRowBytes;
-      const auto fetch_weights = [&](int b) {
-        const int stage = b % kStages;
-        barrier_expect(&full[stage], groups * kBlockBytes + row_blocks * row_bytes);
-        for (int i = 0; i < groups; i++)
-          copy_bulk(stages + stage * S::kStageBytes + i * kBlockBytes,
-                    reinterpret_cast<const char*>(p.w.tiles) +
-                        ((size_t)(column_block + i) * k.blocks + first + b) * kBlockBytes,
-                    kBlockBytes, &full[stage]);
-      };
-      const auto fetch_rows = [&](int b) {
-        const int stage = b % kStages;
-        for (int i = 0; i < row_blocks; i++)
-          copy_bulk(stages + stage * S::kStageBytes + kGroups * kBlockBytes + i * kBlockBytes,
-                    x + ((size_t)(first_row / kBlock + i) * k.blocks + first + b) * kBlockBytes, row_bytes,
-                    &full[stage]);
-      };
-      // Weights are on their way before the kernel before this one has made the rows.
-      const int ahead = min(kStages, blocks);
-      for (int b = 0; b < ahead; b++) fetch_weights(b);
-      await_previous();
-      for (int b = 0; b < ahead; b++) fetch_rows(b);
-      for (int b = ahead; b < blocks; b++) {
-        barrier_wait(&empty[b % kStages], (b / kStages - 1) % 2);
-        fetch_weights(b), fetch_rows(b);
+      const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
+      const size_t stride = (size_t)k.blocks * kBlockBytes;
+      const bool copies_rows = threadIdx.x % 128 >= 32;
+      const char* from = copies_rows ? reinterpret_cast<const char*>(p.x.tiles) + first_row / kBlock * stride +
+                                           first_row % kBlock * kRowBytes
+                                     : reinterpret_cast<const char*>(p.w.tiles) + column_block * stride;
+      from += (size_t)first * kBlockBytes;
+      if (copies_rows) await_previous();
+      Ring<kStages> ring;
+      for (int b = 0; b < blocks; b++, ring.next(), from += kBlockBytes) {
+        uint64_t* barrier = &full[ring.stage];
+        const uint32_t stage = stages + ring.stage * S::kStageBytes, x = stage + kGroups * kBlockBytes;
+        barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+        if (copies_rows) {
+          barrier_arrive(barrier);
+          for (int i = beside; i < row_blocks; i += kBeside) {
+            const uint32_t to = x + i * kBlockBytes;
+            if (kBeside == 1) copy_bulk(to, from + i * stride, row_bytes, barrier);
+            else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << piece);
+          }
+        } else {
+          barrier_expect(barrier, groups * kBlockBytes + row_blocks * row_bytes);
+          for (int i = 0; i < groups; i++) copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
+        }
       }
     }
     __syncwarp();
+    ask();
   } else {
+    ask();
     float d[kRows / 2];
     for (int b = 0; b < blocks; b++) {
       const int stage = b % kStages;
@@ -88,7 +110,10 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
                               step > 0 || b > 0);
       commit_products();
       wait_products<1>();
-      if (b > 0 && threadIdx.x % 128 == 0) barrier_arrive(&empty[(b - 1) % kStages]);
+      if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {
+        if (kBeside == 1) barrier_arrive(&empty[(b - 1) % kStages]);
+        else barrier_arrive_at(&empty[(b - 1) % kStages], piece + teller * k.count);
+      }
     }
     wait_products<0>();
     settle(d);
@@ -98,61 +123,91 @@ __global__ void __launch_bounds__(Shape<kRows, kGroups>::kThreads)
     for (int i = 0; i < kRows / 2; i++)
       sums[(i / 4 * 8 + lane % 4 * 2 + i % 2) * S::kStride + threadIdx.x / 32 * 16 + lane / 4 + i % 4 / 2 * 8] = d[i];
   }
-  await_previous();
   __syncwarp();
   cluster_barrier();
   // Sums of four columns: all pieces are asked for before they are added.
-  const auto total = [&](int row, int column, float(&sums)[4]) {
+  const auto total = [&](int row, int column) {
     const uint32_t at = stages + (row * S::kStride + column) * 4;
     float4 pieces[kMostPieces];
 #pragma unroll
     for (int i = 0; i < kMostPieces; i++)
-      if (i < k.count) pieces[i] = read_at(at, i);
-    sums[0] = pieces[0].x, sums[1] = pieces[0].y, sums[2] = pieces[0].z, sums[3] = pieces[0].w;
+      if (i < k.count) pieces[i] = read_at(at, first_rank + i);
 #pragma unroll
     for (int i = 1; i < kMostPieces; i++)
-      if (i < k.count) {
-        sums[0] = __fadd_rn(sums[0], pieces[i].x), sums[1] = __fadd_rn(sums[1], pieces[i].y);
-        sums[2] = __fadd_rn(sums[2], pieces[i].z), sums[3] = __fadd_rn(sums[3], pieces[i].w);
-      }
+      if (i < k.count) pieces[0] = sum_of(pieces[0], pieces[i]);
+    return pieces[0];
   };
-  const int width = (p.gated ? S::kColumns / 2 : S::kColumns) / 4, there = min(kRows, rows - first_row);
-  for (int i = piece * blockDim.x + threadIdx.x; i < there * width; i += k.count * blockDim.x) {
-    const int row = i / width, c = i % width * 4;
-    float sums[4], ups[4];
-    if (p.gated) {
-      const int column = column_block * (kBlock / 2) + c, gate = c / 8 * 16 + c % 8;
-      total(row, gate, sums), total(row, gate + 8, ups);
+  const auto end = [&](int i, const Added& added) {
+    const int row = i / fours, c = i % fours * 4, column = first_column + c;
+    if (column >= width) return;
+    if (!p.gated) return finish_four(p, first_row + row, column, total(row, c), added);
+    const int at = c / 8 * 16 + c % 8;
+    const float4 gates = total(row, at), ups = total(row, at + 8);
+    const auto value = [&](int j, float gate, float up) {
+      return column + j < width ? gated(p, column + j, gate, up) : 0;
+    };
+    put_four(p.y, first_row + row, column, width,
+             make_float4(value(0, gates.x, ups.x), value(1, gates.y, ups.y), value(2, gates.z, ups.z),
+                         value(3, gates.w, ups.w)));
+  };
 #pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (column + j < p.y.width) finish_gated(p, first_row + row, column + j, sums[j], ups[j]);
-    } else {
-      total(row, c, sums);
-      finish<4>(p, rows, p.w.n, sums, [&](int j) { return Place{first_row + row, column_block * kBlock + c + j}; });
-    }
+  for (int j = 0; j < S::kAsked; j++)
+    if (const int i = own + j * step; i < count) end(i, added[j]);
+  for (int i = own + S::kAsked * step; i < count; i += step) {
+    const int column = first_column + i % fours * 4;
+    end(i, !p.gated && column < width ? read_added(p, first_row + i / fours, column) : Added());
   }
   cluster_barrier();  // others may still read
 #endif
 }
 
-template <int kRows, int kGroups>
+template <int kRows, int kGroups, int kBeside = 1>
 void start_split(const Product& p, int rows, const Queue& queue) {
-  using S = Shape<kRows, kGroups>;
+  using S = Shape<kRows, kGroups, kBeside>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  allow_shared(linear_split_kernel<kRows, kGroups>, S::kShared);
-  start_clusters(queue, linear_split_kernel<kRows, kGroups>,
-                 dim3(k.count, ceil_div(p.w.n, S::kColumns), ceil_div(rows, kRows)), dim3(k.count), S::kThreads,
-                 S::kShared, p, rows, k);
+  allow_shared(linear_split_kernel<S>, S::kShared);
+  const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
+  start_clusters(queue, linear_split_kernel<S>, dim3(k.count, columns, ceil_div(rows, kRows)), dim3(k.count, kBeside),
+                 S::kThreads, S::kShared, p, rows, k);
   launched("linear in bfloat16, pieces side by side");
+}
+
+// Whether all clusters run at once.
+template <int kRows, int kGroups, int kBeside>
+bool fits(const Product& p, int rows) {
+  using S = Shape<kRows, kGroups, kBeside>;
+  const int count = Pieces(p.w.k, p.w.most_pieces).count;
+  static int at_once[kMostPieces + 1] = {};
+  if (!at_once[count]) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = count, attribute.val.clusterDim.y = kBeside, attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(count, kBeside), config.blockDim = dim3(S::kThreads), config.dynamicSmemBytes = S::kShared;
+    config.attrs = &attribute, config.numAttrs = 1;
+    int found = 0;
+    allow_shared(linear_split_kernel<S>, S::kShared);
+    if (cudaOccupancyMaxActiveClusters(&found, linear_split_kernel<S>, &config) != cudaSuccess) cudaGetLastError();
+    at_once[count] = found > 0 ? found : 1;
+  }
+  return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
 }  // namespace
 
 void linear_split(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 16) start_split<16, 1>(p, rows, queue);
-  else if (rows <= 32) start_split<32, 1>(p, rows, queue);
-  else if (rows <= 64) start_split<64, 1>(p, rows, queue);
-  else start_split<128, 2>(p, rows, queue);
+  if (rows <= 16) return start_split<16, 1>(p, rows, queue);
+  if (rows <= 32) return start_split<32, 1>(p, rows, queue);
+  if (rows <= 64) return start_split<64, 1>(p, rows, queue);
+  // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
+  // run at once, and most processors have one.
+  const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
+  if (3 * blocks >= 2 * processors()) {
+    if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
+    if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+  }
+  start_split<128, 2>(p, rows, queue);
 }
 
 }  // namespace cuda

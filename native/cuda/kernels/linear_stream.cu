@@ -2,11 +2,11 @@
 // sums over K are one piece (tiles.h): all that counts is how fast the weights stream by.
 //
 // A block of threads stays on its processor and has an equal part of all blocks of the weights: some tiles of columns,
-// the end of the one before and the beginning of the one after. Warpgroups multiply, each 64 columns with all rows; one
-// thread also has blocks of both sides copied into shared memory, as far ahead as there is room, on and on through the
-// tiles. A tile that is shared is begun first of all by the one and finished last by the other, who goes on from the
-// sums that the first has left in global memory long ago (compare Osama et al., "Stream-K", 2023). Everybody waits for
-// blocks of threads of lower numbers alone, which have begun before.
+// the end of the one before and the beginning of the one after. Warpgroups multiply, each 64 columns with all rows; a
+// thread of each also has blocks of both sides copied into shared memory, as far ahead as there is room, on and on
+// through the tiles. A tile that is shared is begun first of all by the one and finished last by the other, who goes on
+// from the sums that the first has left in global memory long ago (compare Osama et al., "Stream-K", 2023). Everybody
+// waits for blocks of threads of lower numbers alone, which have begun before.
 #include <algorithm>
 
 #include "cuda/kernels/linear_wgmma.h"
@@ -20,7 +20,7 @@ namespace {
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kThreads = 128 * kGroups;
-  static constexpr int kPartBytes = kRows * kRowBytes, kStageBytes = kGroups * kBlockBytes + kPartBytes;
+  static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (216 << 10) / kStageBytes < 12 ? (216 << 10) / kStageBytes : 12;
   static constexpr int kShared = kStages * kStageBytes;
   static constexpr int kValues = kRows / 2;  // of a thread
@@ -75,13 +75,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], kGroups);
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], kGroups), barrier_init(&empty[i], kGroups);
     barriers_are_there();
   }
   __syncthreads();
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
 
-  // Copies, of which thread 0 alone knows.
+  // Copies, of which the first thread of each warpgroup knows: it has the group's weights copied, and every so many
+  // blocks of the rows. One for all would take longer to ask for them than they take.
   struct Step {
     int number, b, end, column_block, row;  // number of the part; b: of K
   };
@@ -94,28 +95,31 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (++s.b == s.end && ++s.number < count) at_part(s);
   };
   // The rows' blocks that there are: of 64, or a part of one.
+  const auto row_blocks = [&](const Step& s) {
+    return kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - s.row / kBlock);
+  };
   const auto row_bytes = [&](const Step& s) {
-    return kRows <= kBlock ? S::kPartBytes : min(kRows / kBlock, blocks_of(rows) - s.row / kBlock) * kBlockBytes;
+    return kRows <= kBlock ? min(kRows, rows - s.row) * kRowBytes : kBlockBytes;
   };
   const auto fetch_weights = [&](const Step& s, int stage) {
-    const int groups = min(kGroups, column_blocks - s.column_block);
-    const char* from =
-        reinterpret_cast<const char*>(p.w.tiles) + ((size_t)s.column_block * k.blocks + s.b) * kBlockBytes;
-    barrier_expect(&full[stage], groups * kBlockBytes + row_bytes(s));
-    for (int i = 0; i < groups; i++)
-      copy_bulk(stages + stage * S::kStageBytes + i * kBlockBytes, from + (size_t)i * k.blocks * kBlockBytes,
-                kBlockBytes, &full[stage], evicted_first());
+    const bool there = s.column_block + group < column_blocks;
+    const int own = (row_blocks(s) + kGroups - 1 - group) / kGroups;
+    barrier_expect(&full[stage], (there ? kBlockBytes : 0) + own * row_bytes(s));
+    if (there)
+      copy_bulk(
+          stages + stage * S::kStageBytes + group * kBlockBytes,
+          reinterpret_cast<const char*>(p.w.tiles) + ((size_t)(s.column_block + group) * k.blocks + s.b) * kBlockBytes,
+          kBlockBytes, &full[stage], evicted_first());
   };
   const auto fetch_rows = [&](const Step& s, int stage) {
     const uint32_t to = stages + stage * S::kStageBytes + kGroups * kBlockBytes;
     const char* from = reinterpret_cast<const char*>(p.x.tiles) +
                        ((size_t)(s.row / kBlock) * k.blocks + s.b) * kBlockBytes + s.row % kBlock * kRowBytes;
-    const int bytes = row_bytes(s);
-    for (int done = 0; done < bytes; done += kBlockBytes, from += (size_t)k.blocks * kBlockBytes)
-      copy_bulk(to + done, from, min(bytes, kBlockBytes), &full[stage]);
+    for (int i = group; i < row_blocks(s); i += kGroups)
+      copy_bulk(to + i * kBlockBytes, from + (size_t)i * k.blocks * kBlockBytes, row_bytes(s), &full[stage]);
   };
   Step ahead{0};
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     // Weights are on their way before the kernel before this one has made the rows.
     at_part(ahead);
     Step behind = ahead;
@@ -154,7 +158,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         Tile<kRows>::multiply(d, descriptor(weights + step * kStepBytes), descriptor(x + step * kStepBytes),
                               step > 0 || b > 0);
       commit_products();
-      if (threadIdx.x == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
+      if (thread == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
         barrier_wait(&empty[before], before_turn);
         fetch_weights(ahead, before), fetch_rows(ahead, before);
         next(ahead);

@@ -1,11 +1,11 @@
 // Products in bfloat16 by wgmma for many rows.
 //
-// A block of threads has a tile of 128 rows of activations and kColumns columns (rows of the weights) at a time, and
-// there are no more blocks than run at once: each computes one tile after the other. One thread has blocks of both
-// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two
-// warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the pieces
-// before in registers. Four blocks of threads, which have two tiles of rows by two of columns, are a cluster: each
-// copies half of what it shares for both, as what the second-level cache delivers is the limit.
+// A block of threads has a tile of 128 or 192 rows of activations and some columns (rows of the weights) at a time, and
+// there are no more blocks than run at once: each computes one tile after the other. Four threads have blocks of both
+// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two or
+// three warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the
+// pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
+// copies a part of what they share for all, as what the second-level cache delivers is the limit.
 #include <cstdint>
 
 #include "cuda/kernels/linear_wgmma.h"
@@ -15,33 +15,39 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kGroups = 2, kRows = kGroups * kBlock;  // warpgroups that multiply; rows of a tile
-constexpr int kAcross = 2, kDown = 2;                 // a cluster's tiles: of columns, of rows
-constexpr int kCluster = kAcross * kDown;
-constexpr int kThreads = 128 * (1 + kGroups);
 constexpr int kMostShared = 226 << 10;
-// How many clusters' tiles of rows are shared by blocks that are at work at the same time: they stay in the cache.
-[[maybe_unused]] constexpr int kBand = 8;
-// How many stages one warpgroup is ahead of the other: it writes while the other multiplies.
-[[maybe_unused]] constexpr int kAhead = 2;
+[[maybe_unused]] constexpr int kCopiers = 4;  // threads that copy, each of up to two parts of a tile
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+[[maybe_unused]] constexpr int kBandRows = 2048;
 
-template <int kColumns>
+// A tile: kColumns columns, 64 rows of each of kGroups warpgroups. A cluster: kDown tiles of rows by kAcross of
+// columns. kWhole: sums are of one piece of K, and need not be kept beside others.
+template <int kColumns_, bool kWhole_, int kGroups_, int kDown_, int kAcross_>
 struct Shape {
+  static constexpr int kColumns = kColumns_, kGroups = kGroups_, kDown = kDown_, kAcross = kAcross_;
+  static constexpr bool kWhole = kWhole_;
+  static constexpr int kRows = kGroups * kBlock, kCluster = kDown * kAcross, kThreads = 128 * (1 + kGroups);
   static constexpr int kStageBytes = (kRows + kColumns) * kRowBytes, kStages = kMostShared / kStageBytes;
   static constexpr int kShared = kStages * kStageBytes;
-  // Bytes of weights that each of the blocks of a cluster that share them copies: whole groups of eight rows.
-  static_assert(kColumns % (8 * kDown) == 0);
+  // Registers of a thread that copies, and of one that multiplies.
+  static constexpr int kCopying = kGroups == 2 ? 40 : 32, kMultiplying = kGroups == 2 ? 232 : 160;
+  // How many stages one warpgroup is ahead of the next: it writes while that one multiplies.
+  static constexpr int kAhead = kGroups == 2 ? 2 : 1;
+  static constexpr int kBand = kBandRows / (kDown * kRows);
+  // What each block of a cluster copies of what it shares: whole groups of eight rows.
+  static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
 
 // The tiles of a product, cluster by cluster.
 struct Walk {
   int down, across;  // clusters' tiles
 
-  __host__ __device__ Walk(int rows, int columns, int tile_columns)
-      : down((rows + kDown * kRows - 1) / (kDown * kRows)),
-        across((columns + kAcross * tile_columns - 1) / (kAcross * tile_columns)) {}
-  __host__ __device__ int count() const { return down * across; }
+  int count() const { return down * across; }
 };
+template <typename S>
+Walk walk_of(int rows, int columns) {
+  return {ceil_div(rows, S::kDown * S::kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
@@ -54,10 +60,12 @@ __device__ int afresh(int x) {
 struct TilePlace {
   int row, column;
 
-  __device__ TilePlace(const Walk& walk, int tile, int down, int across) {
-    const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
+  template <typename S>
+  __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
+    const int first = tile / (S::kBand * walk.across) * S::kBand, there = min(S::kBand, walk.down - first);
     const int within = tile - first * walk.across;
-    row = (first + within % there) * kDown + down, column = within / there * kAcross + across;
+    return {((first + within % there) * S::kDown + down) * S::kRows,
+            (within / there * S::kAcross + across) * S::kColumns};
   }
 };
 
@@ -66,60 +74,47 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages];
 };
 
-// What a block of threads copies of its tile: its share of the weights' rows for the blocks below and above it, and of
-// the blocks of activations for the ones beside it.
-template <int kColumns>
-class Copier {
- public:
-  __device__ Copier(const Product& p, int rows, const Pieces& k, uint32_t stages, Barriers<Shape<kColumns>::kStages>& b)
-      : p_(p), rows_(rows), k_(k), stages_(stages), barriers_(b) {}
+// What a block copies of rows that several of the cluster have in common.
+struct Share {
+  const uint16_t* tiles;
+  int first, blocks;  // row; blocks of K
+  int begin, end;     // this block's of the rows from that one on
+  int bytes;          // of all blocks' shares, of a block of K
 
-  __device__ void begin_tile(const TilePlace& tile, int down, int across) {
-    const int row = tile.row, first = tile.column * kColumns;
-    const int there = max(0, min(kColumns, blocks_of(p_.w.n) * kBlock - first));
-    const int blocks = max(0, min(kGroups, blocks_of(rows_) - row * kGroups));
-    bytes_ = (there + blocks * kBlock) * kRowBytes;
-    constexpr int kShare = kColumns / kDown;
-    begin_ = first + min(there, down * kShare), end_ = first + min(there, (down + 1) * kShare), first_ = first;
-    row_block_ = row * kGroups, first_block_ = across * kGroups / kAcross;
-    end_block_ = min(blocks, (across + 1) * kGroups / kAcross);
-    // The blocks that take part in a row of a cluster are adjacent.
-    for_weights_ = 0, for_rows_ = ((1 << kAcross) - 1) << (down * kAcross);
-    for (int i = 0; i < kDown; i++) for_weights_ |= 1 << (i * kAcross + across);
+  // rows: that there are, of `most`; place: of this block among `count`.
+  __device__ Share(const uint16_t* tiles, int first, int rows, int most, int blocks, int place, int count)
+      : tiles(tiles), first(first), blocks(blocks) {
+    const int there = max(0, min(most, blocks_of(rows) * kBlock - first)), each = most / count;
+    begin = min(there, place * each), end = min(there, (place + 1) * each), bytes = there * kRowBytes;
   }
-  __device__ void weights(int block, int stage) {
-    barrier_expect(&barriers_.full[stage], bytes_);
-    const uint32_t to = stages_ + stage * Shape<kColumns>::kStageBytes + kRows * kRowBytes;
-    const char* from = reinterpret_cast<const char*>(p_.w.tiles) + (size_t)block * kBlockBytes;
-    for (int row = begin_, end; row < end_; row = end) {
-      end = min(end_, (row / kBlock + 1) * kBlock);
-      copy(to + (row - first_) * kRowBytes,
-           from + (size_t)(row / kBlock) * k_.blocks * kBlockBytes + row % kBlock * kRowBytes, (end - row) * kRowBytes,
-           stage, for_weights_, kDown);
+};
+
+// A part of a share that lies in one piece, and where its first block of K goes in a stage.
+struct Part {
+  const char* from = nullptr;
+  uint32_t to = 0;
+  int bytes = 0;
+
+  // Number n of a share's parts, if there are so many; else n becomes what is left of it.
+  __device__ Part(const Share& share, int& n) {
+    for (int row = share.begin, next; row < share.end; row = next) {
+      const int at = share.first + row;
+      next = min(share.end, row + kBlock - at % kBlock);
+      if (n-- > 0) continue;
+      from = reinterpret_cast<const char*>(share.tiles) + (size_t)(at / kBlock) * share.blocks * kBlockBytes +
+             at % kBlock * kRowBytes;
+      to = row * kRowBytes, bytes = (next - row) * kRowBytes;
+      return;
     }
   }
-  __device__ void rows(int block, int stage) {
-    const uint32_t to = stages_ + stage * Shape<kColumns>::kStageBytes;
-    const char* from = reinterpret_cast<const char*>(p_.x.tiles);
-    for (int i = first_block_; i < end_block_; i++)
-      copy(to + i * kBlockBytes, from + ((size_t)(row_block_ + i) * k_.blocks + block) * kBlockBytes, kBlockBytes,
-           stage, for_rows_, kAcross);
-  }
-
- private:
-  __device__ void copy(uint32_t to, const char* from, int bytes, int stage, uint16_t blocks, int count) {
-    if (count > 1) copy_bulk_to(to, from, bytes, &barriers_.full[stage], blocks);
-    else copy_bulk(to, from, bytes, &barriers_.full[stage]);
-  }
-
-  const Product& p_;
-  const int rows_;
-  const Pieces& k_;
-  const uint32_t stages_;
-  Barriers<Shape<kColumns>::kStages>& barriers_;
-  int bytes_, first_, begin_, end_, row_block_, first_block_, end_block_;
-  uint16_t for_weights_, for_rows_;
 };
+
+// The next products begin anew: what is there need not be kept until then.
+template <int kValues>
+__device__ void forget(float (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
+}
 
 // What sums are in the end.
 template <bool kWhole, int kValues, int kTotals>
@@ -129,13 +124,21 @@ __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&to
 }
 
 // A warpgroup's sums of 64 rows become gated values: a thread has gates and what they gate of the same columns, two
-// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time.
-template <int kColumns>
+// adjacent ones of each eight; lanes exchange these, so that each has eight adjacent ones at a time. Few instructions
+// count here: nobody multiplies meanwhile, and they do not stay in the cache.
+template <bool kBias, int kColumns>
 __device__ void write_gated(const Product& p, int rows, int first_row, int first_column,
                             const float (&sums)[kColumns / 2]) {
   constexpr int kEights = kColumns / 16;
   const int thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4, width = p.y.width,
             blocks = blocks_of(width);
+  const auto gate_of = [&](int i, int j, const float* gates) {
+    if constexpr (!kBias) return silu_times(gates[j], gates[4 + j]);
+    const int column = first_column + i * 8 + 2 * quarter + j;
+    const bool there = column < width;  // with -0 a sum is what is added
+    return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
+                      __fadd_rn(gates[4 + j], there ? p.bias[width + column] : -0.0f));
+  };
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * h;
@@ -145,82 +148,87 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
 #pragma unroll
       for (int i = 0; i < 4 && first + i < kEights; i++) {
         const float* gates = sums + (first + i) * 8 + 2 * h;
-        const int column = first_column + (first + i) * 8 + 2 * quarter;
-        float values[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) values[j] = column + j < width ? gated(p, column + j, gates[j], gates[4 + j]) : 0;
-        words[i] = two_bf16(values[0], values[1]);
+        words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
       }
       exchange(words);
       const int column = first_column + (first + quarter) * 8;
-      if (row < rows && first + quarter < kEights && column < width)
-        *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+      if (row >= rows || first + quarter >= kEights || column >= width) continue;
+      if (column + 8 > width) {  // columns from the width on are padding, which is zero
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
+      }
+      *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
+          make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 }
 
-__device__ float4 sum_of(const float4& a, const float4& b) {
-  return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w));
-}
-
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
-// each has four adjacent ones. All that is read comes before anything is written.
+// each has four adjacent ones. All that is read of a row comes before anything is written.
 template <int kColumns>
 __device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
                            const float (&sums)[kColumns / 2]) {
   constexpr int kSixteens = kColumns / 16;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, stride = 2 * p.y.width;
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
   const int column = first_column + 8 * odd + lane % 4 / 2 * 4, row = first_row + thread / 32 * 16 + lane / 4;
-  float4* to = reinterpret_cast<float4*>(p.y.values + (size_t)row * p.y.width + column);
-  const float4* bias = reinterpret_cast<const float4*>(p.bias + column);
-  const int end = row + 8 < rows ? 2 : row < rows;  // of this row and the one eight below it
-  const auto there = [&](int h, int i) { return h < end && column + 16 * i < p.w.n; };
-  float4 before[2][kSixteens];
-  if (p.adds) {
+  const int left = p.w.n - column;  // of the columns that there are
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int i = 0; i < kSixteens; i++)
-        if (there(h, i)) before[h][i] = to[(size_t)h * stride + 4 * i];
-  }
-#pragma unroll
-  for (int h = 0; h < 2; h++)
+  for (int h = 0; h < 2; h++) {
+    float4 values[kSixteens];
 #pragma unroll
     for (int i = 0; i < kSixteens; i++) {
       const float *low = sums + 8 * i + 2 * h, *high = low + 4;
       const float first = __shfl_xor_sync(0xffffffffu, odd ? low[0] : high[0], 1),
                   second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
-      if (!there(h, i)) continue;
-      float4 values = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
-      if (p.bias) values = sum_of(values, bias[4 * i]);
-      if (p.y.tiles) {
-        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * i, blocks_of(p.y.width))) =
-            make_uint2(two_bf16(values.x, values.y), two_bf16(values.z, values.w));
-        continue;
-      }
-      if (p.adds) values = sum_of(before[h][i], values);
-      to[(size_t)h * stride + 4 * i] = values;
+      values[i] = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
     }
+    if (row + 8 * h >= rows) continue;
+    if (p.bias) {
+#pragma unroll
+      for (int i = 0; i < kSixteens; i++)
+        if (16 * i < left) values[i] = sum_of(values[i], *reinterpret_cast<const float4*>(p.bias + column + 16 * i));
+    }
+    if (p.y.tiles) {
+#pragma unroll
+      for (int i = 0; i < kSixteens; i++)
+        if (16 * i < left)
+          *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * i, blocks_of(width))) =
+              make_uint2(two_bf16(values[i].x, values[i].y), two_bf16(values[i].z, values[i].w));
+      continue;
+    }
+    float4* to = reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column);
+    if (p.adds) {
+      float4 before[kSixteens];
+#pragma unroll
+      for (int i = 0; i < kSixteens; i++) before[i] = 16 * i < left ? to[4 * i] : make_float4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < kSixteens; i++) values[i] = sum_of(before[i], values[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSixteens; i++)
+      if (16 * i < left) to[4 * i] = values[i];
+  }
 }
 #endif
 
-// kWhole: sums are of one piece of K, and need not be kept beside others.
-template <int kColumns, bool kWhole>
-__global__ void __launch_bounds__(kThreads, 1)
+template <typename S, bool kGated>
+__global__ void __launch_bounds__(S::kThreads, 1)
     linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using S = Shape<kColumns>;
+  constexpr int kColumns = S::kColumns, kGroups = S::kGroups, kDown = S::kDown, kAcross = S::kAcross,
+                kCluster = S::kCluster, kAhead = S::kAhead;
+  constexpr bool kWhole = S::kWhole;
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<S::kStages> barriers;
   const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
-  const int first_tile = blockIdx.x / kCluster, step = gridDim.x / kCluster;
+  const int first_tile = blockIdx.x / kCluster, step = gridDim.x / kCluster, tiles = walk.down * walk.across;
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: copied is what this block asked for; empty is it at all blocks of the cluster.
+    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
+    // of the cluster.
     for (int i = 0; i < S::kStages; i++)
-      barrier_init(&barriers.full[i], 1), barrier_init(&barriers.empty[i], kCluster * kGroups);
+      barrier_init(&barriers.full[i], kCopiers), barrier_init(&barriers.empty[i], kCluster * kGroups);
     barriers_are_there();
   }
   __syncthreads();
@@ -228,30 +236,48 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / 128 - 1;
   Ring<S::kStages> ring;
   if (group < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) {
-      Copier<kColumns> copier(p, rows, k, stages, barriers);
-      // Weights are on their way before the kernel before this one has made the rows.
-      int ahead = min(S::kStages, k.blocks);
-      copier.begin_tile(TilePlace(walk, first_tile, down, across), down, across);
-      for (int b = 0; b < ahead; b++) copier.weights(b, b);
-      await_previous();
-      for (int tile = first_tile; tile < walk.count(); tile += step) {
-        copier.begin_tile(TilePlace(walk, tile, down, across), down, across);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopying));
+    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    if (threadIdx.x % 32 == 0) {
+      const int warp = threadIdx.x / 32;
+      // The blocks that take part in a row of a cluster are adjacent.
+      const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
+      uint16_t above = 0;
+      for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
+      for (int tile = first_tile; tile < tiles; tile += step) {
+        const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+        const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
+        const Share own(p.x.tiles, at.row, rows, S::kRows, k.blocks, across, kAcross);
+        const auto part_of = [&](int n, bool& of_rows) {
+          const Part part(weights, n);
+          of_rows = n >= 0;
+          return of_rows ? Part(own, n) : part;
+        };
+        bool of_rows[2];
+        Part first = part_of(warp, of_rows[0]), second = part_of(warp + kCopiers, of_rows[1]);
+        const auto copy = [&](Part& part, bool of_rows) {
+          if (!part.bytes) return;
+          uint64_t* barrier = &barriers.full[ring.stage];
+          const uint32_t to = stages + ring.stage * S::kStageBytes + (of_rows ? 0 : S::kRows * kRowBytes) + part.to;
+          const int sharers = of_rows ? kAcross : kDown;
+          if (sharers > 1) copy_bulk_to(to, part.from, part.bytes, barrier, of_rows ? beside : above);
+          else copy_bulk(to, part.from, part.bytes, barrier);
+          part.from += kBlockBytes;
+        };
+        // Weights are on their way before the kernel before this one has made the rows.
+        if (tile != first_tile || of_rows[0] || of_rows[1]) await_previous();
         for (int b = 0; b < k.blocks; b++, ring.next()) {
-          if (ahead > 0) {
-            ahead--;
-          } else {
-            barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
-            copier.weights(b, ring.stage);
-          }
-          copier.rows(b, ring.stage);
+          barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          if (warp == 0) barrier_expect(&barriers.full[ring.stage], weights.bytes + own.bytes);
+          else barrier_arrive(&barriers.full[ring.stage]);
+          copy(first, of_rows[0]), copy(second, of_rows[1]);
         }
       }
     }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kMultiplying));
     await_previous();
     float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
     // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
@@ -260,11 +286,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto release = [&](int stage) {
       if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
     };
-    if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
-    for (int tile = first_tile; tile < walk.count(); tile += step) {
-      const TilePlace place(walk, tile, down, across);
-      const int first_row = place.row * kRows + group * kBlock, first_column = place.column * kColumns;
-      const bool there = first_row < rows && first_column < p.w.n;
+    // A warpgroup begins when the one before it has told barrier `group`.
+    if (k.blocks > kAhead) {
+      if (group == 1) asm volatile("bar.sync 1, 256;" ::: "memory");
+      if (kGroups > 2 && group == 2) asm volatile("bar.sync 2, 256;" ::: "memory");
+    }
+    for (int tile = first_tile; tile < tiles; tile += step) {
+      const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+      const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
       if constexpr (!kWhole) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
@@ -272,12 +301,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int piece = 0, b = 0; piece < k.count; piece++) {
         const int first = b, end = min(b + k.length, k.blocks);
         int last = 0;
+        forget(d);
 #pragma unroll 1
         for (; b < end; b++, ring.next()) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
           if (there) {
             const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
-                           theirs = stage + kRows * kRowBytes;
+                           theirs = stage + S::kRows * kRowBytes;
             begin_products();
 #pragma unroll
             for (int step = 0; step < 4; step++)
@@ -288,7 +318,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           if (b > first) release(last);
           last = ring.stage;
-          if (group == 0 && b == kAhead && tile == first_tile) asm volatile("bar.arrive 1, 256;" ::: "memory");
+          if (b == kAhead && tile == first_tile) {
+            if (group == 0) asm volatile("bar.arrive 1, 256;" ::: "memory");
+            if (kGroups > 2 && group == 1) asm volatile("bar.arrive 2, 256;" ::: "memory");
+          }
         }
         wait_products<0>();
         release(last);
@@ -300,8 +333,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if (!there) continue;
       const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
-      if (p.gated) write_gated<kColumns>(p, rows, first_row, first_column / 2, sums);
-      else write_sums<kColumns>(p, rows, first_row, first_column, sums);
+      const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
+      const int first_row = end.row + group * kBlock;
+      if constexpr (kGated) {
+        if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, sums);
+        else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, sums);
+      } else {
+        write_sums<kColumns>(p, rows, first_row, end.column, sums);
+      }
     }
   }
   __syncwarp();
@@ -309,63 +348,73 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <int kColumns, bool kWhole>
+template <typename S>
 struct Kernel {
-  static constexpr auto kFunction = linear_wide_kernel<kColumns, kWhole>;
-
   // How many clusters run at once.
   static int clusters() {
     static const int count = [] {
+      constexpr auto kFunction = linear_wide_kernel<S, false>;
       cudaLaunchAttribute attribute;
       attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      attribute.val.clusterDim.x = S::kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
       cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(kCluster), config.blockDim = dim3(kThreads);
-      config.dynamicSmemBytes = Shape<kColumns>::kShared;
+      config.gridDim = dim3(S::kCluster), config.blockDim = dim3(S::kThreads);
+      config.dynamicSmemBytes = S::kShared;
       config.attrs = &attribute, config.numAttrs = 1;
       int found = 0;
-      allow_shared(kFunction, Shape<kColumns>::kShared);
+      allow_shared(kFunction, S::kShared);
       if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
-      return found > 0 ? found : processors() / kCluster;
+      return found > 0 ? found : processors() / S::kCluster;
     }();
     return count;
   }
+  // How often all clusters have a tile.
+  static int turns(int rows, int columns) { return ceil_div(walk_of<S>(rows, columns).count(), clusters()); }
   static void start(const Product& p, int rows, const Queue& queue) {
-    const Walk walk(rows, p.w.n, kColumns);
-    allow_shared(kFunction, Shape<kColumns>::kShared);
-    const int blocks = kCluster * (walk.count() < clusters() ? walk.count() : clusters());
-    start_clusters(queue, kFunction, dim3(blocks), dim3(kCluster), kThreads, Shape<kColumns>::kShared, p, rows,
+    const Walk walk = walk_of<S>(rows, p.w.n);
+    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    allow_shared(kernel, S::kShared);
+    const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
+    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), S::kThreads, S::kShared, p, rows,
                    Pieces(p.w.k, p.w.most_pieces), walk);
     launched("linear in bfloat16, many rows");
   }
 };
 
+// A tile and a cluster of them, and the nanoseconds that they take for a block of K, as measured on an H200.
 struct Choice {
-  int columns;
+  int columns, rows, down, across, nanoseconds;
+  int (*turns)(int rows, int columns);
   void (*start)(const Product&, int, const Queue&);
 };
-template <int kColumns, bool kWhole>
-constexpr Choice kChoice{kColumns, Kernel<kColumns, kWhole>::start};
-constexpr Choice kByPieces[] = {kChoice<192, false>, kChoice<176, false>, kChoice<160, false>,
-                                kChoice<144, false>, kChoice<128, false>, kChoice<112, false>};
-constexpr Choice kByOne[] = {kChoice<256, true>, kChoice<240, true>, kChoice<224, true>, kChoice<192, true>,
-                             kChoice<160, true>};
+template <int kColumns, bool kWhole, int kGroups, int kDown, int kAcross>
+constexpr Choice choice(int nanoseconds) {
+  using K = Kernel<Shape<kColumns, kWhole, kGroups, kDown, kAcross>>;
+  return {kColumns, kGroups * kBlock, kDown, kAcross, nanoseconds, K::turns, K::start};
+}
+#ifndef AS_WIDE_CHOICES
+constexpr Choice kByPieces[] = {choice<192, false, 2, 2, 2>(540), choice<160, false, 2, 2, 2>(460),
+                                choice<128, false, 2, 2, 2>(375), choice<112, false, 2, 2, 2>(335)};
+constexpr Choice kByOne[] = {choice<256, true, 2, 4, 2>(660), choice<256, true, 2, 2, 2>(720),
+                             choice<192, true, 2, 2, 2>(540)};
+#else
+AS_WIDE_CHOICES
+#endif
+constexpr int kEnd = 2500;  // nanoseconds that the end of a tile takes
 
 }  // namespace
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
   if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_bf16(p, rows, queue, By::split);
-  // The tile with which all clusters are at work as much of the time as can be; wide ones read less for each value.
-  const int clusters = Kernel<192, false>::clusters();
+  const Pieces k(p.w.k, p.w.most_pieces);
   const Choice* best = nullptr;
-  int least = INT32_MAX;
+  int64_t least = INT64_MAX;
   const auto consider = [&](const Choice& choice) {
-    const int turns = (Walk(rows, p.w.n, choice.columns).count() + clusters - 1) / clusters;
-    const int cost = turns * (choice.columns + 16);
+    const int64_t cost = choice.turns(rows, p.w.n) * ((int64_t)k.blocks * choice.nanoseconds + kEnd);
     if (cost < least) best = &choice, least = cost;
   };
-  if (Pieces(p.w.k, p.w.most_pieces).count == 1)
+  if (k.count == 1)
     for (const Choice& choice : kByOne) consider(choice);
   else
     for (const Choice& choice : kByPieces) consider(choice);

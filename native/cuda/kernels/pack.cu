@@ -63,7 +63,7 @@ __global__ void pair_codes_kernel(Matrix from, Matrix to) {
     return;
   }
   const int column = i / 4 * 4 * each + i % 4 * 2;  // the word's first
-  to.codes.words[word_of(bits, row, column, blocks)] = from.codes.words[word_of(bits, other, column, blocks)];
+  to.codes.words[word_of(to.codes, row, column, blocks)] = from.codes.words[word_of(from.codes, other, column, blocks)];
 }
 
 }  // namespace

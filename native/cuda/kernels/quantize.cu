@@ -105,7 +105,7 @@ __global__ void code_kernel(const T* rows, int columns, int group, int column, M
         __fadd_rn(rintf(__fmul_rn(__fsub_rn(__fmul_rn(x, 0.5f), range.half_offset), range.factor)), middle);
     word |= (uint32_t)fmaxf(0.0f, fminf(levels, scaled)) << bit_of(bits, own);
   }
-  m.codes.words[word_of(bits, first + row, begin, blocks_of(m.k))] = word;
+  m.codes.words[word_of(m.codes, first + row, begin, blocks_of(m.k))] = word;
 }
 
 template <typename T>
@@ -143,7 +143,7 @@ __global__ void place_kernel(const uint8_t* codes, const uint16_t* scales, const
   for (int j = 0; j < each; j++)
     if (const int own = begin + j / 2 * 8 + j % 2; own < m.k)
       word |= (uint32_t)codes[(size_t)row * m.k + own] << bit_of(bits, own);
-  m.codes.words[word_of(bits, first + row, begin, blocks_of(m.k))] = word;
+  m.codes.words[word_of(m.codes, first + row, begin, blocks_of(m.k))] = word;
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ __device__ inline float recovered(uint32_t scales, int code, int bits) {
   return __fadd_rn(__fmul_rn(scale, (float)(code - (1 << (bits - 1)))), offset);
 }
 __device__ inline float value_of(const Codes& c, int row, int column, int k) {
-  const uint32_t word = c.words[word_of(c.bits, row, column, blocks_of(k))];
+  const uint32_t word = c.words[word_of(c, row, column, blocks_of(k))];
   if (c.floats)
     return __fmul_rn(__uint_as_float(c.scales[scale_of(row, 0, 1)]), from_e4m3(word >> bit_of(8, column) & 0xff));
   return recovered(c.scales[scale_of(row, column / c.group, c.groups)],

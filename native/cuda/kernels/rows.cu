@@ -107,15 +107,32 @@ __global__ void copy_kernel(const float* in, const int* chosen, Rows out) {
   if (i < out.width) put(out, row, i, in[(size_t)(chosen ? chosen[row] : row) * out.width + i]);
 }
 
-// A warp for each head.
-__global__ void head_norm_kernel(float* x, int width, Heads heads, Norm norm) {
-  after_previous();
-  const int lane = threadIdx.x, head = blockIdx.x;
-  float* values = x + (size_t)blockIdx.y * width + heads.offset + (size_t)head * heads.head_dim;
-  float sum = 0;
-  for (int i = lane; i < heads.head_dim; i += 32) sum = fmaf(values[i], values[i], sum);
-  const float factor = 1.0f / sqrtf(warp_sum(sum) / heads.head_dim + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-  for (int i = lane; i < heads.head_dim; i += 32) values[i] = values[i] * factor * (norm.weight[i] + one);
+// A warp for each head, of the first heads and then the second; of up to kLargestHead features.
+__global__ void head_norm_kernel(float* x, int width, HeadNorm first, HeadNorm second) {
+  constexpr int kEach = kLargestHead / 32;
+  const int lane = threadIdx.x % 32, of_all = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const bool is_first = of_all < first.heads.count;
+  const int head = is_first ? of_all : of_all - first.heads.count,
+            head_dim = is_first ? first.heads.head_dim : second.heads.head_dim;
+  const float* weight = is_first ? first.norm.weight : second.norm.weight;
+  const float eps = is_first ? first.norm.eps : second.norm.eps;
+  const float one = (is_first ? first.norm.unit_offset : second.norm.unit_offset) ? 1.0f : 0.0f;
+  const bool there = of_all < first.heads.count + second.heads.count;
+  float* values =
+      x + (size_t)blockIdx.y * width + (is_first ? first.heads.offset : second.heads.offset) + (size_t)head * head_dim;
+  float weights[kEach], kept[kEach], sum = 0;
+  const auto each = [&](auto work) {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int feature = i * 32 + lane; there && feature < head_dim) work(i, feature);
+  };
+  let_next_begin();
+  each([&](int i, int feature) { weights[i] = weight[feature]; });  // nobody makes these
+  await_previous();
+  each([&](int i, int feature) { kept[i] = values[feature]; });
+  each([&](int i, int) { sum = fmaf(kept[i], kept[i], sum); });
+  const float factor = 1.0f / sqrtf(warp_sum(sum) / head_dim + eps);
+  each([&](int i, int feature) { values[feature] = kept[i] * factor * (weights[i] + one); });
 }
 
 __global__ void rotary_table_kernel(RotaryTable t, const int* positions, const int* prompts) {
@@ -201,8 +218,10 @@ void to_tiles(const float* in, int rows, const Rows& out, const Queue& queue) {
   launched("to_tiles");
 }
 
-void head_norm(float* x, int width, const Heads& heads, const Norm& norm, int rows, const Queue& queue) {
-  start(queue, head_norm_kernel, dim3(heads.count, rows), 32, 0, x, width, heads, norm);
+void head_norm(float* x, int width, const HeadNorm& first, const HeadNorm& second, int rows, const Queue& queue) {
+  constexpr int kHeads = 4;  // of a block of threads
+  start(queue, head_norm_kernel, dim3(ceil_div(first.heads.count + second.heads.count, kHeads), rows), 32 * kHeads, 0,
+        x, width, first, second);
   launched("head_norm");
 }
 

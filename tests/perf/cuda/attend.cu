@@ -39,7 +39,7 @@ int main(int argc, char** argv) {
     const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
     Attention a;
     a.cache = {nullptr, CacheType::bf16, kSpan, kKv, kDim, kDim};
-    a.group = kHeads / kKv, a.scale = 0.0883883f, a.width = kWidth;
+    a.group = kHeads / kKv, a.queries = kHeads, a.scale = 0.0883883f, a.width = kWidth;
     const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, kHeads * kDim);
     float* qkv;
     uint16_t *data, *results[2];

@@ -1,7 +1,8 @@
-// Products of many rows (native/cuda/kernels/linear_wide.cu) by each width of tile: their bits against the kernel of
-// some rows, and their speed at Qwen2.5-7B's shapes. `./wide [check] [time] [widths] [rows=1024,8192]` nvcc -O3
-// -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
-//   ../../../native/cuda/kernels/linear_split.cu -o wide
+// Products of many rows (native/cuda/kernels/linear_wide.cu) by each tile: their bits against the kernel of some rows,
+// and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
+// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192]`
+// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
+//   ../../../native/cuda/kernels/linear_{bf16,split,stream}.cu -o wide
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -73,26 +74,26 @@ std::vector<Choice> choices(const Problem& a) {
   if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
   return {std::begin(kByPieces), std::end(kByPieces)};
 }
-// by: a width, 0 for what linear_wide() chooses, -1 for the kernel of some rows.
-void by(int columns, const Problem& a) {
-  if (columns < 0) return linear_split(a.p, a.rows, queue);
-  if (columns == 0) return linear_wide(a.p, a.rows, queue);
-  for (const Choice& c : choices(a))
-    if (c.columns == columns) return c.start(a.p, a.rows, queue);
+// choice: null for what linear_wide() chooses, &kSplit for the kernel of some rows.
+const Choice kSplit{};
+void by(const Choice* choice, const Problem& a) {
+  if (choice == &kSplit) return linear_split(a.p, a.rows, queue);
+  if (!choice) return linear_wide(a.p, a.rows, queue);
+  choice->start(a.p, a.rows, queue);
 }
 
 unsigned long long* counter;
 
 void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
   Problem a(n, k, rows, gated, adds, bias);
-  a.reset(), by(-1, a);
+  a.reset(), by(&kSplit, a);
   void* expected;
   CHECK(cudaMalloc(&expected, a.y_bytes)), CHECK(cudaMemcpy(expected, a.y, a.y_bytes, cudaMemcpyDeviceToDevice));
   printf("%d x %d, %d rows%s%s%s: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "",
          bias ? ", bias" : "");
-  for (const auto& [columns, start] : choices(a)) {
+  for (const Choice& choice : choices(a)) {
     CHECK(cudaMemset(counter, 0, 8));
-    a.reset(), by(columns, a);
+    a.reset(), by(&choice, a);
     differ<<<ceil_div(a.y_bytes / 4, 256), 256>>>((uint32_t*)a.y, (uint32_t*)expected, a.y_bytes / 4, counter);
     unsigned long long found;
     CHECK(cudaMemcpy(&found, counter, 8, cudaMemcpyDeviceToHost));
@@ -102,12 +103,12 @@ void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
   CHECK(cudaFree(expected));
 }
 
-float seconds(int columns, const Problem& a, int times) {
+float seconds(const Choice* choice, const Problem& a, int times) {
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end));
-  by(columns, a);
+  by(choice, a);
   CHECK(cudaEventRecord(begin));
-  for (int i = 0; i < times; i++) by(columns, a);
+  for (int i = 0; i < times; i++) by(choice, a);
   CHECK(cudaEventRecord(end)), CHECK(cudaEventSynchronize(end));
   float ms;
   CHECK(cudaEventElapsedTime(&ms, begin, end));
@@ -127,7 +128,6 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; i++)
     if (!strncmp(argv[i], "rows=", 5))
       for (char* at = argv[i] + 5; *at; at += *at == ',') sizes.push_back(strtol(at, &at, 10));
-  printf("clusters at once: %d of %d\n", Kernel<192, false>::clusters(), kCluster);
   if (asked("check")) {
     check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
     check(1152, 3584, 1000, false, true, true), check(2 * 1216, 896, 321, true, false, false);
@@ -135,30 +135,35 @@ int main(int argc, char** argv) {
     check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
     check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
   }
-  const struct {
+  struct Linear {
     const char* name;
     int n, k;
     bool gated, adds, bias;
-  } shapes[] = {{"qkv", 4608, 3584, false, false, true},
-                {"o", 3584, 3584, false, true, false},
-                {"gate_up", 37888, 3584, true, false, false},
-                {"down", 3584, 18944, false, true, false}};
+  };
+  const Linear large[] = {{"qkv", 4608, 3584, false, false, true},
+                          {"o", 3584, 3584, false, true, false},
+                          {"gate_up", 37888, 3584, true, false, false},
+                          {"down", 3584, 18944, false, true, false}};
+  const Linear small[] = {{"qkv", 1152, 896, false, false, true},
+                          {"o", 896, 896, false, true, false},
+                          {"gate_up", 9728, 896, true, false, false},
+                          {"down", 896, 4864, false, true, false}};
   for (int rows : sizes) {
     double all = 0, work = 0;
-    for (const auto& s : shapes) {
+    for (const auto& s : asked("small") ? small : large) {
       Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias);
       const double operations = 2.0 * rows * s.n * s.k;
-      const int times = std::max(3, (int)(4e12 / operations));
+      const int times = std::max(3, (int)(2e13 / operations));
       printf("%d rows, %s:", rows, s.name);
       if (asked("time")) {
-        const float t = seconds(0, a, times);
+        const float t = seconds(nullptr, a, times);
         all += t, work += operations;
         printf(" %.1f us, %.0f TFLOP/s", t * 1e6, operations / t / 1e12);
       }
-      if (asked("split")) printf("; split %.0f", operations / seconds(-1, a, times) / 1e12);
-      if (asked("widths"))
-        for (const auto& [columns, start] : choices(a))
-          printf("; %d: %.0f", columns, operations / seconds(columns, a, times) / 1e12);
+      if (asked("split")) printf("; split %.0f", operations / seconds(&kSplit, a, times) / 1e12);
+      if (asked("tiles"))
+        for (const Choice& c : choices(a))
+          printf("; %dx%d/%dx%d %.0f", c.rows, c.columns, c.down, c.across, operations / seconds(&c, a, times) / 1e12);
       printf("\n");
     }
     if (all > 0) printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);

@@ -1,0 +1,114 @@
+#include "cuda/adapters.h"
+
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "common/bf16.h"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr size_t kAlign = 16;  // bytes: of matrices
+
+float value_of(const HostRows& rows, int64_t row, int64_t column) {
+  const int64_t at = row * rows.stride + rows.column + column;
+  if (rows.source == Source::f32) return static_cast<const float*>(rows.data)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(rows.data)[at];
+  if (rows.source == Source::bf16) return bf16_to_float(bits);
+  __half_raw half;
+  half.x = bits;
+  return __half2float(__half(half));
+}
+
+int64_t not_finite(const HostRows& rows) {
+  int64_t found = 0;
+  for (int64_t row = 0; row < rows.count; row++)
+    for (int64_t column = 0; column < rows.columns; column++) found += !std::isfinite(value_of(rows, row, column));
+  return found;
+}
+
+size_t stored_bytes(int rows, int columns, bool bf16) {
+  return (size_t)rows * low_rank_stride(columns) * (bf16 ? sizeof(uint16_t) : sizeof(float));
+}
+
+}  // namespace
+
+size_t adapter_bytes(int rank, int inputs, int columns, bool bf16) {
+  return stored_bytes(rank, inputs, bf16) + stored_bytes(rank, columns, bf16);
+}
+
+template <typename Value>
+size_t Adapter::put(int rows, int columns, const Value& value) {
+  const size_t at = bytes_.size(), stride = low_rank_stride(columns);
+  bytes_.resize(at + (stored_bytes(rows, columns, limits_.bf16) + kAlign - 1) / kAlign * kAlign);
+  for (int row = 0; row < rows; row++)
+    for (int column = 0; column < columns; column++) {
+      const float x = value(row, column);
+      const size_t place = row * stride + column;
+      if (limits_.bf16) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = float_to_bf16(x);
+      else reinterpret_cast<float*>(bytes_.data() + at)[place] = x;
+    }
+  return at;
+}
+
+int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float scale) {
+  if (target < 0 || target >= (int)targets_.size() || pairs_[target].rank)
+    throw std::invalid_argument("adapter: target " + std::to_string(target) + " of " + std::to_string(targets_.size()) +
+                                " is not there, or has its matrices");
+  const Target& own = targets_[target];
+  const int64_t rank = a.count;
+  if (rank < 1 || rank > limits_.max_rank || b.columns != rank || b.count != own.columns || a.columns != own.inputs)
+    throw std::invalid_argument("adapter: matrices of " + std::to_string(rank) + " x " + std::to_string(a.columns) +
+                                " and " + std::to_string(b.count) + " x " + std::to_string(b.columns) + "; target " +
+                                std::to_string(target) + " has " + std::to_string(own.inputs) + " inputs and " +
+                                std::to_string(own.columns) + " columns, ranks are at most " +
+                                std::to_string(limits_.max_rank));
+  Pair& pair = pairs_[target];
+  pair.a = put((int)rank, own.inputs, [&](int row, int column) { return value_of(a, row, column); });
+  pair.b = put((int)rank, own.columns, [&](int row, int column) { return value_of(b, column, row); });
+  pair.rank = (int)rank, pair.scale = scale;
+  return not_finite(a) + not_finite(b);
+}
+
+std::vector<LowRank> Adapter::upload() {
+  memory_ = Memory(bytes_.size(), "an adapter");
+  if (!bytes_.empty())
+    check(cudaMemcpy(memory_.as(), bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice), "copying an adapter");
+  bytes_ = {};
+  std::vector<LowRank> found(pairs_.size());
+  for (size_t i = 0; i < pairs_.size(); i++)
+    if (const Pair& pair = pairs_[i]; pair.rank)
+      found[i] = {memory_.as() + pair.a, memory_.as() + pair.b, pair.rank, pair.scale};
+  return found;
+}
+
+Adapters::Adapters(const Device& device, const AdapterLimits& limits, const Program& program)
+    : limits(limits), device_(device), loaded_(limits.count) {
+  for (const OpNode& op : program.ops()) {
+    if (!op.is("lora")) continue;
+    const size_t target = op.integer("target");
+    if (target >= targets_.size()) targets_.resize(target + 1);
+    targets_[target] = {program.in(op, 1).width, op.integer("columns")};
+  }
+  device.use();
+  table_ = Memory(limits.count * targets_.size() * sizeof(LowRank), "a table of adapters");
+}
+
+void Adapters::set(int index, std::shared_ptr<Adapter> adapter) {
+  device_.use();
+  const std::vector<LowRank> row = adapter ? adapter->upload() : std::vector<LowRank>(targets_.size());
+  if (!row.empty())
+    check(cudaMemcpy(table_.as<LowRank>() + index * targets_.size(), row.data(), row.size() * sizeof(LowRank),
+                     cudaMemcpyHostToDevice),
+          "copying an adapter");
+  // Copies may be on their way yet, and the steps' stream does not wait for that.
+  check(cudaStreamSynchronize(nullptr), "copying an adapter");
+  loaded_.at(index) = std::move(adapter);
+}
+
+}  // namespace cuda
+}  // namespace as

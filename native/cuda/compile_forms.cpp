@@ -1,0 +1,81 @@
+// The two forms of a program, without ops for adapters and with them, and what launches of either compute.
+#include <algorithm>
+
+#include "cuda/runner.h"
+
+namespace as {
+namespace cuda {
+
+std::vector<OpNode> CudaRunner::ops_of(bool adapted) const {
+  std::vector<OpNode> ops = program_.ops();
+  if (!adapted)
+    ops.erase(std::remove_if(ops.begin(), ops.end(), [](const OpNode& op) { return op.is("lora"); }), ops.end());
+  return ops;
+}
+
+void CudaRunner::bind_form(bool adapted) {
+  ops_ = ops_of(adapted);
+  std::vector<int> numbers, parts;  // of ops in the program; of those that the next launch computes
+  for (int i = 0; i < (int)program_.ops().size(); i++)
+    if (adapted || !program_.ops()[i].is("lora")) numbers.push_back(i);
+  std::vector<OpTime> named;
+  if (ranks_) bind_first_call();
+  named.resize(launches_.size());
+  for (size_t i = 0; i < ops_.size(); i++) {
+    const size_t first = i, before = launches_.size();
+    i += bind(i);
+    parts.insert(parts.end(), numbers.begin() + first, numbers.begin() + i + 1);
+    if (launches_.size() > before) name_launches(before, parts, named);
+    else if (!ops_[i].is("rope")) parts.clear();  // it is not computed
+  }
+  const Tensor logits = in(ops_.back());
+  launches_.push_back([=, best = best_.as<Best>(), queue = device_.queue()](const Size& size) {
+    if (size.outputs) best_tokens(logits.values(), logits.rows.width, size.outputs, best, queue);
+  });
+  parts = {numbers.back()};
+  name_launches(named.size(), parts, named);
+  times_.set(adapted, std::move(named));
+  forms_[adapted] = {std::move(launches_), heads_from_};
+  ops_.clear(), launches_.clear(), heads_from_ = 0;
+}
+
+// All of a linear's targets at once.
+int CudaRunner::bind_lora(size_t i) {
+  const OpNode& op = ops_[i];
+  size_t end = i;
+  while (ops_[end].is("lora") && ops_[end].inputs == op.inputs) end++;
+  const Tensor y = in(op), x = in(op, 1);
+  AdaptedSums sums;
+  sums.pairs = adapters_->table(), sums.targets = adapters_->targets();
+  sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
+  sums.bf16 = adapters_->limits.bf16, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
+  sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
+  if (pairs_.count(op.inputs[0])) sums.half = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+  for (size_t next = i; next < end; sums.count = 0) {
+    for (; next < end && sums.count < kMostTargets; next++)
+      sums.columns[sums.count++] = {ops_[next].integer("target"), ops_[next].integer("offset"),
+                                    ops_[next].integer("columns")};
+    launches_.push_back([=, queue = device_.queue()](const Size& size) {
+      if (const int rows = count(y, size)) add_low_rank(sums, rows, queue);
+    });
+  }
+  return (int)(end - i) - 1;
+}
+
+// What launches from `first` on compute, for the profile; clears `parts`.
+void CudaRunner::name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const {
+  OpTime made;
+  for (int part : parts) {
+    const OpNode& op = program_.ops()[part];
+    if (op.is("all_reduce") && !ranks_) continue;
+    made.op.parts.push_back(part);
+    made.op.name += (made.op.name.empty() ? "" : "+") + std::string(op.spec->name);
+    if (op.is("span_attention")) made.layer = &layers_[op.integer("layer")];
+  }
+  named.resize(first, OpTime{});
+  named.resize(launches_.size(), made);
+  parts.clear();
+}
+
+}  // namespace cuda
+}  // namespace as

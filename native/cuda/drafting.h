@@ -1,0 +1,46 @@
+// Steps with drafts of another model on the same GPU: one after the other, each waited for, as what is drafted decides
+// what comes next.
+#pragma once
+#include "batch/decoder.h"
+#include "cuda/host_spans.h"
+#include "cuda/runner.h"
+
+namespace as {
+namespace cuda {
+
+class Drafting {
+ public:
+  // All must outlive this. store: null, or the second tier of both caches.
+  Drafting(CudaRunner& runner, CudaRunner& draft, HostSpans* store, const SlotLimits& limits)
+      : runner_(runner), draft_(draft), store_(store), decoder_(runner_, &draft_, store ? &store_ : nullptr, limits) {}
+
+  StepOutput step(const std::string& plan, bool want_logits) { return decoder_.step(plan, want_logits); }
+  void set_adapter(int index, bool loaded) { decoder_.set_adapter(index, loaded); }
+
+ private:
+  struct Waiting : Runner {
+    CudaRunner& runner;
+    explicit Waiting(CudaRunner& runner) : runner(runner) {}
+    Drawn run(const Batch& batch, bool want_logits) override {
+      runner.begin(batch, want_logits);
+      runner.draw(batch);
+      return runner.finish(batch);
+    }
+  };
+  struct WaitingStore : SpanStore {
+    HostSpans* spans_of;
+    explicit WaitingStore(HostSpans* store) : spans_of(store) {}
+    int spans() const override { return spans_of->spans(); }
+    void copy(const std::vector<SpanCopy>& saved, const std::vector<SpanCopy>& restored) override {
+      spans_of->copy(saved, restored);
+      spans_of->finish();
+    }
+  };
+
+  Waiting runner_, draft_;
+  WaitingStore store_;
+  Decoder decoder_;
+};
+
+}  // namespace cuda
+}  // namespace as

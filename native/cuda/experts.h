@@ -1,0 +1,82 @@
+// Layers of experts, as the host starts their kernels (compare kernels.h). Each row goes to some of many experts; its
+// visit to one of them is an entry, and entries of an expert are adjacent. Which ones they are the device alone knows:
+// kernels take what there is from lists that it makes, and are started for as many rows as a step has.
+#pragma once
+#include "cuda/kernels.h"
+
+namespace as {
+namespace cuda {
+
+constexpr int kMostExperts = 1024, kMostTop = 32;  // of a router: experts; those that a row goes to
+
+// How experts are chosen from their logits: see the op (program/op_spec.cpp).
+struct Router {
+  bool sigmoid = false, normalized = false;
+  float scale = 1;
+  int experts = 0, groups = 1, top_groups = 1;
+  const float* correction = nullptr;
+};
+
+// Adjacent entries of an expert, which is counted from the rank's first.
+struct alignas(16) ExpertTile {
+  int expert, first, count;
+};
+
+// Where the rows of a step go.
+struct Routing {
+  int top = 0;              // experts of each row
+  int begin = 0, end = 0;   // the experts that this rank has
+  int* entry_of = nullptr;  // [rows, top], in ascending order of experts; -1: another rank computes it
+  float* shares = nullptr;  // [rows, top]: their weights
+  int* row_of = nullptr;    // [entries]
+  ExpertTile* tiles = nullptr;
+  int* tile_count = nullptr;
+  int* ended = nullptr;  // blocks of the kernel that makes this; 0 between launches
+};
+// Memory of a routing of so many rows, and that split up; its numbers are the caller's.
+size_t routing_bytes(int rows, int top, int experts);
+void place_routing(char* memory, int rows, int experts, Routing& routing);
+
+// Rows of a tile of products with so many entries of so many experts.
+int expert_tile_rows(Kind kind, int entries, int experts, const Queue& queue);
+
+// Whether linear_few() takes a matrix: of float32, not large.
+bool has_few_columns(const Matrix& matrix);
+// As linear_f32(), but in another order, and neither adding nor gated.
+void linear_few(const Product& p, int rows, const Queue& queue);
+// where: of each row, negative for rows that a padded step only has in name, which go nowhere; null: all are there.
+void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
+           const Queue& queue);
+// The same of logits that are still to be made, by linear_few().
+void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+           int tile_rows, const Queue& queue);
+// Entries of given experts [rows, top], which are where entries will be; the second half of route().
+void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue);
+
+// y [entries, n] = x w^T + bias with the matrix (and bias) of each entry's expert: w is a stack of those. Sums over K
+// are one chain each, whatever the kernel; codes are rounded to bfloat16 first. gathers: x has rows, else entries.
+// follows: the kernel before on the stream is such a product, too, of the same routing and type. entries: of the step,
+// of all experts.
+struct ExpertProduct {
+  Product product;
+  Routing routing;
+  bool gathers = false, follows = false;
+};
+void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
+
+// y [rows, width] = of each row the sum of its entries times their weights, in ascending order of experts, or that
+// added to what y has; and if there is a norm with a weight, rows of y normed, too.
+struct Combination {
+  const float* entries = nullptr;
+  Routing routing;
+  bool adds = false;
+  Rows y;
+  Norm norm;
+  Rows normed;
+};
+void combine_experts(const Combination& c, int rows, const Queue& queue);
+// x [rows, width] *= sigmoid(gate [rows])
+void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);
+
+}  // namespace cuda
+}  // namespace as

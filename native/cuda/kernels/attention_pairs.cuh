@@ -1,0 +1,177 @@
+// Attention of a warp's 16 pairs of a row and a query head by mma.sync (after Dao, "FlashAttention-2", 2023), over keys
+// and values in bfloat16 in shared memory.
+#pragma once
+#include "cuda/kernels/attention.cuh"
+
+namespace as {
+namespace cuda {
+
+template <int kDim>
+class WarpPairs {
+ public:
+  static constexpr int kPairs = 16, kTokens = 64;                            // positions at a time
+  static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, which lie in different
+                                                                             // banks; bytes of keys, or of values
+  // first: of the tile's pairs; computes: whether the warp has any.
+  __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, bool computes)
+      : a_(a), rows_(rows), kv_head_(kv_head), first_(first), factor_(score_factor(a)) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int own = pair(h);
+      const bool there = computes && own < rows.count && rows.has(own, kv_head);
+      positions_[h] = there ? rows.position(own) : -1;
+      least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
+      const float* from =
+          a.qkv + (there ? (size_t)rows.row(own) * a.width + (size_t)rows.head(own, kv_head) * kDim : 0);
+#pragma unroll
+      for (int s = 0; s < kSteps; s++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int at = s * 16 + half * 8 + threadIdx.x % 4 * 2;
+          query_[s][h + 2 * half] = there ? two_bf16(from[at], from[at + 1]) : 0;
+        }
+    }
+    clear(total_, total_most_, total_sum_);
+  }
+
+  __device__ __forceinline__ void begin_run() { clear(out_, most_, sum_); }
+  // Positions from `begin` on; keys, values: where they are in shared memory.
+  __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin) {
+    const int lane = threadIdx.x % 32;
+    float scores[kTokens / 8][4];
+#pragma unroll
+    for (int t = 0; t < kTokens / 8; t += 2) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) scores[t][i] = scores[t + 1][i] = 0;
+#pragma unroll
+      for (int s = 0; s < kSteps; s++) {
+        uint32_t k[4];
+        load_cores(k, keys + (((t + lane / 16) * 8 + lane % 8) * kStride + s * 16 + lane / 8 % 2 * 8) * 2);
+        multiply_add(scores[t], query_[s], k[0], k[1]);
+        multiply_add(scores[t + 1], query_[s], k[2], k[3]);
+      }
+    }
+    if (a_.soft_cap > 0) {
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
+    }
+    float now[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
+        scores[t][i] = at <= positions_[h] && at >= least_[h] ? scores[t][i] : -INFINITY;
+        now[h] = fmaxf(now[h], scores[t][i]);
+      }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      now[h] = fmaxf(most_[h], now[h] * factor_);
+      const float by = shrunk(most_[h], now[h]);
+      most_[h] = now[h], sum_[h] = __fmul_rn(sum_[h], by);
+#pragma unroll
+      for (int v = 0; v < kValues; v++) out_[v][2 * h] *= by, out_[v][2 * h + 1] *= by;
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int h = i / 2;
+        scores[t][i] = weight_of(scores[t][i], factor_, most_[h]);
+        sum_[h] += scores[t][i];
+      }
+#pragma unroll
+    for (int s = 0; s < kTokens / 16; s++) {
+      const uint32_t weights[4] = {
+          two_bf16(scores[2 * s][0], scores[2 * s][1]), two_bf16(scores[2 * s][2], scores[2 * s][3]),
+          two_bf16(scores[2 * s + 1][0], scores[2 * s + 1][1]), two_bf16(scores[2 * s + 1][2], scores[2 * s + 1][3])};
+#pragma unroll
+      for (int v = 0; v < kValues; v += 2) {
+        uint32_t x[4];
+        load_cores_transposed(x, values + ((s * 16 + lane / 8 % 2 * 8 + lane % 8) * kStride + (v + lane / 16) * 8) * 2);
+        multiply_add(out_[v], weights, x[0], x[1]);
+        multiply_add(out_[v + 1], weights, x[2], x[3]);
+      }
+    }
+  }
+  __device__ __forceinline__ void end_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+    }
+  }
+
+  // A run becomes a part of the total, which is then written; or is written as if it were the total; or is left in
+  // `to` for the merge (partial_of()).
+  __device__ __forceinline__ void add_run() {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float now = fmaxf(total_most_[h], most_[h]), by = shrunk(total_most_[h], now),
+                  run_by = shrunk(most_[h], now);
+      total_most_[h] = now, total_sum_[h] = merged(total_sum_[h], by, sum_[h], run_by);
+#pragma unroll
+      for (int v = 0; v < kValues; v++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
+    }
+  }
+  __device__ __forceinline__ void write_total() const { write(total_, total_sum_); }
+  __device__ __forceinline__ void write_run() const { write(out_, sum_); }
+  __device__ __forceinline__ void leave_run(float* to) const {
+    const int quarter = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int own = pair(h);
+      if (own >= rows_.count) continue;
+      if (quarter == 0) to[own] = most_[h], to[kFewPairs + own] = sum_[h];
+#pragma unroll
+      for (int v = 0; v < kValues; v++)
+        *reinterpret_cast<float2*>(to + 2 * kFewPairs + own * kDim + v * 8 + quarter * 2) =
+            make_float2(out_[v][2 * h], out_[v][2 * h + 1]);
+    }
+  }
+
+ private:
+  static constexpr int kSteps = kDim / 16, kValues = kDim / 8;
+  // Of a thread's two pairs: values[v][2 h] and the next are features 8 v + 2 (lane % 4) and the next.
+  using Values = float[kValues][4];
+
+  __device__ __forceinline__ int pair(int h) const { return first_ + threadIdx.x % 32 / 4 + 8 * h; }
+  __device__ __forceinline__ static void clear(Values& values, float (&most)[2], float (&sum)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) most[h] = -INFINITY, sum[h] = 0;
+#pragma unroll
+    for (int v = 0; v < kValues; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) values[v][i] = 0;
+  }
+  __device__ __forceinline__ void write(const Values& values, const float (&sum)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int own = pair(h);
+      if (own >= rows_.count || !rows_.has(own, kv_head_)) continue;
+      const int row = rows_.row(own), column = rows_.head(own, kv_head_) * kDim + threadIdx.x % 4 * 2;
+#pragma unroll
+      for (int v = 0; v < kValues; v++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) put(a_.out, row, column + v * 8 + i, share(values[v][2 * h + i], sum[h]));
+    }
+  }
+
+  const Attention& a_;
+  const TileRows& rows_;
+  const int kv_head_, first_;
+  const float factor_;
+  int positions_[2], least_[2];
+  uint32_t query_[kSteps][4];
+  Values out_, total_;
+  float most_[2], sum_[2], total_most_[2], total_sum_[2];
+};
+
+}  // namespace cuda
+}  // namespace as

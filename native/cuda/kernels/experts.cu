@@ -1,0 +1,369 @@
+// Layers of experts beside their products: routers, entries in order of experts, sums of entries.
+#include <algorithm>
+#include <climits>
+
+#include "cuda/experts.h"
+#include "cuda/kernels/linear_few.cuh"
+
+namespace as {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kGroupThreads = 1024;
+constexpr int kFewRows = 32, kFewThreads = 512, kFewExperts = 256;  // rows of a step that one block of threads routes
+
+// An index of a value, ahead of others if the value is greater, or the index lower.
+struct Candidate {
+  float value;
+  int index;  // -1: none
+
+  __device__ void consider(float other, int at) {
+    if (at >= 0 && (index < 0 || other > value || (other == value && at < index))) value = other, index = at;
+  }
+};
+// The best of a warp's, the same in all lanes.
+__device__ Candidate best_of_warp(Candidate best) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float value = __shfl_xor_sync(0xffffffffu, best.value, step);
+    const int index = __shfl_xor_sync(0xffffffffu, best.index, step);
+    best.consider(value, index);
+  }
+  return best;
+}
+
+// Leaves the choice to the groups whose two best experts are best. A lane has a group.
+__device__ void keep_groups(const Router& router, float* choice) {
+  const int lane = threadIdx.x % 32, size = router.experts / router.groups;
+  float first = -INFINITY, second = -INFINITY;
+  for (int i = 0; i < size && lane < router.groups; i++) {
+    const float c = choice[lane * size + i];
+    if (c > first) second = first, first = c;
+    else if (c > second) second = c;
+  }
+  const float score = size > 1 ? first + second : first;
+  bool kept = false;
+  for (int i = 0; i < router.top_groups; i++) {
+    const Candidate best = best_of_warp({score, lane < router.groups && !kept ? lane : -1});
+    kept |= best.index == lane;
+  }
+  if (lane < router.groups && !kept)
+    for (int i = 0; i < size; i++) choice[lane * size + i] = -INFINITY;
+}
+
+// Numbers in the order of floats; 0 is below all of them.
+__device__ uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // there is one zero
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// A warp chooses a row's experts, in ascending order: chosen [top]. scores, choice: [experts] of shared memory.
+__device__ void route_row(const float* logits, const Router& router, const Routing& routing, int row, bool there,
+                          float* scores, float* choice, int* chosen) {
+  const int lane = threadIdx.x % 32, experts = router.experts, top = routing.top;
+  float* shares = routing.shares + (size_t)row * top;
+  if (!there) {
+    if (lane < top) chosen[lane] = -1, shares[lane] = 0;
+    return;
+  }
+  logits += (size_t)row * experts;
+  // The softmax keeps the order of logits, and its sum cancels out of normalized weights.
+  const bool plain = !router.sigmoid && !router.correction && router.top_groups == router.groups;
+  float most = -INFINITY, sum = 0;
+  for (int e = lane; e < experts; e += 32) {
+    const float logit = __ldcg(logits + e);  // of blocks of this kernel, perhaps
+    choice[e] = logit, most = fmaxf(most, logit);
+  }
+  most = warp_max(most);
+  for (int e = lane; e < experts; e += 32) {
+    const float score = router.sigmoid ? 1.0f / (1.0f + expf(-choice[e])) : expf(choice[e] - most);
+    scores[e] = score, sum += score;
+  }
+  sum = warp_sum(sum);
+  for (int e = lane; e < experts; e += 32) {
+    if (!router.sigmoid && !(plain && router.normalized)) scores[e] /= sum;
+    float c = plain ? choice[e] : scores[e] + (router.correction ? router.correction[e] : 0.0f);
+    if (!(c == c)) c = -INFINITY;  // the weights of such a row are no numbers either
+    choice[e] = c;
+  }
+  __syncwarp();
+  if (router.top_groups < router.groups) {
+    keep_groups(router, choice);
+    __syncwarp();
+  }
+  uint32_t* keys = reinterpret_cast<uint32_t*>(choice);
+  for (int e = lane; e < experts; e += 32) keys[e] = ordered(choice[e]);
+  int mine = INT_MAX;  // lane i: the expert that was chosen as number i
+  for (int i = 0; i < top; i++) {
+    uint32_t key = 0;
+    int own = INT_MAX;
+    for (int e = lane; e < experts; e += 32)
+      if (keys[e] > key) key = keys[e], own = e;
+    const uint32_t best_key = __reduce_max_sync(0xffffffffu, key);
+    const int best = __reduce_min_sync(0xffffffffu, key == best_key ? own : INT_MAX);
+    if (lane == i) mine = best;
+    if (lane == best % 32) keys[best] = 0;  // taken
+  }
+  int place = 0;  // of an expert, in ascending order
+  for (int i = 0; i < top; i++) place += __shfl_sync(0xffffffffu, mine, i) < mine;
+  __syncwarp();
+  const float score = lane < top ? scores[mine] : 0;
+  if (lane < top) choice[place] = score;
+  __syncwarp();
+  float total = 1;
+  if (router.normalized) {
+    total = 0;
+    for (int i = 0; i < top; i++) total += choice[i];
+  }
+  if (lane < top) chosen[place] = mine, shares[place] = score / total * router.scale;
+  __syncwarp();
+}
+
+// A block of threads sorts entries by expert; in which order those of one are does not matter to anybody. chosen:
+// [entries] their experts. shared: three numbers of each expert.
+__device__ void group(const Routing& routing, const int* chosen, int entries, int tile_rows, int* shared) {
+  const int experts = routing.end - routing.begin, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (entries == routing.top) {  // of a single row: they are in order
+    if (warp) return;
+    const int expert = lane < entries ? chosen[lane] - routing.begin : -1;
+    const bool own = expert >= 0 && expert < experts;
+    const uint32_t all = __ballot_sync(0xffffffffu, own);
+    const int entry = __popc(all & ((1u << lane) - 1));
+    if (lane < entries) routing.entry_of[lane] = own ? entry : -1;
+    if (own) routing.row_of[entry] = 0, routing.tiles[entry] = {expert, entry, 1};
+    if (lane == 0) *routing.tile_count = __popc(all);
+    return;
+  }
+  int *counts = shared, *next = shared + experts, *first_tile = shared + 2 * experts;
+  const auto expert_of = [&](int entry) {
+    const int expert = chosen[entry] - routing.begin;
+    return expert < experts ? expert : -1;
+  };
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += blockDim.x)
+    if (const int expert = expert_of(i); expert >= 0) atomicAdd(&counts[expert], 1);
+  __syncthreads();
+  if (warp == 0) {
+    int before = 0, tiles_before = 0;
+    for (int begin = 0; begin < experts; begin += 32) {
+      const int e = begin + lane, count = e < experts ? counts[e] : 0, tiles = (count + tile_rows - 1) / tile_rows;
+      int up_to = count, tiles_up_to = tiles;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, up_to, step),
+                  other_tiles = __shfl_up_sync(0xffffffffu, tiles_up_to, step);
+        if (lane >= step) up_to += other, tiles_up_to += other_tiles;
+      }
+      if (e < experts) next[e] = before + up_to - count, first_tile[e] = tiles_before + tiles_up_to - tiles;
+      before += __shfl_sync(0xffffffffu, up_to, 31), tiles_before += __shfl_sync(0xffffffffu, tiles_up_to, 31);
+    }
+    if (lane == 0) *routing.tile_count = tiles_before;
+  }
+  __syncthreads();
+  for (int e = warp; e < experts; e += blockDim.x / 32) {
+    const int count = counts[e], first = next[e];
+    for (int i = lane; i * tile_rows < count; i += 32)
+      routing.tiles[first_tile[e] + i] = {e, first + i * tile_rows, min(tile_rows, count - i * tile_rows)};
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < entries; i += blockDim.x) {
+    const int expert = expert_of(i), entry = expert >= 0 ? atomicAdd(&next[expert], 1) : -1;
+    routing.entry_of[i] = entry;
+    if (entry >= 0) routing.row_of[entry] = i / routing.top;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    route_kernel(const float* logits, Router router, Routing routing, const int* where, int rows) {
+  extern __shared__ float scores[];
+  after_previous();
+  const int warp = threadIdx.x / 32, row = blockIdx.x * (kThreads / 32) + warp;
+  float* own = scores + warp * 2 * router.experts;
+  if (row < rows)
+    route_row(logits, router, routing, row, !where || where[row] >= 0, own, own + router.experts,
+              routing.entry_of + (size_t)row * routing.top);
+}
+
+// Experts of entries are where the entries will be.
+__global__ void __launch_bounds__(kGroupThreads) group_kernel(Routing routing, int entries, int tile_rows) {
+  extern __shared__ int numbers[];
+  after_previous();
+  group(routing, routing.entry_of, entries, tile_rows, numbers);
+}
+
+// Few rows: a block for each expert makes its logits; the last one to end routes all rows and groups their entries.
+template <bool kWhole>
+__global__ void __launch_bounds__(kFewThreads)
+    route_few_kernel(const __grid_constant__ Product logits, Router router, Routing routing, const int* where, int rows,
+                     int tile_rows) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ int chosen[kFewRows * kMostTop];
+  __shared__ bool last, there[kFewRows];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, expert = blockIdx.x;
+  let_next_begin();
+  // Weights are there before the kernel before this one has made the rows.
+  bring_rows<kWhole>(logits.w, expert, 1, shared);
+  await_previous();
+  if (threadIdx.x < rows) there[threadIdx.x] = !where || where[threadIdx.x] >= 0;
+  __syncthreads();
+  for (int row = warp; row < rows; row += warps) {
+    float sum[1][1];
+    multiply_rows<1, 1, kWhole>(logits.x.values + (size_t)row * logits.w.k, 1, shared, logits.w.k, sum);
+    if (threadIdx.x % 32 == 0)
+      logits.y.values[(size_t)row * router.experts + expert] =
+          logits.bias ? __fadd_rn(sum[0][0], logits.bias[expert]) : sum[0][0];
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(routing.ended, 1) == gridDim.x - 1;
+    if (last) *routing.ended = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  float* own = shared + warp * 2 * router.experts;
+  for (int row = warp; row < rows; row += warps)
+    route_row(logits.y.values, router, routing, row, there[row], own, own + router.experts, chosen + row * routing.top);
+  __syncthreads();
+  group(routing, chosen, rows * routing.top, tile_rows, reinterpret_cast<int*>(shared));
+}
+
+constexpr int kEight = 8, kCombineThreads = 512;
+
+// Over a block's threads, the same in all of them: over each warp's lanes, then over warps in ascending order.
+__device__ float block_sum(float x) {
+  __shared__ float sums[kCombineThreads / 32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0;
+  for (int i = 0; i < blockDim.x / 32; i++) total += sums[i];
+  return total;
+}
+
+// A block has a row; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Combination c) {
+  const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
+            stride = kEight * blockDim.x;
+  const int* entries = c.routing.entry_of + (size_t)row * top;
+  const float* shares = c.routing.shares + (size_t)row * top;
+  const float one = c.norm.unit_offset ? 1.0f : 0.0f;
+  let_next_begin();
+  float weights[kEight];  // on their way before the kernel before this one has made the entries
+  if (c.norm.weight) read_eight(c.norm.weight, first, width, weights);
+  await_previous();
+  float squares = 0, kept[kEight];
+  for (int column = first; column < width; column += stride) {
+    float before[kEight] = {}, sum[kEight] = {};
+    if (c.adds) read_eight(c.y.values + (size_t)row * width, column, width, before);
+#pragma unroll 8
+    for (int i = 0; i < top; i++) {
+      const int entry = entries[i];
+      const float share = shares[i];
+      if (entry < 0) continue;
+      float values[kEight];
+      read_eight(c.entries + (size_t)entry * width, column, width, values);
+#pragma unroll
+      for (int j = 0; j < kEight; j++) sum[j] = fmaf(values[j], share, sum[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < kEight; j++) {
+      if (c.adds) sum[j] = __fadd_rn(before[j], sum[j]);
+      squares = fmaf(sum[j], sum[j], squares);
+      if (column == first) kept[j] = sum[j];
+    }
+    put_eight(c.y, row, column, width, sum);
+  }
+  if (!c.norm.weight) return;
+  const float factor = 1.0f / sqrtf(block_sum(squares) / width + c.norm.eps);
+  for (int column = first; column < width; column += stride) {
+    if (column > first) {
+      read_eight(c.y.values + (size_t)row * width, column, width, kept);
+      read_eight(c.norm.weight, column, width, weights);
+    }
+#pragma unroll
+    for (int j = 0; j < kEight; j++) kept[j] = kept[j] * factor * (weights[j] + one);
+    put_eight(c.normed, row, column, width, kept);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) sigmoid_mul_kernel(float* x, const float* gate, int width) {
+  after_previous();
+  const int row = blockIdx.y, column = blockIdx.x * kThreads + threadIdx.x;
+  if (column < width) x[(size_t)row * width + column] *= 1.0f / (1.0f + expf(-gate[row]));
+}
+
+constexpr size_t whole(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int most_tiles(int entries, int experts) {
+  const int many = entries / 8 + experts;  // tiles have 8 rows at least
+  return entries < many ? entries : many;
+}
+
+}  // namespace
+
+size_t routing_bytes(int rows, int top, int experts) {
+  const size_t entries = (size_t)rows * top;
+  return 3 * whole(entries * 4) + whole(most_tiles((int)entries, experts) * sizeof(ExpertTile)) + 2 * whole(4);
+}
+
+void place_routing(char* memory, int rows, int experts, Routing& r) {
+  const size_t entries = (size_t)rows * r.top;
+  const auto take = [&](size_t bytes) {
+    char* found = memory;
+    memory += whole(bytes);
+    return found;
+  };
+  r.entry_of = reinterpret_cast<int*>(take(entries * 4)), r.shares = reinterpret_cast<float*>(take(entries * 4));
+  r.row_of = reinterpret_cast<int*>(take(entries * 4));
+  r.tiles = reinterpret_cast<ExpertTile*>(take(most_tiles((int)entries, experts) * sizeof(ExpertTile)));
+  r.tile_count = reinterpret_cast<int*>(take(4)), r.ended = reinterpret_cast<int*>(take(4));
+}
+
+void group_entries(const Routing& routing, int rows, int tile_rows, const Queue& queue) {
+  start(queue, group_kernel, 1, kGroupThreads, (routing.end - routing.begin) * 3 * sizeof(int), routing,
+        rows * routing.top, tile_rows);
+  launched("grouping entries by expert");
+}
+
+void route(const float* logits, const Router& router, const Routing& routing, const int* where, int rows, int tile_rows,
+           const Queue& queue) {
+  constexpr int kWarps = kThreads / 32;
+  const size_t shared = kWarps * 2 * router.experts * sizeof(float);
+  allow_shared(route_kernel, shared);
+  start(queue, route_kernel, ceil_div(rows, kWarps), kThreads, shared, logits, router, routing, where, rows);
+  launched("router");
+  group_entries(routing, rows, tile_rows, queue);
+}
+
+void route(const Product& logits, const Router& router, const Routing& routing, const int* where, int rows,
+           int tile_rows, const Queue& queue) {
+  if (rows > kFewRows || router.experts > kFewExperts) {
+    linear_few(logits, rows, queue);
+    return route(logits.y.values, router, routing, where, rows, tile_rows, queue);
+  }
+  const int warps = std::clamp(rows, 4, kFewThreads / 32);
+  // Grouping takes three numbers of each expert, routing two for each warp.
+  const size_t shared = sizeof(float) * std::max(padded_columns(logits.w.k), 2 * warps * router.experts);
+  const auto kernel = logits.w.k % kLaneColumns ? route_few_kernel<false> : route_few_kernel<true>;
+  allow_shared(kernel, shared);
+  start(queue, kernel, router.experts, 32 * warps, shared, logits, router, routing, where, rows, tile_rows);
+  launched("router of few rows");
+}
+
+void combine_experts(const Combination& c, int rows, const Queue& queue) {
+  const int threads = std::min(ceil_div(c.y.width, 32 * kEight) * 32, kCombineThreads);
+  start(queue, combine_kernel, rows, threads, 0, c);
+  launched("combine_experts");
+}
+
+void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue) {
+  start(queue, sigmoid_mul_kernel, dim3(ceil_div(width, kThreads), rows), kThreads, 0, x, gate, width);
+  launched("sigmoid_mul");
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,25 @@
+// Products of activations of 8 bits by wgmma: of integers (linear_integer.h) and of floats (linear_float8.h).
+#include "cuda/kernels/quantized_stream.cuh"
+
+namespace as {
+namespace cuda {
+
+void linear_integer_stream(const Product& p, int rows, const Queue& queue) {
+  if (p.w.codes.bits == 4) start_quantized_stream<Integers<4>>(p, rows, queue);
+  else start_quantized_stream<Integers<8>>(p, rows, queue);
+}
+
+void linear_float8_stream(const Product& p, int rows, const Queue& queue) {
+  start_quantized_stream<Floats>(p, rows, queue);
+}
+
+void linear_float8(const Product& p, int rows, const Queue& queue, By by) {
+  constexpr int kMostStreamed = 128;  // rows
+  if (!p.quantized) quantize_activations(p, rows, queue);
+  if (by == By::any) by = rows > kMostStreamed ? By::wide : By::stream;
+  if (by == By::wide) linear_float8_wide(p, rows, queue);
+  else linear_float8_stream(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

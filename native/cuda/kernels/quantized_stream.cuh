@@ -1,0 +1,545 @@
+// Products of quantized weights by wgmma in a stream of weights, as linear_stream.cu has those of bfloat16.
+//
+// A block of threads stays on its processor and has an equal part of all steps of all tiles: a step is two blocks of K,
+// a tile some columns (rows of the weights) by some rows of activations. One warp has steps copied into shared memory,
+// as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all rows: a
+// warp makes of its 16 columns' codes the product's first operand in registers, while the product before is under way.
+// Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose bits are the
+// same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
+//
+// A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. A piece that
+// two blocks of threads share is begun first of all by the one and finished last by the other, who goes on from what
+// the first has left in global memory long ago. Everybody waits for blocks of threads of lower numbers alone, which
+// have begun before.
+#pragma once
+#include <algorithm>
+
+#include "cuda/kernels/column_sums.cuh"
+#include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/wgmma_registers.cuh"
+
+namespace as {
+namespace cuda {
+
+constexpr int kStepBlocks = 2;  // of K
+constexpr int kGroupThreads = 128;
+
+// Formats: of weights of so many bits, and of what they are multiplied with.
+// kRowBytes: of a row of a block of activations; kParts: products of a block; kSets: of scales, of a block; kSegments:
+// whether sums become floats, or are added to others, within a piece.
+template <int kWeightBits, bool kFineGroups>
+struct Rounded {  // activations in bfloat16; kFineGroups: scales change within a block
+  using Sum = float;
+  static constexpr int kBits = kWeightBits, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = kFineGroups ? 4 : 1;
+  static constexpr bool kFine = kFineGroups, kSegments = false, kFloats = false;
+  static constexpr SumScales kScales = SumScales::none;
+};
+template <int kWeightBits>
+struct Integers {
+  using Sum = int;
+  static constexpr int kBits = kWeightBits, kRowBytes = kByteRow, kParts = 2, kSets = 1;
+  static constexpr bool kFine = false, kSegments = true, kFloats = false;
+  static constexpr SumScales kScales = SumScales::rows;
+};
+struct Floats {
+  using Sum = float;
+  static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
+  static constexpr bool kFine = false, kSegments = true, kFloats = true;
+  static constexpr SumScales kScales = SumScales::columns_and_rows;
+};
+
+// kRows: of activations; kGroups: warpgroups, of 64 columns each.
+template <class Format_, int kRows_, int kGroups_>
+struct StreamShape {
+  using Format = Format_;
+  static constexpr int kRows = kRows_, kGroups = kGroups_;
+  static constexpr int kWorkers = kGroupThreads * kGroups, kThreads = kWorkers + kGroupThreads;
+  // Registers of a thread: at launch, as many as all threads can have; then of one that multiplies, and of one that
+  // copies, which together must be no more, or a warpgroup waits for its own without end.
+  static constexpr int kLaunched = (65536 / 4 / 32 / ((kThreads / 32 + 3) / 4)) / 8 * 8;
+  static constexpr int kRegisters = kGroups == 2 ? 224 : kGroups == 3 ? 152 : 104;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 56 : kGroups == 3 ? 56 : 64;
+  static_assert(kGroups >= 2 && kGroups * kRegisters + kCopyRegisters <= (kGroups + 1) * kLaunched);
+  static constexpr bool kHasSums = std::is_same_v<typename Format::Sum, int>;
+  // By mma.sync, which takes fewer instructions; not floats of 8 bits, whose sums by wgmma have bits of their own.
+  static constexpr bool kFew = kRows <= 32 && !Format::kFloats;
+  // Of a block: of rows, of their sums, of a group's codes and scales.
+  static constexpr int kRowsBytes = kRows * Format::kRowBytes, kSumsBytes = kHasSums ? kRows * 4 : 0;
+  static constexpr int kCodesBytes = code_bytes(Format::kBits), kSetBytes = kScaleWords * 4;
+  static constexpr int kSumsAt = kStepBlocks * kRowsBytes, kGroupsAt = kSumsAt + kStepBlocks * kSumsBytes;
+  static constexpr int kSetsAt = kStepBlocks * kCodesBytes;
+  static constexpr int kGroupBytes = kSetsAt + kStepBlocks * Format::kSets * kSetBytes;
+  static constexpr int kStageBytes = (kGroupsAt + kGroups * kGroupBytes + 1023) / 1024 * 1024;
+  static constexpr int kStages = (216 << 10) / kStageBytes < 16 ? (216 << 10) / kStageBytes : 16;
+  static constexpr int kShared = kStages * kStageBytes;
+  static constexpr int kValues = kRows / 2;  // of a thread
+  static constexpr size_t kSums = (size_t)kWorkers * kValues;
+  static_assert(kStages >= 3 && kSums * (kHasSums ? 2 : 1) <= kScratchFloats && kGroups <= kScratchFlags);
+
+  static int tiles(int n, int rows) { return (blocks_of(n) + kGroups - 1) / kGroups * ((rows + kRows - 1) / kRows); }
+};
+
+// K in steps.
+struct Steps {
+  int blocks, count, pieces, length;  // length: steps of a piece
+
+  explicit Steps(const Pieces& k)
+      : blocks(k.blocks),
+        count((k.blocks + kStepBlocks - 1) / kStepBlocks),
+        pieces(k.count),
+        length((k.length + kStepBlocks - 1) / kStepBlocks) {}
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A part of a piece: steps [begin, end) of [first, last), which the piece has.
+struct StreamPart {
+  int tile, piece, begin, end, first, last;
+};
+// The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
+class StreamParts {
+ public:
+  // whole: tiles are not shared.
+  __device__ StreamParts(const Steps& k, int tiles, bool whole) : steps_(k.count), length_(k.length) {
+    const int64_t all = whole ? tiles : (int64_t)tiles * steps_;
+    const int each = whole ? steps_ : 1;
+    begin_ = (int)(all * blockIdx.x / gridDim.x) * each, end_ = (int)(all * (blockIdx.x + 1) / gridDim.x) * each;
+    at_ = begin_of(begin_) == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
+  }
+  // False: there are no more.
+  __device__ bool next(StreamPart& part) {
+    if (turn_ == 0) {
+      turn_ = 1;
+      if (stop_ < end_) return set(part, stop_, end_), true;
+    }
+    if (turn_ == 1) {
+      const int from = at_;
+      if (from < stop_) return at_ = end_of(from), set(part, from, at_), true;
+      turn_ = 2;
+      if (begin_of(begin_) != begin_) return set(part, begin_, end_of(begin_)), true;
+    }
+    return false;
+  }
+
+ private:
+  __device__ int begin_of(int position) const {  // where the piece begins that has it
+    const int tile = position / steps_ * steps_;
+    return tile + (position - tile) / length_ * length_;
+  }
+  __device__ int end_of(int position) const {
+    return min(begin_of(position) + length_, position / steps_ * steps_ + steps_);
+  }
+  __device__ void set(StreamPart& part, int from, int to) const {
+    part.tile = from / steps_, part.begin = from - part.tile * steps_, part.end = to - part.tile * steps_;
+    part.piece = part.begin / length_, part.first = part.piece * length_;
+    part.last = min(part.first + length_, steps_);
+  }
+
+  int steps_, length_, begin_, end_, at_, stop_, turn_ = 0;
+};
+
+// The steps of all parts.
+struct StreamCursor {
+  StreamParts parts;
+  StreamPart part;
+  int step;
+  bool there;
+
+  __device__ explicit StreamCursor(const StreamParts& all) : parts(all) { begin(); }
+  __device__ void begin() { there = parts.next(part), step = part.begin; }
+  __device__ void next() {
+    if (++step == part.end) begin();
+  }
+};
+
+__device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
+__device__ inline void take(int* flag) {
+  int there = 0;
+  while (!there) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory");
+  asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(flag) : "memory");
+}
+__device__ inline int arrive(int* count) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
+}
+__device__ inline void group_barrier(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
+}
+#endif
+
+template <typename Sum, int kValues>
+__device__ inline void clear(Sum (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) d[i] = 0;
+}
+
+// The sums of all pieces in ascending order. Of few values everything is asked for before anything is added.
+template <int kValues, int kStride, size_t kPiece>
+__device__ inline void add_pieces(const float* from, int pieces, float (&sums)[kValues]) {
+  if constexpr (kValues <= 16) {
+    constexpr int kTogether = 4;
+#pragma unroll
+    for (int first = 0; first < kValues; first += kTogether) {
+      float all[kMostCodePieces][kTogether];
+#pragma unroll
+      for (int piece = 0; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) all[piece][i] = __ldcg(from + piece * kPiece + (first + i) * kStride);
+#pragma unroll
+      for (int i = 0; i < kTogether; i++) sums[first + i] = all[0][i];
+#pragma unroll
+      for (int piece = 1; piece < kMostCodePieces; piece++)
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+          if (piece < pieces) sums[first + i] = __fadd_rn(sums[first + i], all[piece][i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues; i++) sums[i] = __ldcg(from + i * kStride);
+    for (int piece = 1; piece < pieces; piece++) {
+      from += kPiece;
+#pragma unroll
+      for (int i = 0; i < kValues; i++) sums[i] = __fadd_rn(sums[i], __ldcg(from + i * kStride));
+    }
+  }
+}
+
+// whole: tiles are not shared, and a block of threads' pieces of all its tiles have one place.
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    quantized_stream_kernel(const __grid_constant__ Product p, int rows, Steps k, Segments segments, Scratch scratch,
+                            bool whole) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Format = typename S::Format;
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues,
+                kBits = Format::kBits;
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ int arrived[kGroups];
+  const int row_tiles = (rows + kRows - 1) / kRows, column_blocks = blocks_of(p.w.n);
+  const StreamParts all(k, (column_blocks + kGroups - 1) / kGroups * row_tiles, whole);
+  const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
+  const uint32_t stages = shared_address(shared);
+  const Codes& codes = p.w.codes;
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], 4 * kGroups);
+    barriers_are_there();
+  }
+  __syncthreads();
+  Ring<kStages> ring;
+  if (group == kGroups) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
+    // Issuing a copy takes some 200 cycles: so the warps share them, and one thread of each asks.
+    if (lane != 0) return;
+    constexpr int kWarps = kGroupThreads / 32;
+    const int warp = (threadIdx.x - S::kWorkers) / 32;
+    const int sets = Format::kFine ? kBlock / codes.group : Format::kSets;  // of a block
+    const int group_blocks = codes.groups > 1 ? max(codes.group / kBlock, 1) : k.blocks;
+    const auto first_set = [&](int block) { return Format::kFine ? block * sets : block / group_blocks; };
+    // Whether the sets of a step's blocks lie side by side, in both places.
+    const bool adjacent = sets == Format::kSets && (Format::kFine || group_blocks == 1);
+    const auto rows_there = [&](const StreamCursor& at) { return min(kRows, rows - at.part.tile % row_tiles * kRows); };
+    const int stride = blocks_of(rows) * kBlock;
+    const auto fetch_weights = [&](const StreamCursor& at, int stage) {
+      const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
+      const int column_block = at.part.tile / row_tiles * kGroups, groups = min(kGroups, column_blocks - column_block);
+      if (warp == 0) {
+        int bytes = blocks * (rows_there(at) * Format::kRowBytes + S::kSumsBytes + groups * S::kCodesBytes);
+        if constexpr (Format::kSets)
+          for (int j = 0; j < blocks; j++)
+            bytes += groups * min(sets, codes.groups - first_set(block + j)) * S::kSetBytes;
+        barrier_expect(&full[stage], bytes);
+      }
+      const uint64_t policy = evicted_first();
+      const uint32_t to = stages + stage * S::kStageBytes + S::kGroupsAt;
+      if (warp < groups)
+        copy_bulk(to + warp * S::kGroupBytes,
+                  reinterpret_cast<const char*>(codes.words) +
+                      ((size_t)(column_block + warp) * k.blocks + block) * S::kCodesBytes,
+                  blocks * S::kCodesBytes, &full[stage], policy);
+      if constexpr (Format::kSets) {
+        const int own = kWarps - 1 - warp;  // of two groups by the warps that have no codes
+        if (own >= groups) return;
+        for (int j = 0; j < (adjacent ? 1 : blocks); j++) {
+          const int set = first_set(block + j);
+          copy_bulk(to + own * S::kGroupBytes + S::kSetsAt + j * Format::kSets * S::kSetBytes,
+                    reinterpret_cast<const char*>(codes.scales) +
+                        ((size_t)(column_block + own) * codes.groups + set) * S::kSetBytes,
+                    min(adjacent ? blocks * sets : sets, codes.groups - set) * S::kSetBytes, &full[stage], policy);
+        }
+      }
+    };
+    const auto fetch_rows = [&](const StreamCursor& at, int stage) {
+      const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
+      const int row = at.part.tile % row_tiles * kRows, there = rows_there(at), j = warp % kStepBlocks;
+      if (j >= blocks) return;
+      const uint32_t to = stages + stage * S::kStageBytes;
+      constexpr int kRowBlocks = (kRows + kBlock - 1) / kBlock;
+      const int i = warp / kStepBlocks;
+      if (const int own = min(kBlock, there - i * kBlock); i < kRowBlocks && own > 0) {
+        const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p.x.tiles)
+                                            : reinterpret_cast<const char*>(p.bytes.values);
+        copy_bulk(to + j * S::kRowsBytes + i * kBlock * Format::kRowBytes,
+                  x + (((size_t)(row / kBlock + i) * k.blocks + block + j) * kBlock + row % kBlock) * Format::kRowBytes,
+                  own * Format::kRowBytes, &full[stage]);
+      }
+      if (S::kHasSums && i == 1)
+        copy_bulk(to + S::kSumsAt + j * S::kSumsBytes,
+                  reinterpret_cast<const char*>(p.bytes.sums + (size_t)(block + j) * stride + row), S::kSumsBytes,
+                  &full[stage]);
+    };
+    static_assert(kGroups <= kWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kWarps);
+    // Weights are on their way before the kernel before this one has made the rows.
+    StreamCursor ahead(all), behind = ahead;
+    int begun = 0;
+    for (; begun < kStages && ahead.there; begun++, ahead.next()) fetch_weights(ahead, begun);
+    await_previous();
+    for (int i = 0; i < begun; i++, behind.next()) fetch_rows(behind, i);
+    for (ring.parity = 1; ahead.there; ahead.next(), ring.next()) {
+      barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+      fetch_weights(ahead, ring.stage), fetch_rows(ahead, ring.stage);
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
+    await_previous();
+    const int thread = threadIdx.x % kGroupThreads, warp = thread / 32;
+    typename Format::Sum d[kValues];
+    float total[Format::kSegments ? kValues : 1];
+    int segment_end = 0;  // a block
+    const auto scales_at = [&](int stage, int j) {
+      return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
+             j * Format::kSets * S::kSetBytes + (warp * 8 + lane / 4) * 8;
+    };
+    const auto codes_at = [&](int stage, int j) {
+      return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kCodesBytes;
+    };
+    // Block j of a stage, which is `block` of K, as the product's first operand.
+    const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
+      if constexpr (Format::kFloats) return;  // products read them themselves
+      const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
+      LaneCodes<kBits> lanes;
+#pragma unroll
+      for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+        lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
+      if constexpr (Format::kSegments) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
+      } else {
+        const int there = p.w.k - block * kBlock;
+        Affine affine[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          if (Format::kFine || i == 0) {
+            const int set = Format::kFine ? i * (kBlock / codes.group) / 4 : 0;
+            const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j) + set * S::kSetBytes);
+            affine[0].set(two.x), affine[1].set(two.y);
+          }
+          lanes.fragment(i, affine, a[i]);
+        }
+        if (there < kBlock) {
+#pragma unroll
+          for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
+        }
+      }
+    };
+    const auto multiply = [&](int stage, int j, bool adds, uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < Format::kParts; i++) {
+        if constexpr (Format::kFloats)
+          Float8Tile<kRows>::multiply(d, byte_descriptor(stages + codes_at(stage, j) + i * kStepBytes),
+                                      byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        else if constexpr (Format::kSegments)
+          ByteTile<kRows>::multiply(d, a[i], byte_descriptor(x + i * kStepBytes), i > 0 || adds);
+        else RegisterTile<kRows>::multiply(d, a[i], descriptor(x + i * kStepBytes), i > 0 || adds);
+      }
+      commit_products();
+    };
+    const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
+      const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+#pragma unroll
+      for (int t = 0; t < kRows / 8; t++) {
+        auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
+#pragma unroll
+        for (int i = 0; i < Format::kParts; i += 2) {
+          uint32_t y[4];
+          load_cores(y, x + t * 8 * Format::kRowBytes +
+                            (S::kHasSums ? byte_piece(lane % 8, lane / 8) : piece_offset(lane % 8, 2 * i + lane / 8)));
+          multiply_add(own, a[i], y[0], y[1]), multiply_add(own, a[i + 1], y[2], y[3]);
+        }
+      }
+    };
+    // Whether sums have become part of the total, as a segment ends with this block.
+    const auto end_segment = [&](int stage, int j, int block) {
+      if constexpr (Format::kSegments) {
+        if (block != segment_end) return false;
+        segment_end = segments.end(block + 1);
+        if constexpr (Format::kFloats) {
+#pragma unroll
+          for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
+        } else {
+          const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j));
+          const float2* of_rows =
+              reinterpret_cast<const float2*>(shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes);
+#pragma unroll
+          for (int i = 0; i < kValues; i++) {
+            const float2 activations = of_rows[i / 4 * 4 + lane % 4];
+            add_segment(total[i], i % 4 / 2 ? two.y : two.x, d[i], i % 2 ? activations.y : activations.x);
+          }
+        }
+        return true;
+      }
+      return false;
+    };
+    // Where a thread's sums are for others: adjacent threads side by side.
+    const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
+    StreamParts parts = all;
+    for (StreamPart part; parts.next(part);) {
+      const int column_block = part.tile / row_tiles * kGroups + group, row = part.tile % row_tiles * kRows;
+      const bool own = column_block < column_blocks;  // else the columns are beyond the last
+      if (part.begin > part.first) {
+        int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
+        if (own && thread == 0) take(flag);
+        group_barrier(group);
+        const float* from = left_by(blockIdx.x - 1);
+#pragma unroll
+        for (int i = 0; i < kValues; i++) {
+          if constexpr (Format::kSegments) total[i] = __ldcg(from + i * S::kWorkers);
+          if constexpr (!Format::kSegments) d[i] = __ldcg(from + i * S::kWorkers);
+          else if constexpr (S::kHasSums) d[i] = __float_as_int(__ldcg(from + (kValues + i) * S::kWorkers));
+        }
+      } else if constexpr (Format::kSegments) {
+#pragma unroll
+        for (int i = 0; i < kValues; i++) total[i] = 0;
+      }
+      if constexpr (!S::kFew) settle(d);
+      if constexpr (Format::kSegments) segment_end = segments.end(part.begin * kStepBlocks);
+      // Whether products are added to sums that there are.
+      bool adds = part.begin > part.first;
+      if constexpr (Format::kSegments)
+        adds = adds && segments.begin(part.begin * kStepBlocks) < part.begin * kStepBlocks;
+      if constexpr (S::kFew) {
+        if (!adds) clear(d);
+        for (int step = part.begin; step < part.end; step++, ring.next()) {
+          barrier_wait(&full[ring.stage], ring.parity);
+#pragma unroll
+          for (int j = 0; j < kStepBlocks; j++) {
+            const int block = step * kStepBlocks + j;
+            if (block >= k.blocks) break;
+            uint32_t a[Format::kParts][4];
+            load(ring.stage, j, block, a);
+            multiply_few(ring.stage, j, a);
+            if (end_segment(ring.stage, j, block)) clear(d);
+          }
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[ring.stage]);
+        }
+      } else {
+        uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way
+        barrier_wait(&full[ring.stage], ring.parity);
+        load(ring.stage, 0, part.begin * kStepBlocks, a[0]);
+        for (int step = part.begin; step < part.end; step++) {
+          const int stage = ring.stage, block = step * kStepBlocks;
+          const bool both = block + 1 < k.blocks;
+          multiply(stage, 0, adds, a[0]);
+          if (both) load(stage, 1, block + 1, a[1]);
+          if (Format::kFloats && both) {  // a segment is the whole step
+            adds = true;
+          } else {
+            wait_products<0>();
+            settle(d);
+            adds = !end_segment(stage, 0, block);
+          }
+          if (both) multiply(stage, 1, adds, a[1]);
+          ring.next();
+          if (step + 1 < part.end) {
+            barrier_wait(&full[ring.stage], ring.parity);
+            load(ring.stage, 0, block + kStepBlocks, a[0]);
+          }
+          wait_products<0>();
+          settle(d);
+          if (both) adds = !end_segment(stage, 1, block + 1);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&empty[stage]);
+        }
+      }
+      if (!own) continue;
+      if (part.end < part.last) {
+        float* to = left_by(blockIdx.x);
+#pragma unroll
+        for (int i = 0; i < kValues; i++) {
+          if constexpr (Format::kSegments) __stcg(to + i * S::kWorkers, total[i]);
+          if constexpr (!Format::kSegments) __stcg(to + i * S::kWorkers, d[i]);
+          else if constexpr (S::kHasSums) __stcg(to + (kValues + i) * S::kWorkers, __int_as_float(d[i]));
+        }
+        group_barrier(group);
+        if (thread == 0) leave(scratch.flags + blockIdx.x * kScratchFlags + group);
+        continue;
+      }
+      float sums[kValues];
+#pragma unroll
+      for (int i = 0; i < kValues; i++) {
+        if constexpr (Format::kSegments) sums[i] = total[i];
+        else sums[i] = d[i];
+      }
+      if (k.pieces > 1) {
+        const int place = whole ? blockIdx.x : part.tile;
+        float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
+        group_barrier(group);
+        if (thread == 0) {
+          int* count = scratch.arrivals + place * kGroups + group;
+          arrived[group] = arrive(count);
+          if (arrived[group] == k.pieces - 1) *count = 0;
+        }
+        group_barrier(group);
+        if (arrived[group] != k.pieces - 1) continue;
+        const float* from = scratch.pieces + (size_t)place * k.pieces * S::kSums + threadIdx.x;
+        add_pieces<kValues, S::kWorkers, S::kSums>(from, k.pieces, sums);
+      }
+      finish_columns<Format::kScales>(p, rows, row, column_block, sums);
+    }
+  }
+#endif
+}
+
+template <typename S>
+void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
+  const Pieces pieces(p.w.k, p.w.most_pieces);
+  const Steps k(pieces);
+  const int tiles = S::tiles(p.w.n, rows);
+  const size_t tile_sums = S::kSums * k.pieces;
+  int blocks = processors() < kScratchBlocks ? processors() : kScratchBlocks;
+  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones.
+  const bool whole = k.pieces > 1 && tiles * tile_sums > kScratchPieces;
+  if (whole) blocks = std::min({blocks, tiles, (int)(kScratchPieces / tile_sums)});
+  else blocks = (int)std::min<int64_t>(blocks, std::max<int64_t>(1, (int64_t)tiles * k.count / k.length));
+  allow_shared(quantized_stream_kernel<S>, S::kShared);
+  start(queue, quantized_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, k, Segments(p.w, pieces),
+        queue.scratch, whole);
+  launched("linear with quantized weights, streaming");
+}
+
+// Tiles as wide as they can be and still be enough: rows are read again for each.
+template <class Format, int kRows, int kMostGroups>
+void start_stream_rows(const Product& p, int rows, const Queue& queue) {
+  using Wide = StreamShape<Format, kRows, kMostGroups>;
+  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
+  else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
+}
+
+template <class Format>
+void start_quantized_stream(const Product& p, int rows, const Queue& queue) {
+  if (rows <= 8) start_stream_rows<Format, 8, 4>(p, rows, queue);
+  else if (rows <= 16) start_stream_rows<Format, 16, 4>(p, rows, queue);
+  else if (rows <= 32) start_stream_rows<Format, 32, 4>(p, rows, queue);
+  else if (rows <= 64) start_stream_rows<Format, 64, 3>(p, rows, queue);
+  else start_stream_tiles<StreamShape<Format, 128, 2>>(p, rows, queue);
+}
+
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,325 @@
+"""Experts on the GPU: products of a stack against float64, ops against the reference backend, whole models against
+transformers and the CPU backend; the bits of a row are its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gpu_toys import compiled, executor
+from reference.test_cpu_experts import mlp, routed, stack
+from reference.toy import ALL, OUTPUTS, Toy
+from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, tokens_of, toy
+
+pytestmark = pytest.mark.cuda
+__all__ = ["seed"]  # a fixture
+UNIT = {"compute_unit": "CUDA:0"}
+FORMATS = [("float32", 0, EXACT), ("bfloat16", 0, 6e-2)]
+CODES = [("int8", 0), ("int8", 64), ("int8", 16), ("int4", 0), ("int4", 64), ("int4", 32)]
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+def choices(rng, kind: str, rows: int, experts: int, top: int) -> np.ndarray:
+    """[rows, top], ascending in each row. even, or few: as many rows as there are go to the same ones."""
+    if kind == "few":
+        return np.tile(np.sort(rng.permutation(experts)[:top]), (rows, 1)).astype(np.int32)
+    return np.stack([np.sort(rng.permutation(experts)[:top]) for _ in range(rows)]).astype(np.int32)
+
+
+@pytest.mark.parametrize("form, group", [("float32", 0), ("bfloat16", 0), *CODES])
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 7), (41, 31), (64, 64), (130, 257), (96, 768), (200, 1091), (1536, 130)])
+def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
+    """By every kernel and height of tiles, experts without rows and all rows to a few; and against float64."""
+    if group and (k < 64 or (n, k) == (1536, 130)):
+        pytest.skip("there are others")
+    experts, top, rng, found = 9, 3, np.random.default_rng(SEED), executor()
+    values = (rng.normal(size=(experts * n, k)) * k**-0.5).astype(np.float32)
+    handle = found.add_matrix(experts * n, k, form, group, experts)
+    assert found.fill_rows(handle, [values[:n], values[n:5 * n - 1], values[5 * n - 1:]], "F32") == [0, 0, 0]
+    x = rng.normal(size=(301, k)).astype(np.float32)
+    used = np.stack([found.read_row(handle, row) for row in range(experts * n)]) if group or "int" in form else values
+    used = (used if form == "float32" else as_bf16(used)).reshape(experts, n, k).astype(float)
+    rounded = x.astype(float) if form == "float32" else as_bf16(x)
+    for kind in ("even", "few"):
+        chosen = choices(rng, kind, len(x), experts, top)
+        every = found.multiply_experts(handle, x, chosen)
+        expected = np.zeros(every.shape)
+        for expert in range(experts):
+            mine = chosen == expert
+            expected[mine] = rounded[mine.nonzero()[0]] @ used[expert].T
+        error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
+        assert error < 2e-5, error
+        for first, rows in ((0, 1), (3, 1), (7, 2), (1, 8), (2, 9), (5, 16), (4, 17), (0, 32), (9, 33), (20, 65),
+                            (100, 128), (11, 190)):
+            one = slice(first, first + rows)
+            for by, height in KERNELS if form == "bfloat16" else KERNELS[:1] if form == "float32" else KERNELS[:5]:
+                part = found.multiply_experts(handle, x[one], chosen[one], by, height)
+                assert part.tobytes() == every[one].tobytes(), (kind, first, rows, by, height)
+
+
+KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any", 64), ("any", 128)]
+
+
+# -- ops ---------------------------------------------------------------------------------------------------------------
+SIZES = [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 24, 31), (5, 5, 97, 48), (33, 8, 64, 40), (128, 8, 70, 96),
+         (300, 6, 130, 64)]
+
+
+@pytest.mark.parametrize("experts, top, width, inner", SIZES)
+@pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2)])
+def test_experts(experts, top, width, inner, form, group, tolerance):
+    own = toy()
+    x = embedded(own, width)
+    rows, scores = routed(own, x, experts, top, normalized=True)
+    own.finish(mlp(own, x, rows, scores, experts, inner, form, group))
+    compare(own, tolerance)
+
+
+@pytest.mark.parametrize("router", [
+    {"normalized": True}, {}, {"scale": 2.5}, {"scores": "sigmoid"}, {"scores": "sigmoid", "normalized": True},
+    {"groups": 4, "top_groups": 2}, {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_routers(router, corrected):
+    own = toy()
+    x = embedded(own, 19)
+    correction = (own.vector(own.rng.normal(size=12) * 0.1),) if corrected else ()
+    rows, scores = routed(own, x, 12, 5, correction, **router)
+    own.finish(mlp(own, x, rows, scores, 12, 9))
+    compare(own)
+
+
+def test_all_rows_to_one_expert_and_experts_without_rows():
+    own = toy()
+    x = embedded(own, 21)
+    far = own.vector(np.where(np.arange(9) == 4, 1000.0, 0.0))
+    rows, scores = routed(own, x, 9, 1, (far,), scores="sigmoid")
+    own.finish(mlp(own, x, rows, scores, 9, 48))
+    compare(own)
+
+
+def test_equal_logits_go_to_the_lowest_experts():
+    own = toy()
+    x = embedded(own, 8)
+    rows, scores = routed(own, x, 6, 3, spread=0.0, normalized=True)
+    own.finish(mlp(own, x, rows, scores, 6, 5))
+    compare(own)
+
+
+@pytest.mark.parametrize("form, group, tolerance", FORMATS)
+@pytest.mark.parametrize("first, count", [(0, 4), (3, 5), (9, 1), (0, 10)])
+def test_whole_experts_of_a_rank(first, count, form, group, tolerance):
+    own = toy()
+    x = embedded(own, 24)
+    rows, scores = routed(own, x, 10, 2, normalized=True)
+    own.finish(own.op("add", (x, mlp(own, x, rows, scores, count, 32, form, group, first))))
+    compare(own, tolerance)
+
+
+@pytest.mark.parametrize("form, group, tolerance", FORMATS)
+def test_biases_and_a_row_set_of_two_layers(form, group, tolerance):
+    own = toy()
+    x = embedded(own, 40)
+    rows, scores = routed(own, x, 7, 3, normalized=True)
+    for _ in range(2):
+        bias = own.vector(7 * 62), own.vector(7 * 40)
+        both = own.op("expert_linear", (x,), 62, (stack(own, 7, 62, 40, form, group), bias[0]), rows, experts=7)
+        y = own.op("expert_linear", (own.op("silu_mul", (both,), 31),), 40,
+                   (stack(own, 7, 40, 31, form, group), bias[1]), experts=7)
+        own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
+    own.finish(x)
+    compare(own, 2 * tolerance)
+
+
+@pytest.mark.parametrize("width", [1, 7, 96])
+def test_sigmoid_mul(width):
+    own = toy()
+    x = embedded(own, width)
+    own.op("sigmoid_mul", (x, own.op("linear", (x,), 1, (own.matrix(1, width),))))
+    own.finish(x)
+    compare(own)
+
+
+def layers(form: str) -> Toy:
+    """A model of two layers with experts, one that all rows go to beside them."""
+    own = toy()
+    x, dim, wide = embedded(own, 64), 16, 64
+
+    def linear(x, n, k, form=form):
+        matrix = own.program.add_matrix(n, k, form, 0)
+        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+        return own.op("linear", (x,), n, (matrix,))
+
+    own.rotary(dim)
+    rows = own.program.add_row_set(ALL, 3)
+    for layer in range(2):
+        normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
+        qkv = linear(normed, 5 * dim, wide)
+        own.op("rope", (qkv,), offset=0, heads=4, head_dim=dim)
+        own.op("add", (x, linear(own.attention(qkv, 3, 1, dim, layer=layer), wide, 3 * dim)))
+        normed = own.op("rms_norm", (x,), wide, (own.vector(wide),), eps=1e-6)
+        logits = linear(normed, 11, wide, "float32")
+        scores = own.op("router", (logits,), 1, (), rows, top_k=3, normalized=True)
+        y = mlp(own, normed, rows, scores, 11, 40, form)
+        shared = linear(own.op("silu_mul", (linear(normed, 74, wide),), 37), wide, 37)
+        own.op("sigmoid_mul", (shared, linear(normed, 1, wide, "float32")))
+        own.op("add", (x, own.op("add", (y, shared))))
+    selected = own.op("select_rows", (x,), wide, rows=OUTPUTS)
+    own.op("sample", (linear(selected, VOCAB, wide),), vocab_begin=0, vocab_size=VOCAB)
+    return own
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+def test_same_request_same_bytes(form):
+    """Alone, in a batch that is padded, in chunks, recorded or not."""
+    cache, rng = form, np.random.default_rng(SEED)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 33, 40, 2, 3)]
+    expected = []
+    for prompt in prompts:
+        expected += tokens_of(compiled(layers(form), cache, graphs=False), [prompt])
+    for graphs in (True, False):
+        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts) == expected
+        assert tokens_of(compiled(layers(form), cache, graphs=graphs), prompts, chunk=7) == expected
+
+
+def test_rows_that_are_no_numbers():
+    from reference.test_cpu_ops import prompts, step_of
+
+    own = toy()
+    x = embedded(own, 16)
+    rows, scores = routed(own, x, 6, 2, normalized=True)
+    own.finish(mlp(own, x, rows, scores, 6, 12))
+    expected = compiled(own).step(step_of(prompts()), True)
+    broken = prompts()[1][-1]
+    gpu = executor()
+    for handle, (n, k, form, group) in enumerate(own.program.weights):
+        values = own.weights[handle].astype(np.float32)
+        if handle == 0:
+            values[broken] = np.nan
+        experts = 6 if handle > 1 else 1
+        assert gpu.add_matrix(n, k, form, group, experts) == handle
+        gpu.fill_matrix(handle, values, "F32")
+    for row_set in own.program.row_sets[2:]:
+        gpu.add_row_set(*row_set)
+    for width, row_set, _ in own.program.tensors:
+        gpu.add_tensor(width, row_set)
+    for op in own.program.ops:
+        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
+    gpu.allocate(256, 8, 128, 16, 64, "float32", 64)
+    found = gpu.step(step_of(prompts()), True)
+    bad = np.array([p[-1] == broken for p in prompts()])
+    assert ((found.status != 0) == bad).all()
+    np.testing.assert_array_equal(found.logits[~bad], expected.logits[~bad])
+
+
+def test_what_cannot_be_is_refused():
+    own = toy()
+    x = embedded(own, 8)
+    rows, scores = routed(own, x, 4, 2)
+    both = own.op("expert_linear", (x,), 6, (stack(own, 2, 6, 8),), rows, experts=2)
+    y = own.op("expert_linear", (both,), VOCAB, (stack(own, 2, VOCAB, 6),), experts=2, expert_begin=1)
+    own.finish(own.op("combine_experts", (y, scores), VOCAB, rows=ALL))
+    with pytest.raises(ValueError, match="other experts than those before"):
+        compiled(own)
+    own = toy()
+    rows, scores = routed(own, embedded(own, 8), 4, 2)
+    y = own.op("expert_linear", (0,), VOCAB, (stack(own, 3, VOCAB, 8),), rows, experts=3, expert_begin=2)
+    own.finish(own.op("combine_experts", (y, scores), VOCAB, rows=ALL))
+    with pytest.raises(ValueError, match=r"experts 2...4, the router has 4"):
+        compiled(own)
+    own = toy()
+    x = embedded(own, 64)
+    rows, scores = routed(own, x, 4, 2)
+    own.finish(mlp(own, x, rows, scores, 4, 64, "w8a8"))
+    with pytest.raises(ValueError, match="the CUDA backend has no experts of other types than"):
+        compiled(own)
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+def names() -> list[str]:
+    return ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen2-moe-normalized", "mixtral", "mixtral-many"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_logits_and_greedy_ids_in_float32(name):
+    pytest.importorskip("transformers")
+    from checkpoints import check_greedy, check_logits, checkpoint, prompt_of, reference_greedy, reference_logits
+    from driver import Driver
+
+    directory = checkpoint(name)
+    with Driver(directory, weight_dtype="float32", **UNIT) as gpu:
+        for length in (1, 33, 129, 300, 700):
+            prompt = prompt_of(length)
+            check_logits(gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt))
+        prompt = prompt_of(64)
+        check_greedy(gpu.generate(prompt, 24)[0], reference_greedy(directory, prompt, 24))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen2-moe", "mixtral"])
+def test_greedy_ids_are_the_cpus(name):
+    pytest.importorskip("transformers")
+    from checkpoints import checkpoint, prompt_of
+    from driver import Driver
+
+    with Driver(checkpoint(name), **UNIT) as gpu, Driver(checkpoint(name)) as cpu:
+        for length in (1, 65, 300):
+            ids, logits = gpu.generate(prompt_of(length), 60, chunk=100)
+            expected, others = cpu.generate(prompt_of(length), 60)
+            for found, other, a, b in zip(logits, others, ids, expected):
+                assert np.abs(found - other).max() < 1e-3 * other.std()
+                if a != b:
+                    best = np.sort(other)[-2:]
+                    assert best[1] - best[0] < 1e-3 * other.std()
+                    break
+
+
+@pytest.mark.parametrize("name", names())
+def test_bfloat16_is_near_the_cpus(name):
+    """And its bits are the same alone, in a batch and in chunks."""
+    pytest.importorskip("transformers")
+    from checkpoints import checkpoint, prompt_of, reference_logits
+    from driver import Driver, together
+
+    prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
+    with Driver(checkpoint(name), weight_dtype="bfloat16", engine_max_batch=4, **UNIT) as gpu:
+        assert gpu.info.weight_dtype == "bfloat16"
+        errors = []
+        for prompt in [prompt_of(64), prompt_of(30), *prompts]:
+            expected = reference_logits(checkpoint(name), prompt)
+            errors.append(np.sqrt(np.mean((gpu.generate(prompt, 1)[1][0] - expected) ** 2)) / expected.std())
+        print("errors", *(f"{error:.3f}" for error in errors))
+        assert np.median(errors) < 0.1  # where rounding sends a row to another expert it is more
+        alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
+        for chunk in (1 << 20, 37, 1):
+            for row, wanted in zip(together(gpu, prompts, chunk), alone):
+                np.testing.assert_array_equal(row, wanted)
+
+
+@pytest.mark.parametrize("name, ranks", [("qwen3-moe", 2), ("qwen3-moe-mixed", 2), ("qwen2-moe", 2)])
+def test_ranks(name, ranks):
+    """Slices of experts, and whole ones."""
+    pytest.importorskip("transformers")
+    from allspark_server import _cuda
+    from checkpoints import check_logits, checkpoint, prompt_of, reference_logits
+    from driver import Driver, together
+
+    if _cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    unit = {"compute_unit": "CUDA:" + ",".join(map(str, range(ranks)))}
+    prompts = [prompt_of(n, seed=9) for n in (1, 3, 40, 111)]
+    with Driver(checkpoint(name), ranks, weight_dtype="float32", **unit) as gpu:
+        for prompt in prompts:
+            check_logits(gpu.generate(prompt, 1)[1][0], reference_logits(checkpoint(name), prompt))
+    with Driver(checkpoint(name), ranks, weight_dtype="bfloat16", engine_max_batch=4, **unit) as gpu:
+        alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
+        for row, wanted in zip(together(gpu, prompts, 37), alone):
+            np.testing.assert_array_equal(row, wanted)
+
+
+def test_gpt_oss_is_refused_by_name():
+    pytest.importorskip("transformers")
+    from allspark_client.errors import AllSparkError
+    from checkpoints import checkpoint
+    from driver import Driver
+
+    with pytest.raises(AllSparkError, match="op clamped_silu_mul on CUDA"):
+        Driver(checkpoint("gpt-oss"), **UNIT)

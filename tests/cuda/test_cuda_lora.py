@@ -1,0 +1,205 @@
+"""Adapters on the GPU: products of low rank against the reference backend, whole models against the CPU's, and that the
+bits of a row are its own."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from gpu_toys import compiled
+from reference.plan import DRAW
+from reference.toy import OUTPUTS, Toy, item, plan, spans_for, start
+
+pytestmark = pytest.mark.cuda
+
+SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
+VOCAB, MOST = 53, 40
+EXACT, ROUNDED = 2e-5, 3e-2  # of the values' size, as their root mean square; where values are rounded to bfloat16
+LENGTHS, WHICH = (1, 30, 45, 1, 17, 2), (0, -1, 1, 0, -1, 1)  # prompts of one step, and their adapters
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    print(f"ALLSPARK_TEST_SEED={SEED}")
+
+
+class Adapted:
+    """A linear, its targets' adapters, and perhaps a gate: in the GPU, and in the reference."""
+
+    def __init__(self, k: int, blocks: list[int], ranks: list[dict[int, int]], form: str, gated: bool, dtype: str,
+                 bias: bool, of_outputs: bool = False):
+        """ranks: of each adapter, those of its targets, which are `blocks`. of_outputs: only rows with outputs are
+        computed."""
+        own, n = Toy(SEED), sum(blocks)
+        x = own.embedding(VOCAB, k, own.rng.normal(size=(VOCAB, k)))
+        x = own.op("rms_norm", (x,), k, (own.vector(k),), eps=1e-5, unit_offset=False)
+        if of_outputs:
+            x = own.op("select_rows", (x,), k, rows=OUTPUTS)
+        matrix = own.program.add_matrix(n, k, form, 0)
+        own.weights[matrix] = own.rng.normal(size=(n, k)) * k**-0.5
+        y = own.op("linear", (x,), n, (matrix, own.vector(n)) if bias else (matrix,))
+        for target, columns in enumerate(blocks):
+            own.op("lora", (y, x), None, (), target=target, offset=sum(blocks[:target]), columns=columns)
+        y = own.op("silu_mul", (y,), n // 2) if gated else y
+        if of_outputs:
+            own.op("sample", (y,), vocab_begin=0, vocab_size=own.program.tensors[y][0])
+        else:
+            own.finish(y)
+        self.gpu = compiled(own, adapters=len(ranks) + 1, adapter_rank=MOST, adapter_dtype=dtype)
+        self.runner, rng, known = own.runner(), np.random.default_rng(SEED + 1), []
+        for index, of_targets in enumerate(ranks):
+            filled, pairs = self.gpu.new_adapter(), {}
+            for target, rank in of_targets.items():
+                a = (rng.normal(size=(rank, k)) * k**-0.5).astype(np.float32)
+                b = rng.normal(size=(blocks[target], rank)).astype(np.float32)
+                assert filled.set(target, a, "F32", b, "F32", 0.7) == 0
+                pairs[target] = (a.astype(float), 0.7 * b)
+            self.gpu.set_adapter(index, filled)
+            known.append(pairs)
+        self.runner.set_adapter([known])
+
+
+def step_of(prompts, which) -> bytes:
+    work = [item(slot, len(p), DRAW, spans=spans_for(len(p), 8 * slot), adapter=adapter)
+            for slot, (p, adapter) in enumerate(zip(prompts, which))]
+    return plan(work, [start(slot, p) for slot, p in enumerate(prompts)])
+
+
+def rows_of(gpu, prompts, which) -> list[bytes]:
+    """Bits of the logits of each."""
+    found = [row.tobytes() for row in gpu.step(step_of(prompts, which), True).logits]
+    gpu.step(plan([], free=range(len(prompts))))
+    return found
+
+
+@pytest.mark.parametrize("form, dtype, tolerance", [("float32", "float32", EXACT), ("bfloat16", "bfloat16", ROUNDED),
+                                                    ("bfloat16", "float32", ROUNDED)])
+@pytest.mark.parametrize("k, blocks, gated", [
+    (1, [1], False), (7, [3, 5, 2], False), (96, [40, 8, 9], False), (257, [130], False), (1091, [513, 600], False),
+    (64, [24, 24], True), (95, [13, 13], True), (200, [2, 2], True), (130, [258], True), (2049, [64, 64], True),
+    (33, [1, 2, 3, 4, 5, 6], False),
+])
+def test_products_of_low_rank(k, blocks, gated, form, dtype, tolerance):
+    """Against the reference; and every row alone has the bits that it has beside others."""
+    ranks = [{target: 1 + (7 * target + 15) % MOST for target in range(len(blocks))}, {len(blocks) - 1: MOST}]
+    own = Adapted(k, blocks, ranks, form, gated, dtype, bias=True)
+    rng = np.random.default_rng(SEED + 2)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    data = step_of(prompts, WHICH)
+    expected = own.runner.step(data).logits
+    found = own.gpu.step(data, True).logits
+    own.gpu.step(plan([], free=range(len(prompts))))
+    scale = np.sqrt(np.mean(expected**2))
+    error = np.abs(found - expected).max() / scale
+    print(f"error {error:.2e} of {tolerance}")
+    assert error <= tolerance
+    beside = [row.tobytes() for row in found]
+    assert rows_of(own.gpu, prompts, WHICH) == beside
+    for prompt, adapter, row in zip(prompts, WHICH, beside):
+        assert rows_of(own.gpu, [prompt], [adapter]) == [row]
+    others = rows_of(own.gpu, prompts, [-1 if adapter == 0 else adapter for adapter in WHICH])
+    assert [a == b for a, b in zip(others, beside)] == [adapter != 0 for adapter in WHICH]
+    own.gpu.set_adapter(0, None)
+    with pytest.raises(ValueError, match="adapter 0, which is not loaded"):
+        own.gpu.step(data)
+    assert rows_of(own.gpu, prompts, [-1 if adapter == 0 else adapter for adapter in WHICH]) == others
+
+
+def test_rows_with_outputs_have_their_adapters():
+    """A head's: the bits of all rows."""
+    rng = np.random.default_rng(SEED + 2)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+    found = [rows_of(Adapted(96, [40, 9], [{0: 5, 1: 8}, {1: 3}], "float32", False, "float32", True, of_outputs).gpu,
+                     prompts, WHICH) for of_outputs in (False, True)]
+    assert found[0] == found[1] and len(set(found[0])) == len(prompts)
+
+
+def test_matrices_that_cannot_be_are_refused():
+    own = Adapted(31, [12, 5], [{0: 3}], "float32", False, "float32", False)
+    filled = own.gpu.new_adapter()
+    a, b = np.ones((3, 31), np.float32), np.ones((5, 3), np.float32)
+    for target, first, second, match in ((2, a, b, "target 2 of 2"), (-1, a, b, "target -1"),
+                                         (0, a, b, "3 x 31 and 5 x 3; target 0 has 31 inputs and 12 columns"),
+                                         (1, a[:, :30], b, "3 x 30"), (1, a[:2], b, "2 x 31 and 5 x 3"),
+                                         (1, np.ones((MOST + 1, 31), np.float32), np.ones((5, MOST + 1), np.float32),
+                                          "ranks are at most 40")):
+        with pytest.raises(ValueError, match=match):
+            filled.set(target, first, "F32", second, "F32", 1.0)
+    b[2, 1], a[0, 0] = np.nan, np.inf
+    assert filled.set(1, a, "F32", b, "F32", 1.0) == 2
+    with pytest.raises(ValueError, match="there is no adapter 2"):
+        own.gpu.set_adapter(2, filled)
+    with pytest.raises(ValueError, match="adapters are float32 or bfloat16, not int8"):
+        compiled(Toy(SEED), adapters=1, adapter_rank=4, adapter_dtype="int8")
+
+
+# -- whole models ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["qwen2-gqa-tied", "llama-biases", "phi3-window", "glm4"])
+def test_logits_are_the_cpus(tmp_path, name):
+    lora = pytest.importorskip("test_lora")
+    if name not in lora.EVERY:
+        pytest.skip("no such checkpoint")
+    targets = lora.targets_of(name)
+    directory = lora.adapters.write_adapter(tmp_path / "one", lora.checkpoints.checkpoint(name), targets, rank=5)
+    with lora.Adapted(name, directory, weight_dtype="float32", compute_unit="CUDA:0") as gpu, \
+            lora.Adapted(name, directory, weight_dtype="float32") as cpu:
+        for length in (1, 7, 129):
+            prompt = lora.checkpoints.prompt_of(length)
+            found, expected = gpu.generate(prompt, 4)[1], cpu.generate(prompt, 4)[1]
+            for row, other in zip(found, expected):
+                assert np.abs(row - other).max() < 1e-3 * other.std()
+
+
+@pytest.mark.parametrize("fields", [
+    {"weight_dtype": "float32"}, {"weight_dtype": "bfloat16"}, {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
+    {"weight_dtype": "int4", "weight_group_size": 32},
+], ids=lambda fields: fields["weight_dtype"])
+def test_bits_depend_on_nothing_else_in_the_batch(tmp_path, fields):
+    """Of rows with an adapter, and of rows without one beside them: as they are alone, and as they are without any.
+    Decoding is by recorded steps."""
+    lora = pytest.importorskip("test_lora")
+    base = lora.checkpoints.checkpoint(lora.NAME)
+    first = lora.adapters.write_adapter(tmp_path / "first", base, rank=16)
+    second = lora.adapters.write_adapter(tmp_path / "second", base, ["q_proj", "down_proj"], rank=3)
+    prompts = [lora.checkpoints.prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    with lora.Driver(base, engine_max_batch=6, compute_unit="CUDA:0", **fields) as driver:
+        plain = [lora.logits_of(driver, [(prompt, -1)], 5)[0] for prompt in prompts]
+        for runner in driver.runners:
+            runner.load_adapter(0, str(first)), runner.load_adapter(1, str(second))
+        alone = [lora.logits_of(driver, [(prompt, adapter)], 5)[0] for prompt, adapter in zip(prompts, WHICH)]
+        together = lora.logits_of(driver, list(zip(prompts, WHICH)), 5)
+        assert lora.logits_of(driver, list(zip(prompts, WHICH)), 5) == together
+        swapped = lora.logits_of(driver, list(zip(prompts, [1 - a if a >= 0 else a for a in WHICH])), 5)
+    assert together == alone
+    for i, adapter in enumerate(WHICH):
+        assert (together[i] == plain[i]) == (adapter < 0), i
+        assert (together[i] == swapped[i]) == (adapter < 0), i
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_several_gpus(tmp_path, dtype):
+    """A rank's parts of an adapter add up to what the CPU's ranks make of it; rows without one keep their bits."""
+    lora = pytest.importorskip("test_lora")
+    from allspark_server import _cuda
+
+    if _cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    base = lora.checkpoints.checkpoint(lora.NAME)
+    directory = lora.adapters.write_adapter(tmp_path / "one", base, rank=6)
+    prompts = [lora.checkpoints.prompt_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    with lora.Driver(base, 2, engine_max_batch=6, compute_unit="CUDA:0,1", weight_dtype=dtype) as gpu, \
+            lora.Driver(base, 2, engine_max_batch=6, weight_dtype="float32") as cpu:
+        plain = [lora.logits_of(gpu, [(prompt, -1)], 4)[0] for prompt in prompts]
+        for runner in (*gpu.runners, *cpu.runners):
+            runner.load_adapter(0, str(directory))
+        which = [min(adapter, 0) for adapter in WHICH]
+        alone = [lora.logits_of(gpu, [(prompt, adapter)], 4)[0] for prompt, adapter in zip(prompts, which)]
+        together = lora.logits_of(gpu, list(zip(prompts, which)), 4)
+        expected = lora.logits_of(cpu, list(zip(prompts, which)), 1)
+    assert together == alone
+    for i, adapter in enumerate(which):
+        assert (together[i] == plain[i]) == (adapter < 0), i
+        found, exact = (np.frombuffer(rows[i][0], np.float32) for rows in (together, expected))
+        assert np.abs(found - exact).max() < (1e-3 if dtype == "float32" else 0.2) * exact.std()
