@@ -1,7 +1,6 @@
 """Real groups: mpirun, pinned ranks, the shared window, the service; on tiny checkpoints, against transformers."""
 import contextlib
 import json
-import mmap
 import os
 import pwd
 import resource
@@ -13,11 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from allspark_launch.mpi import installations
 from allspark_launch.serving import background_group
@@ -460,188 +457,3 @@ def test_window_larger_than_shared_memory_is_told(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(MpiError, match="docker run --shm-size"):
         join(2, 1 << 50)
-
-
-# ---- groups without mpirun: threads as ranks -----------------------------------------------------------------------
-
-class FakeStepper:
-    """Stands for native.Stepper, which takes native executors only: computes at once."""
-
-    def __init__(self):
-        self.ended: list[Future] = []
-
-    def run(self, job) -> None:
-        self.ended.append(Future())
-        try:
-            self.ended[-1].set_result(job())
-        except Exception as error:
-            self.ended[-1].set_exception(error)
-
-    def collect(self):
-        return self.ended.pop(0).result()
-
-    def drain(self) -> None:
-        pass
-
-
-class FakeRunner:
-    """Stands for ModelRunner; fails where its model's name says, as in "load1" (rank 1, in load)."""
-
-    def __init__(self, config, *, rank, world, window, cpus):
-        self.name, self.rank, self.closed, self.digest = config.model_name, rank, False, f"digest {rank}"
-        self.host_spans, self.held = 10 + rank, {bytes([0] * 16): 0, bytes([rank + 1] * 16): 1}
-        self.placement = {}
-
-    def _maybe_fail(self, where: str) -> None:
-        if self.name in (f"{where}{self.rank}", f"{where}-all"):
-            raise MemoryError(f"no memory for {self.name}")
-
-    threads, gpu, address = 0, None, ""
-
-    def load(self) -> int:
-        self._maybe_fail("load")
-        return 100 - self.rank
-
-    def allocate_cache(self, spans: int, digests: list[str], host_spans: int, addresses: list[str]):
-        self._maybe_fail("allocate")
-        return SimpleNamespace(num_spans=spans, host_spans=host_spans)
-
-    def step(self, plan: bytes):
-        self._maybe_fail("step")
-        return self.rank, plan
-
-    def submit(self, stepper: FakeStepper, plan: bytes, window, kind: int, prefix: bytes) -> None:
-        def job():
-            if window is not None:
-                window.publish(kind, prefix + plan)
-            return self.step(plan)
-
-        stepper.run(job)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """WindowGroup with two more ranks as threads; yields (group, failures, workers' errors)."""
-    from allspark_server import _native
-    from allspark_server.runtime import runner
-    from allspark_server.runtime.group import RankModels, WindowGroup
-    from allspark_server.runtime.worker import serve
-    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
-    monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    step = -(-_native.Window.bytes_needed(3) // 4096) * 4096
-    memory = mmap.mmap(-1, 3 * step)
-    view = np.frombuffer(memory, np.uint8)
-    windows = [_native.Window(r, 3, [view.ctypes.data + i * step for i in range(3)], False, 10.0) for r in range(3)]
-    failures, errors = [], {}
-
-    def work(rank: int) -> None:
-        try:
-            serve(RankModels(rank, 3, windows[rank]))
-        except RuntimeError as error:
-            errors[rank] = str(error)
-
-    running = [threading.Thread(target=work, args=(r,)) for r in (1, 2)]
-    for t in running:
-        t.start()
-    group = WindowGroup(windows[0], 3, None, failures.append)
-    yield group, failures, errors
-    if not failures:
-        group.close()
-        group.close()       # a second time does nothing
-    for t in running:
-        t.join(10)
-        assert not t.is_alive()
-    for window in windows:
-        window.close()
-
-
-def load(group, name: str):
-    """As the engine loads a model."""
-    group.start_load(AsModelConfig(model_name=name, model_path="x"))
-    try:
-        return wait_for(group.poll_load)
-    except AllSparkError:
-        group.unload(name)
-        raise
-
-
-def step(group, name: str, plan: bytes):
-    group.submit(name, plan)
-    return group.collect()
-
-
-def test_ranks_agree_on_the_cache(threads):
-    group, failures, _ = threads
-    info = load(group, "m")
-    assert (info.num_spans, info.host_spans) == (98, 10)    # the least that any rank can hold
-    assert group.held_spans() == {bytes(16): 0}             # what all of them have
-    assert step(group, "m", b"plan" * 500_000) == (0, b"plan" * 500_000)
-    group.unload("m")
-    assert not failures
-
-
-@pytest.mark.parametrize("name,message", [
-    ("load1", "rank 1: no memory for load1"), ("load0", "rank 0: no memory for load0"),
-    ("allocate2", "rank 2: no memory for allocate2"), ("load-all", "ALLSPARK_MEMORY_ERROR: no memory for load-all"),
-])
-def test_a_load_that_fails_anywhere_fails_as_a_whole(threads, name, message):
-    group, failures, _ = threads
-    with pytest.raises(AllSparkError, match=message):
-        load(group, name)
-    assert load(group, "m").num_spans == 98
-    assert not failures
-
-
-def test_a_step_that_fails_ends_the_group(threads):
-    group, failures, errors = threads
-    load(group, "step2")
-    step(group, "step2", b"")                    # rank 0 has nothing to wait for in this fake step
-    with pytest.raises(RuntimeError):
-        for _ in range(100):
-            step(group, "step2", b"")
-            time.sleep(0.01)
-    assert failures == ["rank 2: no memory for step2"]
-    wait_for(lambda: len(errors) == 2)
-    assert "rank 2" in errors[1]
-
-
-def test_the_first_step_is_told(monkeypatch):
-    """The supervisor counts lives that served nothing."""
-    from allspark_server import _native
-    from allspark_server.runtime import runner
-    from allspark_server.runtime.group import LocalGroup
-    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
-    monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    group, told = LocalGroup(), []
-    group.models.on_served = lambda: told.append("served")
-    load(group, "step0")
-    with pytest.raises(MemoryError):
-        step(group, "step0", b"")
-    assert not told
-    load(group, "m")
-    step(group, "m", b"")
-    step(group, "m", b"")
-    assert told == ["served"]
-
-
-def test_local_group(monkeypatch):
-    from allspark_server import _native
-    from allspark_server.runtime import runner
-    from allspark_server.runtime.group import LocalGroup
-    monkeypatch.setattr(runner, "ModelRunner", FakeRunner)
-    monkeypatch.setattr(_native, "Stepper", FakeStepper)
-    group = LocalGroup()
-    with pytest.raises(AllSparkError, match="ALLSPARK_MEMORY_ERROR: no memory"):
-        load(group, "load0")
-    assert load(group, "m").num_spans == 100
-    group.close()
-
-
-def test_config_of_a_model_argument(tmp_path):
-    from allspark_server.__main__ import model_config, numbers
-    assert numbers("4,0-2") == [4, 0, 1, 2]
-    assert model_config(str(tmp_path)).model_name == tmp_path.name
-    assert model_config(json.dumps({"model_name": "a", "model_path": "b", "engine_max_batch": 3})).engine_max_batch == 3

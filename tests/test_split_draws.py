@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from test_sampling import FILTERS, PROCESSORS, Params, bitmask, draw, one_rng, random_case  # noqa: F401  (a fixture)
+from sampling_reference import FILTERS, PROCESSORS, Params, bitmask, draw, one_rng, random_case  # noqa: F401
 
 DRAWS = {
     "greedy": dict(do_sample=False),

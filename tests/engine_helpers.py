@@ -1,0 +1,51 @@
+"""An engine on a group without tensors, and how its tests ask it."""
+
+from __future__ import annotations
+
+import pytest
+
+from allspark_client import AllSparkError, AsModelConfig, AsStatus, GenerateRequestStatus
+from allspark_server.engine import Engine
+from fake_group import FakeGroup
+
+Status = GenerateRequestStatus
+
+
+def config(name="m", **fields) -> AsModelConfig:
+    return AsModelConfig(model_name=name, model_path="/nowhere", **fields)
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(model=config(), start=True, state_file=None, **group):
+        engine = Engine(group=FakeGroup(**group), state_file=state_file)
+        engines.append(engine)
+        if model is not None:
+            engine.install_model(model)
+            if start:
+                engine.start_model(model.model_name)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def collect(results) -> list[int]:
+    return [i for elements in results for i in elements.ids_from_generate]
+
+
+def run(engine, prompt, name="m", **generate) -> list[int]:
+    _, handle, results = engine.start_request(name, {"input_ids": prompt}, {"eos_token_id": -1, **generate})
+    out = collect(results)
+    assert results.GenerateStatus() is Status.GenerateFinished
+    assert engine.release_request(name, handle) == AsStatus.ALLSPARK_SUCCESS
+    return out
+
+
+def refused(status, call, *args, match=None):
+    with pytest.raises(AllSparkError, match=match) as caught:
+        call(*args)
+    assert caught.value.status is status
