@@ -213,8 +213,8 @@ class ModelRunner:
         size = sum(each.weight_bytes() for each in (self._executor, self._draft_executor) if each is not None)
         if not loaded and size > (available := memory.available_memory(self.world)):
             raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR,
-                                f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs {mib(size)} "
-                                f"of the host's memory for its weights, {mib(available)} are available")
+                                f"unload_device_mem of model {name!r}: rank {self.rank} of {self.world} needs "
+                                f"{mib(size)} of the host's memory for its weights, {mib(available)} are available")
         with memory_errors(f"{what}_device_mem of model {name!r}"):
             (self._executor.load if loaded else self._executor.unload)()
         logger.info("rank %d of %d %sed the device memory of model %r in %.2f s", self.rank, self.world, what, name,

@@ -190,6 +190,10 @@ int CudaRunner::bind(size_t i) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
                x.row_set);
+    if (const OpNode& after = ops_[i + 2]; after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants them, too
+      add_launch([=, norm = norm_of(op, vector(op, 0))](
+                     const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+                 x.row_set);
   } else if (op.is("rms_norm")) {
     add_launch([=, norm = norm_of(op, vector(op, 0))](
                    const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
@@ -360,6 +364,7 @@ bool CudaRunner::quantizes_next(size_t i) const {
       !weights_.matrix(next.weights[0]).takes_bytes())
     return false;
   for (size_t later = i + 2; later < ops.size(); later++) {
+    if (ops[later].is("lora")) continue;  // or rows without an adapter would have other bits beside rows with one
     if (has(ops[later].inputs, made)) return false;
     if (has(ops[later].outputs, made)) break;
   }

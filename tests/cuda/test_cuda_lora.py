@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cuda
 
 SEED = int(os.environ.get("ALLSPARK_TEST_SEED", int.from_bytes(os.urandom(3), "little")))
 VOCAB, MOST = 53, 40
-EXACT, ROUNDED = 2e-5, 3e-2  # of the values' size, as their root mean square; where values are rounded to bfloat16
+EXACT, ROUNDED = 2e-5, 8e-2  # of the values' size, as their root mean square; where values are rounded to bfloat16
 LENGTHS, WHICH = (1, 30, 45, 1, 17, 2), (0, -1, 1, 0, -1, 1)  # prompts of one step, and their adapters
 
 

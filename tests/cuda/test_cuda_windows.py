@@ -9,6 +9,7 @@ import os
 import numpy as np
 import pytest
 
+from allspark_server.runtime.plan import StepPlan
 from gpu_toys import compiled
 from reference.plan import DRAW
 from reference.toy import Toy, item, plan, spans_for, start
@@ -80,7 +81,7 @@ def test_groups_against_the_reference(groups, cache, tolerance, dim):
     own = layers(dim, groups)
     gpu = compiled(own, cache, long=True)
     once = logits_of(gpu, groups, prompt, [700])
-    gpu.step(plan([], free=[0]))
+    gpu.step(StepPlan(free=[0], groups=len(groups)).encode())
     parts = logits_of(gpu, groups, prompt, [333, 16, 1, 300, 49, 1])
     assert once.tobytes() == parts.tobytes()
     expected = expected_logits(dim, groups, tuple(prompt))
@@ -108,7 +109,7 @@ def test_spans_behind_a_window_may_be_anybodys(cache, dim):
             at = (begin - 640) * 10
             rows = 10 if begin < 699 else 1
             entering = [start(1, other)] if at == 0 else []
-            return [item(1, rows, spans=list(range(-(-at // 16), -(-(at + rows) // 16))))], entering
+            return [item(1, rows, 0, spans=list(range(-(-at // 16), -(-(at + rows) // 16))))], entering
 
         results.append(logits_of(gpu, groups, prompt, [640, *[1] * 60], others=others).tobytes())
     assert results[0] == results[1]
