@@ -135,7 +135,7 @@ _BAICHUAN = {"translate": translated.baichuan, "more": _baichuan}
 _GPT_OSS = {"head_dim": 64, "has_bias_fields": True, "attention_bias": True, "windows": True, "window": 128,
             "window_pattern": 2, "rope_theta": 1.5e5, "translate": translated.gpt_oss}
 _CHATGLMS = "ChatGLM2, ChatGLM3, GLM-4 (9B, as first published)"
-_RENAMED = "a float64 reference; transformers' model of the same numbers, if any"
+_RENAMED = "a float64 reference; DashInfer 1.3.0; transformers' model of the same numbers, if any"
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture("qwen2", "Qwen1.5, Qwen2, Qwen2.5"),
