@@ -92,6 +92,21 @@ __device__ inline float warp_sum(float x) {
   for (int step = 1; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
 }
+
+// Sum over a block of threads, kMost at most, the same in all of them: over each warp's lanes, then over warps in
+// ascending order.
+template <int kMost>
+__device__ inline float block_sum(float x, unsigned threads) {
+  __shared__ float sums[kMost / 32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  float total = 0;
+  for (unsigned i = 0; i < threads / 32; i++) total += sums[i];
+  return total;
+}
+
 __device__ inline float warp_max(float x) {
   for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;

@@ -232,18 +232,6 @@ __global__ void __launch_bounds__(kFewThreads)
 
 constexpr int kEight = 8, kCombineThreads = 512;
 
-// Over a block's threads, the same in all of them: over each warp's lanes, then over warps in ascending order.
-__device__ float block_sum(float x) {
-  __shared__ float sums[kCombineThreads / 32];
-  x = warp_sum(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-  __syncthreads();
-  float total = 0;
-  for (int i = 0; i < blockDim.x / 32; i++) total += sums[i];
-  return total;
-}
-
 // A block has a row; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Combination c) {
   const int row = blockIdx.x, width = c.y.width, top = c.routing.top, first = kEight * threadIdx.x,
@@ -278,7 +266,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
     put_eight(c.y, row, column, width, sum);
   }
   if (!c.norm.weight) return;
-  const float factor = 1.0f / sqrtf(block_sum(squares) / width + c.norm.eps);
+  const float factor = 1.0f / sqrtf(block_sum<kCombineThreads>(squares, blockDim.x) / width + c.norm.eps);
   for (int column = first; column < width; column += stride) {
     if (column > first) {
       read_eight(c.y.values + (size_t)row * width, column, width, kept);

@@ -32,19 +32,6 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
-// Sum over a block of threads, the same in all of them: over each warp's lanes, then over warps in ascending order.
-template <int kSize>
-__device__ float block_sum(float x) {
-  __shared__ float sums[kSize / 32];
-  x = warp_sum(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-  __syncthreads();
-  float total = 0;
-  for (int i = 0; i < kSize / 32; i++) total += sums[i];
-  return total;
-}
-
 constexpr int kNormThreads = 512;  // of a row
 
 // kEights: how many times eight values of its row a thread keeps in registers.
@@ -68,7 +55,7 @@ __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, 
     for (int j = 0; j < 8; j++) sum = fmaf(kept[i][j], kept[i][j], sum);
   constexpr int kAll = kEights * kNormThreads * 8;
   for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
-  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum) / width + norm.eps);
+  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
   const float one = norm.unit_offset ? 1.0f : 0.0f;
 #pragma unroll
   for (int i = 0; i < kEights; i++) {

@@ -99,18 +99,6 @@ struct Eight<false, kWhole> {
   }
 };
 
-// Over a block's threads, the same in all of them: over each warp's lanes, then over warps in ascending order.
-__device__ float block_sum(float x) {
-  __shared__ float sums[kThreads / 32];
-  x = warp_sum(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-  __syncthreads();
-  float total = 0;
-  for (int i = 0; i < blockDim.x / 32; i++) total += sums[i];
-  return total;
-}
-
 // A block has a row at a time; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
 // kRanks: at most.
 template <bool kTiles, int kRanks, bool kWhole>
@@ -151,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
       put_eight(s.y, row, column, width, x);
     }
     if (!s.norm.weight) continue;
-    const float factor = 1.0f / sqrtf(block_sum(squares) / width + s.norm.eps);
+    const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + s.norm.eps);
     for (int column = first; column < width; column += stride) {
       if (column > first) read_eight<kWhole>(y, column, width, kept), weights_of(column, weights);
 #pragma unroll
