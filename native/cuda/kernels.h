@@ -171,7 +171,9 @@ size_t widened_bytes(int n, int k, bool gated, int rows);
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
-// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+// Rows as such products take them: p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
