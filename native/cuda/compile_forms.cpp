@@ -35,8 +35,42 @@ void CudaRunner::bind_form(bool adapted) {
   parts = {numbers.back()};
   name_launches(named.size(), parts, named);
   times_.set(adapted, std::move(named));
-  forms_[adapted] = {std::move(launches_), heads_from_};
-  ops_.clear(), launches_.clear(), heads_from_ = 0;
+  Form& form = forms_[adapted];
+  form.launches = std::move(launches_), form.heads_from = heads_from_;
+  link_launches(form);
+  ops_.clear(), launches_.clear(), chained_.clear(), heads_from_ = 0;
+}
+
+void CudaRunner::add_op(const ChainOp& op, int row_set) {
+  chained_.emplace(launches_.size(), std::make_pair(op, row_set));
+  launches_.push_back(
+      [=, queue = device_.queue()](const Size& size) { run_op(op, rows_of(row_set, size.rows, size.outputs), queue); });
+}
+
+void CudaRunner::link_launches(Form& form) const {
+  const size_t count = form.launches.size();
+  form.ops.resize(count), form.links.resize(count);
+  for (size_t i = count; i-- > 0;) {
+    const auto found = chained_.find(i);
+    if (found == chained_.end()) continue;
+    form.ops[i] = found->second.first;
+    const Link next = i + 1 < count ? form.links[i + 1] : Link{};
+    const int row_set = found->second.second;
+    form.links[i] = {row_set, 1 + (next.row_set == row_set ? next.length : 0)};
+  }
+}
+
+// Starts launches from `first` on that are one for so many rows; returns how many these are, 0: it is to be started by
+// itself.
+int CudaRunner::launch_chain(const Form& form, size_t first, size_t end, const Size& size) const {
+  const Link& link = form.links[first];
+  const int rows = link.length > 1 ? rows_of(link.row_set, size.rows, size.outputs) : 0;
+  if (!rows) return 0;
+  const ChainOp* ops = &form.ops[first];
+  const int count = chained(ops, std::min(link.length, (int)(end - first)), rows, device_.queue());
+  if (count < 2) return 0;
+  run_chain(ops, count, rows, device_.queue());
+  return count;
 }
 
 // All of a linear's targets at once.
@@ -62,7 +96,7 @@ int CudaRunner::bind_lora(size_t i) {
   return (int)(end - i) - 1;
 }
 
-// What launches from `first` on compute, for the profile; clears `parts`.
+// What launches from `first` on compute together, for the profile; clears `parts`.
 void CudaRunner::name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const {
   OpTime made;
   for (int part : parts) {
@@ -72,8 +106,10 @@ void CudaRunner::name_launches(size_t first, std::vector<int>& parts, std::vecto
     made.op.name += (made.op.name.empty() ? "" : "+") + std::string(op.spec->name);
     if (op.is("span_attention")) made.layer = &layers_[op.integer("layer")];
   }
+  made.launches = (int)(launches_.size() - first);
   named.resize(first, OpTime{});
-  named.resize(launches_.size(), made);
+  named.push_back(std::move(made));
+  named.resize(launches_.size(), OpTime{});
   parts.clear();
 }
 

@@ -1,66 +1,100 @@
-// What a chain of ops does to rows between products, by the threads that multiply.
+// What a chain of ops (cuda/chain.h) does to rows between products, by the warps that multiply: a row by a block of
+// threads, to the bit as kernels for that alone do it.
 #pragma once
-#include "cuda/kernels/device.cuh"
+#include <type_traits>
+
+#include "cuda/chain.h"
+#include "cuda/kernels/row_ops.cuh"
 
 namespace as {
 namespace cuda {
 
-// As rms_norm() does it, to the bit, whose threads these are two by two (or four by four). barrier(): of all of them.
-// What another processor has written in this launch is not read by way of the first-level cache.
-template <int kThreads, typename Barrier>
-__device__ inline void norm_row(const float* x, const Norm& norm, int row, const Rows& out, Barrier barrier) {
-  constexpr int kNormThreads = 512, kEach = kNormThreads / kThreads, kEights = 2;
-  __shared__ float squares[kNormThreads / 32];
-  static_assert(kNormThreads % kThreads == 0);
-  const int width = out.width, thread = threadIdx.x;
-  const float* in = x + (size_t)row * width;
-  const auto at = [&](int i, int j) { return (i * kNormThreads + j * kThreads + thread) * 8; };
-  const auto read = [&](int column, float(&values)[8]) {
-    if (width % 4 == 0 && column + 8 <= width) {
-      const float4* from = reinterpret_cast<const float4*>(in + column);
-      const float4 low = __ldcg(from), high = __ldcg(from + 1);
-      values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
-      values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; j++) values[j] = column + j < width ? __ldcg(in + column + j) : 0.0f;
-    }
+// What products of a chain take: rows in bfloat16, or of 8 bits.
+enum class RowBytes { none, integers, floats };
+constexpr int kMostChainRanks = 4;
+constexpr int kMostChainBlocks = 512;  // of K, of rows of integers
+
+// Whether an op on rows is one that chains have.
+inline bool has_row_op(const ChainOp& op, RowBytes bytes) {
+  if (op.kind == ChainOp::Kind::norm) return true;
+  if (op.kind == ChainOp::Kind::sum) return op.sum.bf16 && op.sum.peers.world <= kMostChainRanks;
+  const Product& p = op.product;
+  return op.kind == ChainOp::Kind::bytes && bytes != RowBytes::none &&
+         p.w.codes.floats == (bytes == RowBytes::floats) &&
+         (bytes == RowBytes::floats || blocks_of(p.w.k) <= kMostChainBlocks);
+}
+
+// In shared memory.
+template <RowBytes kBytes>
+struct ChainRowsShared {
+  RowShared row;
+  int sums[kBytes == RowBytes::integers ? kMostChainBlocks : 1];
+};
+
+// Brings weights of an op's norm into the second-level cache, by all threads of a block.
+__device__ inline void prefetch_norm(const ChainOp& op) {
+  const bool sums = op.kind == ChainOp::Kind::sum;
+  const float* weight = sums ? op.sum.norm.weight : op.norm.weight;
+  const int width = sums ? op.sum.y.width : op.kind == ChainOp::Kind::norm ? op.y.width : op.product.w.k;
+  constexpr int kLine = 32;  // values
+  if (weight)
+    for (int i = threadIdx.x * kLine; i < width; i += blockDim.x * kLine)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(weight + i));
+}
+
+// Does an op of rows to those that a block of threads has, from its own number on every `blocks`-th, once all blocks
+// have done the op before it. t: kThreads; segments: of the product that an op's bytes are for.
+template <int kThreads, RowBytes kBytes>
+__device__ inline void do_rows(const RowThreads& t, ChainRowsShared<kBytes>& shared, const ChainOp& op,
+                               const Segments& segments, int rows, int own, int blocks) {
+  constexpr int kPlays = plays_of(kThreads);
+  const auto each = [&](auto work) {
+    for (int row = own; row < rows; row += blocks) work(row);
   };
-  float kept[kEights][kEach][8], weights[kEights][kEach][8];
-#pragma unroll
-  for (int i = 0; i < kEights; i++)
-#pragma unroll
-    for (int j = 0; j < kEach; j++) read(at(i, j), kept[i][j]), read_eight(norm.weight, at(i, j), width, weights[i][j]);
-  constexpr int kAll = kEights * kNormThreads * 8;
-#pragma unroll
-  for (int j = 0; j < kEach; j++) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kEights; i++)
-#pragma unroll
-      for (int v = 0; v < 8; v++) sum = fmaf(kept[i][j][v], kept[i][j][v], sum);
-    for (int i = kAll + j * kThreads + thread; i < width; i += kNormThreads) {
-      const float value = __ldcg(in + i);
-      sum = fmaf(value, value, sum);
+  if (op.kind == ChainOp::Kind::norm) {
+    const auto norm = [&](auto weights, auto work) {
+      weights.read(t, op.norm, op.y.width);
+      each([&](int row) { work(weights, row); });
+    };
+    if (op.y.width <= kRowThreads * kRowEight)
+      norm(NormWeights<kPlays>(), [&](const auto& weights, int row) {
+        norm_row<kPlays, 1>(t, shared.row, op.x, op.norm, weights, op.y, row);
+      });
+    else
+      norm(NormWeights<kPlays, 2>(), [&](const auto& weights, int row) {
+        norm_row<kPlays, 2>(t, shared.row, op.x, op.norm, weights, op.y, row);
+      });
+  } else if (op.kind == ChainOp::Kind::sum) {
+    const RankSum& s = op.sum;
+    if (const int r = t.thread; r < s.peers.world && r != s.peers.rank) {
+      const uint32_t call = call_of(s);
+      if (own == 0) tell_rank(s.peers, r, call);
+      await_rank(s.peers, r, call);
     }
-    sum = warp_sum(sum);
-    if (thread % 32 == 0) squares[(j * kThreads + thread) / 32] = sum;
+    t.sync();
+    NormWeights<kPlays> weights;
+    if (s.norm.weight) weights.read(t, s.norm, s.y.width);
+    each([&](int row) { sum_row<true, kMostChainRanks, false, kPlays>(t, shared.row, s, weights, row); });
+  } else if constexpr (kBytes != RowBytes::none) {
+    constexpr bool kFloats = kBytes == RowBytes::floats;
+    constexpr int kWide = 20480;  // columns that threads keep in registers; more are read again
+    const Product& p = op.product;
+    const Rows in = op.norm.weight ? Rows{const_cast<float*>(op.x), nullptr, p.w.k} : p.x;
+    const auto work = [&](auto norms, auto keeps) {
+      constexpr bool kNorms = decltype(norms)::value;
+      constexpr int kKept = decltype(keeps)::value;
+      PieceWeights<kNorms, kKept> weights;
+      weights.read(t, op.norm, p.w.k);
+      each([&](int row) {
+        bytes_row<kFloats, kNorms, kKept>(t, shared.row, shared.sums, in, blocks_of(rows) * kBlock, segments, p.bytes,
+                                          op.norm, weights, row);
+      });
+    };
+    using std::integral_constant;
+    if (op.norm.weight) work(std::true_type(), integral_constant<int, kPlays>());
+    else if (p.w.k <= kThreads * kRowPiece) work(std::false_type(), integral_constant<int, 1>());
+    else work(std::false_type(), integral_constant<int, (kWide / kRowPiece + kThreads - 1) / kThreads>());
   }
-  barrier();
-  float total = 0;
-  for (int w = 0; w < kNormThreads / 32; w++) total += squares[w];
-  const float factor = 1.0f / sqrtf(total / width + norm.eps), one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-  for (int i = 0; i < kEights; i++)
-#pragma unroll
-    for (int j = 0; j < kEach; j++) {
-#pragma unroll
-      for (int v = 0; v < 8; v++) kept[i][j][v] = kept[i][j][v] * factor * (weights[i][j][v] + one);
-      put_eight(out, row, at(i, j), width, kept[i][j]);
-    }
-  for (int i = kAll + thread; i < width; i += kThreads)
-    put(out, row, i, __ldcg(in + i) * factor * (norm.weight[i] + one));
-  barrier();  // before the next row's sums
 }
 
 }  // namespace cuda
