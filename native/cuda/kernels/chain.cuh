@@ -134,8 +134,10 @@ __device__ inline void await_done(const int* count, int all) {
 }
 // Of the warps that multiply.
 template <typename S>
+constexpr int kWorkersBarrier = 1 + S::kGroups;
+template <typename S>
 __device__ inline void workers_barrier() {
-  asm volatile("bar.sync %0, %1;" ::"n"(1 + S::kGroups), "n"(S::kWorkers) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"n"(kWorkersBarrier<S>), "n"(S::kWorkers) : "memory");
 }
 
 // What all parts of the kernel have of the ring of stages.
@@ -146,7 +148,7 @@ struct ChainRing {
   uint64_t *full, *empty;
 };
 
-constexpr int kWeightWarps = 2, kRowWarps = kStepBlocks;
+constexpr int kWeightWarps = 2, kFetchRowWarps = kStepBlocks;
 
 // A thread asks for weights of every product, stage after stage: of every second group of columns.
 template <typename S>
@@ -475,6 +477,12 @@ class ChainWorker {
 };
 #endif
 
+// What is done to rows on their way to a format's products.
+template <class Format>
+AS_BOTH constexpr RowBytes row_bytes_of() {
+  return Format::kParts == 4 ? RowBytes::none : Format::kFloats ? RowBytes::floats : RowBytes::integers;
+}
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_constant__ ChainLinks chain) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -482,18 +490,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_cons
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ int arrived[S::kGroups];
+  constexpr RowBytes kBytes = row_bytes_of<typename S::Format>();
+  __shared__ ChainRowsShared<kBytes> rows_shared;
   let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++)
-      barrier_init(&full[i], kWeightWarps + kRowWarps), barrier_init(&empty[i], 4 * S::kGroups);
+      barrier_init(&full[i], kWeightWarps + kFetchRowWarps), barrier_init(&empty[i], 4 * S::kGroups);
     barriers_are_there();
   }
+  for (int i = 0; i < chain.count; i++)
+    if (chain.links[i].op.kind != ChainOp::Kind::product && (int)blockIdx.x < chain.links[i].blocks)
+      prefetch_norm(chain.links[i].op);
   __syncthreads();
   const ChainRing<S> ring{shared, shared_address(shared), full, empty};
   if (threadIdx.x >= S::kWorkers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // Issuing a copy takes some 200 cycles: so warps share them, and one thread of each asks.
-    static_assert(kWeightWarps + kRowWarps == kGroupThreads / 32);
+    static_assert(kWeightWarps + kFetchRowWarps == kGroupThreads / 32);
     if (threadIdx.x % 32 != 0) return;
     const int warp = (threadIdx.x - S::kWorkers) / 32;
     if (warp < kWeightWarps) fetch_weights<S>(chain, ring, warp);
@@ -503,6 +516,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_cons
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
   await_previous();
   int* const barriers = chain.scratch.barriers;
+  const RowThreads threads{(int)threadIdx.x, S::kWorkers, kWorkersBarrier<S>};
   ChainWorker<S> worker(ring, arrived);
   for (int i = 0; i < chain.count; i++) {
     const ChainLink& link = chain.links[i];
@@ -512,8 +526,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_cons
     } else {
       if (threadIdx.x == 0 && i) await_done(barriers + i - 1, chain.links[i - 1].blocks);
       workers_barrier<S>();
-      for (int row = blockIdx.x; row < chain.rows; row += link.blocks)
-        norm_row<S::kWorkers>(link.op.x, link.op.norm, row, link.op.y, [] { workers_barrier<S>(); });
+      do_rows<S::kWorkers, kBytes>(threads, rows_shared, link.op, link.segments, chain.rows, blockIdx.x, link.blocks);
     }
     if (i + 1 == chain.count) break;
     fence_copies();
@@ -536,13 +549,12 @@ ChainLinks links_of(const ChainOp* ops, int count, int rows, int blocks, const S
   for (int i = 0; i < count; i++) {
     ChainLink& link = chain.links[i];
     link.op = ops[i];
+    const Matrix& w = ops[i].product.w;
+    if (w.k) link.k = ChainSteps(Pieces(w.k, w.most_pieces)), link.segments = Segments(w, Pieces(w.k, w.most_pieces));
     if (ops[i].kind != ChainOp::Kind::product) {
       link.blocks = std::min(rows, blocks);
       continue;
     }
-    const Matrix& w = ops[i].product.w;
-    const Pieces k(w.k, w.most_pieces);
-    link.k = ChainSteps(k), link.segments = Segments(w, k);
     link.tiles = (blocks_of(w.n) + S::kGroups - 1) / S::kGroups;
     const int pieces = link.tiles * link.k.pieces, steps = link.tiles * link.k.count;
     // Sums that one leaves for another come late: where it costs little, everybody has pieces of its own.

@@ -6,6 +6,7 @@ namespace as {
 namespace cuda {
 
 void chain_bf16(const ChainOp* ops, int count, int rows, const Queue& queue);
+void chain_float8(const ChainOp* ops, int count, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

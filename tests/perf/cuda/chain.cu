@@ -1,9 +1,9 @@
 // The products of a layer and what is between them in one launch (native/cuda/chain.h), against launches one by one:
 // the same bits, and microseconds a layer of Qwen2.5-7B's shape.
-//   K=native/cuda/kernels; nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/chain.cu
-//        $K/chain.cu $K/chain_bf16.cu $K/linear_{bf16,split,stream,wide}.cu $K/rows.cu $K/ceilings.cu -o chain
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/chain.cu native/cuda/chain.cpp
+//        native/cuda/kernels/{chain*,linear_*,rows,byte_rows,quantize,sum_ranks,ceilings}.cu -o chain
 //   chain schedule: every step is computed once, and nobody waits for ever; needs no GPU
-//   chain check [repetitions]; chain time [rows,rows...]
+//   chain check FORMAT [repetitions]; chain time FORMAT [rows,rows...]; FORMAT: bf16, float8, int8, int4, w8a8, w4a8
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -130,11 +130,30 @@ struct Layer {
 struct Step {
   float *hidden, *out;
   uint16_t *attention, *normed, *gated, *normed_again;
+  char* bytes;
 };
+static std::string format = "bf16";
+static bool of_bytes() { return format == "float8" || format == "w8a8" || format == "w4a8"; }
 static Matrix matrix(int n, int k) {
   Matrix m;
-  m.n = n, m.k = k, m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
-  m.tiles = noise<uint16_t>(tiles_bytes(n, k), 0.03f);
+  m.n = n, m.k = k;
+  if (format == "bf16") {
+    m.kind = Kind::bf16, m.most_pieces = most_pieces(n);
+    m.tiles = noise<uint16_t>(tiles_bytes(n, k), 0.03f);
+    return m;
+  }
+  const bool floats = format == "float8";
+  m.kind = floats ? Kind::float8 : of_bytes() ? Kind::integers : Kind::codes;
+  m.codes.bits = format == "int4" || format == "w4a8" ? 4 : 8, m.codes.floats = floats;
+  m.codes.group = floats || k < kBlock ? k : kBlock, m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
+  m.most_pieces = pieces_of_codes(n, k);
+  m.codes.words = memory<uint32_t>(codes_bytes(n, k, m.codes.bits));
+  m.codes.scales = memory<uint32_t>(scales_bytes(n, m.codes.groups));
+  static uint16_t* values = memory<uint16_t>((size_t)512 << 20);
+  static float* ranges = memory<float>((size_t)256 << 20);
+  static auto* bad = memory<unsigned long long>(8);
+  fill_noise(values, (size_t)n * k * 2 / 4 * 4, 0.03f, seed++, queue);
+  quantize_rows(values, Source::bf16, k, m.codes.group, 0, n, m, 0, ranges, bad, queue);
   return m;
 }
 static Layer layer_of(const Sizes& s) {
@@ -143,7 +162,8 @@ static Layer layer_of(const Sizes& s) {
           noise<float>(s.qkv * 4, 1.0f)};
 }
 static void free_layer(const Layer& l) {
-  for (const Matrix* m : {&l.o, &l.gate_up, &l.down, &l.qkv}) cudaFree(const_cast<uint16_t*>(m->tiles));
+  for (const Matrix* m : {&l.o, &l.gate_up, &l.down, &l.qkv})
+    cudaFree(const_cast<uint16_t*>(m->tiles)), cudaFree(m->codes.words), cudaFree(m->codes.scales);
   cudaFree(l.first_norm), cudaFree(l.second_norm), cudaFree(l.bias);
 }
 static Step step_of(const Sizes& s, const Step* same = nullptr) {
@@ -153,31 +173,39 @@ static Step step_of(const Sizes& s, const Step* same = nullptr) {
           same ? same->attention : noise<uint16_t>(tiles_bytes(rows, s.attention), 1.0f),
           memory<uint16_t>(tiles_bytes(rows, s.hidden)),
           memory<uint16_t>(tiles_bytes(rows, s.inner)),
-          memory<uint16_t>(tiles_bytes(rows, s.hidden))};
+          memory<uint16_t>(tiles_bytes(rows, s.hidden)),
+          memory<char>(byte_rows_bytes(rows, std::max({s.inner, s.hidden, s.attention})))};
 }
 static std::vector<ChainOp> ops_of(const Layer& l, const Step& t, const Sizes& s) {
-  std::vector<ChainOp> ops(6);
-  const auto product = [&](int i, const Matrix& w, const Rows& x, const Rows& y) -> Product& {
-    ops[i].product.w = w, ops[i].product.x = x, ops[i].product.y = y;
-    return ops[i].product;
-  };
-  const auto norm = [&](int i, const float* weight, uint16_t* y) {
-    ops[i].kind = ChainOp::Kind::norm, ops[i].x = t.hidden, ops[i].norm = {weight, 1e-6f, false};
-    ops[i].y = {nullptr, y, s.hidden};
-  };
+  std::vector<ChainOp> ops;
   const Rows hidden = {t.hidden, nullptr, s.hidden};
-  product(0, l.o, {nullptr, t.attention, s.attention}, hidden).adds = true;
-  norm(1, l.first_norm, t.normed);
-  product(2, l.gate_up, {nullptr, t.normed, s.hidden}, {nullptr, t.gated, s.inner}).gated = true;
-  product(3, l.down, {nullptr, t.gated, s.inner}, hidden).adds = true;
-  norm(4, l.second_norm, t.normed_again);
-  product(5, l.qkv, {nullptr, t.normed_again, s.hidden}, {t.out, nullptr, s.qkv}).bias = l.bias;
+  // Rows for a product, normed or not.
+  const auto rows_for = [&](const Matrix& w, uint16_t* tiles, const float* norm) {
+    ChainOp op;
+    op.kind = of_bytes() ? ChainOp::Kind::bytes : ChainOp::Kind::norm;
+    op.product.w = w, op.product.x = {nullptr, tiles, w.k}, op.product.bytes = byte_rows(t.bytes, 64, w.k);
+    if (norm) op.x = t.hidden, op.norm = {norm, 1e-6f, false}, op.y = {nullptr, tiles, w.k};
+    if (norm || of_bytes()) ops.push_back(op);
+  };
+  const auto product = [&](const Matrix& w, uint16_t* x, const Rows& y) -> Product& {
+    ChainOp op;
+    op.product.w = w, op.product.x = {nullptr, x, w.k}, op.product.y = y;
+    if (of_bytes()) op.product.bytes = byte_rows(t.bytes, 64, w.k), op.product.quantized = true;
+    ops.push_back(op);
+    return ops.back().product;
+  };
+  rows_for(l.o, t.attention, nullptr);
+  product(l.o, t.attention, hidden).adds = true;
+  rows_for(l.gate_up, t.normed, l.first_norm);
+  product(l.gate_up, t.normed, {nullptr, t.gated, s.inner}).gated = true;
+  rows_for(l.down, t.gated, nullptr);
+  product(l.down, t.gated, hidden).adds = true;
+  rows_for(l.qkv, t.normed_again, l.second_norm);
+  product(l.qkv, t.normed_again, {t.out, nullptr, s.qkv}).bias = l.bias;
   return ops;
 }
-static void one_by_one(const std::vector<ChainOp>& ops, int rows) {
-  for (const ChainOp& op : ops)
-    if (op.kind == ChainOp::Kind::product) linear_bf16(op.product, rows, queue);
-    else rms_norm(op.x, op.norm, rows, op.y, queue);
+static void one_by_one(const ChainOp* ops, int count, int rows) {
+  for (int i = 0; i < count; i++) run_op(ops[i], rows, queue);
 }
 
 __global__ void differ_kernel(const uint32_t* a, const uint32_t* b, size_t count, int* differ) {
@@ -205,11 +233,13 @@ static int check_bits(int repetitions) {
         check(cudaMemsetAsync(t.gated, 0, tiles_bytes(64, s.inner), stream));
       };
       const std::vector<ChainOp> ops = ops_of(l, all, s);
-      begin(one), one_by_one(ops_of(l, one, s), rows);
-      if (chained(ops.data(), 6, rows, queue) != 6) std::printf("no chain: %d rows\n", rows), wrong++;
+      const int count = (int)ops.size();
+      begin(one), one_by_one(ops_of(l, one, s).data(), count, rows);
+      if (chained(ops.data(), count, rows, queue) != count) std::printf("no chain: %d rows\n", rows), wrong++;
       for (int i = 0; i < repetitions; i++) {
-        begin(all), run_chain(ops.data(), 6, rows, queue);
-        if (i % 8 == 0) run_chain(ops.data(), 6, rows, queue), begin(all), run_chain(ops.data(), 6, rows, queue);
+        begin(all), run_chain(ops.data(), count, rows, queue);
+        if (i % 8 == 0)
+          run_chain(ops.data(), count, rows, queue), begin(all), run_chain(ops.data(), count, rows, queue);
         compare(one.out, all.out, rows * s.qkv * 4, 0), compare(one.hidden, all.hidden, rows * s.hidden * 4, 1);
         compare(one.gated, all.gated, tiles_bytes(rows, s.inner), 2);
         compare(one.normed, all.normed, tiles_bytes(rows, s.hidden), 3);
@@ -224,7 +254,7 @@ static int check_bits(int repetitions) {
     }
     free_layer(l);
   }
-  std::printf("check: %d wrong\n", wrong);
+  std::printf("check %s: %d wrong\n", format.c_str(), wrong);
   return wrong;
 }
 
@@ -233,7 +263,7 @@ static double time_of(int layers, const std::vector<std::vector<ChainOp>>& ops, 
   const auto run = [&] {
     for (int i = 0; i < layers; i++)
       if (chain) run_chain(ops[i].data() + first, count, rows, queue);
-      else one_by_one({ops[i].begin() + first, ops[i].begin() + first + count}, rows);
+      else one_by_one(ops[i].data() + first, count, rows);
   };
   run();
   check(cudaStreamSynchronize(stream));
@@ -269,12 +299,17 @@ static void time_layers(const std::vector<int>& all_rows) {
   double bytes = 0;
   for (const Layer& l : all) ops.push_back(ops_of(l, t, s));
   for (const ChainOp& op : ops[0])
-    if (op.kind == ChainOp::Kind::product) bytes += (double)tiles_bytes(op.product.w.n, op.product.w.k);
-  std::printf("us a layer; bytes alone %.1f\n", bytes / 4.44e6);
+    if (const Matrix& w = op.product.w; op.kind == ChainOp::Kind::product)
+      bytes += (double)(w.codes.bits ? codes_bytes(w.n, w.k, w.codes.bits) + scales_bytes(w.n, w.codes.groups)
+                                     : tiles_bytes(w.n, w.k));
+  std::printf("%s: us a layer; bytes alone %.1f\n", format.c_str(), bytes / 4.44e6);
   const struct {
     const char* name;
     int first, count;
-  } parts[] = {{"layer", 0, 6}, {"o, norm, gate_up", 0, 3}, {"gate_up, down", 2, 2}, {"down, norm, qkv", 3, 3}};
+  } parts[] = {{"layer", 0, (int)ops[0].size()},
+               {"o, norm, gate_up", 0, of_bytes() ? 4 : 3},
+               {"gate_up, down", of_bytes() ? 3 : 2, of_bytes() ? 3 : 2},
+               {"down, norm, qkv", of_bytes() ? 5 : 3, 3}};
   for (int rows : all_rows)
     for (const auto& part : parts)
       std::printf("%2d rows, %s: one by one %.1f, chain %.1f\n", rows, part.name,
@@ -290,9 +325,10 @@ int main(int argc, char** argv) {
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
                    memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4),
                    memory<int>(kScratchBarriers * 4)};
-  if (what == "check") return check_bits(argc > 2 ? std::atoi(argv[2]) : 200) != 0;
+  if (argc > 2) format = argv[2];
+  if (what == "check") return check_bits(argc > 3 ? std::atoi(argv[3]) : 200) != 0;
   std::vector<int> rows;
-  for (char* at = std::strtok(argc > 2 ? argv[2] : strdup("1,8,32"), ","); at; at = std::strtok(nullptr, ","))
+  for (char* at = std::strtok(argc > 3 ? argv[3] : strdup("1,8,32"), ","); at; at = std::strtok(nullptr, ","))
     rows.push_back(std::atoi(at));
   time_layers(rows);
 }
