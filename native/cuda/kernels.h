@@ -37,8 +37,9 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
+// are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -46,6 +47,7 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
+  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
