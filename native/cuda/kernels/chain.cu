@@ -43,10 +43,9 @@ int chained(const ChainOp* ops, int count, int rows, const Queue& queue) {
   const Format format = format_of(ops, count);
   if (format == Format::none) return 0;
   const auto takes = [&](const ChainOp& op) {
-    if (op.kind == ChainOp::Kind::sum) return false;
     if (op.kind != ChainOp::Kind::product) return has_row_op(op, row_bytes_of(format));
     return format_of(op.product.w) == format && fits(op.product.w, rows) &&
-           (format == Format::bf16 ? op.product.x.tiles != nullptr : op.product.quantized);
+           (format != Format::bf16 || op.product.x.tiles);
   };
   int all = 0;
   while (all < std::min(count, kMostChained) && takes(ops[all])) all++;
