@@ -178,22 +178,24 @@ AS_TILE(240, 120, 120, 121, 122)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// d [64, N] += a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
+// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
 // says.
 template <int N>
 struct WeighedTile;
-#define AS_TILE(n, count, a0, a1, a2, a3, b)                                                        \
-  template <>                                                                                       \
-  struct WeighedTile<n> {                                                                           \
-    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right) { \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count    \
-                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 1;"              \
-                   : AS_SUMS_##count                                                                \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));           \
-    }                                                                                               \
+#define AS_TILE(n, count, a0, a1, a2, a3, b, adds)                                                             \
+  template <>                                                                                                  \
+  struct WeighedTile<n> {                                                                                      \
+    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                   \
+                   ", 0;\n"                                                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count               \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1; }"                       \
+                   : AS_SUMS_##count                                                                           \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));          \
+    }                                                                                                          \
   };
-AS_TILE(64, 32, 32, 33, 34, 35, 36)
-AS_TILE(128, 64, 64, 65, 66, 67, 68)
+AS_TILE(64, 32, 32, 33, 34, 35, 36, 37)
+AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
 #undef AS_TILE
 
 // Which stage is next, and how often all have been used: barriers' parity.
