@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kNormThreads)
   if (threadIdx.x >= 32) return;
   float dot[1][1];
   multiply_rows<1, 1, kWhole>(row, 1, weights, width, dot);
-  if (threadIdx.x == 0)
-    logits.y.values[expert] = logits.bias ? __fadd_rn(dot[0][0], logits.bias[expert]) : dot[0][0];
+  if (threadIdx.x == 0) logits.y.values[expert] = logits.bias ? __fadd_rn(dot[0][0], logits.bias[expert]) : dot[0][0];
 }
 
 // The experts that the row goes to, of those that this rank has, in ascending order.

@@ -190,7 +190,8 @@ void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& qu
 
 template <int kBits, bool kFine, int kTiles>
 void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
-  const int columns = ceil_div(e.product.w.n, kColumnTiles * kTileRows), items = most_items(e, entries, kTiles * kRowTile, columns);
+  const int columns = ceil_div(e.product.w.n, kColumnTiles * kTileRows),
+            items = most_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
     return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
   start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);

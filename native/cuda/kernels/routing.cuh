@@ -53,8 +53,8 @@ __device__ inline uint32_t ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// A warp chooses a row's experts, in ascending order: chosen, and their weights: shares [top]. scores, choice: [experts]
-// of shared memory.
+// A warp chooses a row's experts, in ascending order: chosen, and their weights: shares [top]. scores, choice:
+// [experts] of shared memory.
 __device__ inline void route_row(const float* logits, const Router& router, int top, bool there, float* scores,
                                  float* choice, int* chosen, float* shares) {
   const int lane = threadIdx.x % 32, experts = router.experts;
