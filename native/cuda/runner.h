@@ -40,6 +40,8 @@ struct Ranks {
 };
 // Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
 bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
+// What an op's attributes say of its norm.
+Norm norm_of(const OpNode& op, const float* weight);
 // Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 
@@ -131,12 +133,22 @@ class CudaRunner : public QueuedRunner {
   void bind_attention(const OpNode& op);
   void allocate_routings();
   bool is_routing(int tensor) const;
-  void bind_router(const OpNode& op, const OpNode* logits = nullptr);
+  // Of a step of one row: whether ops_[router] begins a layer that has kernels for that; and whether ops_[norm] is made
+  // with such a router's logits.
+  bool has_row_kernels_at(size_t router) const;
+  bool norms_with_router(size_t norm) const;
+  Product logits_of(size_t linear) const;
+  // logits: whether ops_[i - 1], the linear that makes them, is started here, too.
+  void bind_router(size_t i, bool logits);
   int bind_expert_linear(size_t i);
+  // last: of the ops that it does.
+  Combination combination_at(size_t i, size_t& last) const;
   int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
+  // Whether ops from `first` on read a tensor before one makes it anew.
+  static bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor);
   // The add, if any, that alone reads a tensor from ops_[next] on, and is that op.
   std::optional<size_t> sum_at(size_t next, int tensor) const;
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
@@ -170,8 +182,9 @@ class CudaRunner : public QueuedRunner {
   // A row set of entries of experts: its routers form it one after the other.
   struct Routed {
     Routing routing;
-    Kind kind;   // of experts' matrices
-    int shares;  // the tensor of weights
+    Kind kind;                     // of experts' matrices
+    int shares;                    // the tensor of weights
+    std::optional<ChosenRow> row;  // where the router's layer has kernels for a step of one
   };
   std::map<int, Routed> routed_;  // by row set
   std::vector<Memory> routing_memory_;

@@ -196,6 +196,10 @@ class Model:
     def kv_bytes(self, positions: float) -> float:
         return positions * self.position_bytes
 
+    def step_bytes(self, batch: int, context: int) -> float:
+        """What a step reads; of experts those that the last decode() has touched."""
+        return self.bytes + self.shape[1] * self.touched * self.expert_bytes + batch * self.kv_bytes(context)
+
 
 def main(arguments: list[str]) -> None:
     name = arguments[0] if arguments and arguments[0] in SHAPES else "7b"
@@ -237,8 +241,7 @@ def run(model: Model, decode: list[int], contexts: list, prefill: list, chunk: i
     bandwidth, rate = model.ranks * BANDWIDTH, model.ranks * RATE
     for batch, context in [(b, 128) for b in decode] + [(b, c) for c, b in contexts]:
         seconds = model.decode(batch, context)
-        experts = model.shape[1] * model.touched * model.expert_bytes
-        floor = (model.bytes + experts + batch * model.kv_bytes(context)) / bandwidth
+        floor = model.step_bytes(batch, context) / bandwidth
         touched = f", {model.touched:.1f} experts a layer" if model.routed else ""
         print(f"decode batch {batch} at {context}: {1e3 * seconds:.3f} ms, {batch / seconds:,.0f} tokens/s, "
               f"{floor / seconds:.2f} of bandwidth{touched}", flush=True)

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
         print(f"prefill {batch} x {tokens}: {batch * tokens / model.prefill(batch, tokens, 8192):,.0f} tokens/s")
     for batch in batches:
         seconds = model.decode(batch)
-        floor = (model.bytes + batch * model.kv_bytes(128)) / BANDWIDTH
+        floor = model.step_bytes(batch, 128) / BANDWIDTH
         kernels = kernels_of(model, batch)
         times, before, ended = defaultdict(list), ("", ""), None
         for begin, end, kernel in kernels:
