@@ -14,9 +14,10 @@ __device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
 // At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
 // the whole cluster's memory is not wanted.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
@@ -27,16 +28,17 @@ __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
       "r"(block)
       : "memory");
 }
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni finished;\n"
       "bra.uni again;\n"
-      "finished: }" ::"r"(shared_address(barrier)),
+      "finished: }" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
 // All threads of a cluster's blocks, what they wrote included.
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
