@@ -399,16 +399,14 @@ int CudaRunner::bind_linear(size_t i) {
     p.bias = nullptr, p.y.width = p.w.n;
   }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
+  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   ChainOp link;
-  if (p.w.takes_bytes() && !p.quantized) {
-    link.kind = ChainOp::Kind::bytes, link.product = p;
-    add_op(link, x.row_set);
-    p.quantized = true;
-  }
-  link.kind = ChainOp::Kind::product, link.product = p;
+  link.product = p;
+  if (p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1)))
+    link.kind = ChainOp::Kind::bytes, add_op(link, x.row_set);
+  link.kind = ChainOp::Kind::product;
   if (has_few_columns(p.w) && is_routing(op.outputs[0])) {
     launches_.push_back([=](const Size& size) {
       if (const int rows = count(x, size)) linear_few(p, rows, queue);

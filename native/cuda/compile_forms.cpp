@@ -60,17 +60,19 @@ void CudaRunner::link_launches(Form& form) const {
   }
 }
 
-// Starts launches from `first` on that are one for so many rows; returns how many these are, 0: it is to be started by
-// itself.
-int CudaRunner::launch_chain(const Form& form, size_t first, size_t end, const Size& size) const {
+int CudaRunner::chain_at(const Form& form, size_t first, size_t end, const Size& size) const {
   const Link& link = form.links[first];
-  const int rows = link.length > 1 ? rows_of(link.row_set, size.rows, size.outputs) : 0;
-  if (!rows) return 0;
-  const ChainOp* ops = &form.ops[first];
-  const int count = chained(ops, std::min(link.length, (int)(end - first)), rows, device_.queue());
-  if (count < 2) return 0;
-  run_chain(ops, count, rows, device_.queue());
-  return count;
+  const int rows = limits_.chains && link.length > 1 ? rows_of(link.row_set, size.rows, size.outputs) : 0;
+  return rows ? chained(&form.ops[first], std::min(link.length, (int)(end - first)), rows, device_.queue()) : 0;
+}
+
+int CudaRunner::launches(int rows) const {
+  int found = 0;
+  Size size;
+  size.rows = size.outputs = rows;
+  for (size_t i = 0; i < forms_[0].launches.size(); found++)
+    i += std::max(chain_at(forms_[0], i, forms_[0].launches.size(), size), 1);
+  return found;
 }
 
 // All of a linear's targets at once.

@@ -155,8 +155,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
-  bool quantized = false;       // `bytes` is there already
+  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -171,7 +170,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x is quantized first.
+// Of integers: what is multiplied is p.bytes.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);

@@ -427,6 +427,8 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("plan"), py::arg("want_logits") = false)
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
            "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
+      .def("launches", &CudaExecutor::launches, py::arg("rows"),
+           "How many kernels, or chains of them, a step of so many rows that decode starts, without draws.")
       .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
       .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")

@@ -70,6 +70,8 @@ class CudaRunner : public QueuedRunner {
   // Between steps. on: what launches cost is counted anew; off: what was counted stays.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
+  // Of a step of so many rows, each with an output and none with an adapter: how many there are, without draws.
+  int launches(int rows) const;
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -120,7 +122,8 @@ class CudaRunner : public QueuedRunner {
   // Adds the launch of an op that may be part of a chain.
   void add_op(const ChainOp& op, int row_set);
   void link_launches(Form& form) const;
-  int launch_chain(const Form& form, size_t first, size_t end, const Size& size) const;
+  // How many launches from `first` on are one for so many rows; less than two: none.
+  int chain_at(const Form& form, size_t first, size_t end, const Size& size) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);

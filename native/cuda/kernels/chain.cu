@@ -51,7 +51,7 @@ int chained(const ChainOp* ops, int count, int rows, const Queue& queue) {
   const auto takes = [&](const ChainOp& op) {
     if (op.kind != ChainOp::Kind::product) return has_row_op(op, format.row_bytes());
     const Product& p = op.product;
-    return Format(p.w) == format && fits(p.w, rows) && (p.w.takes_bytes() ? p.quantized : p.x.tiles != nullptr);
+    return Format(p.w) == format && fits(p.w, rows) && (p.w.takes_bytes() || p.x.tiles);
   };
   int all = 0;
   while (all < std::min(count, kMostChained) && takes(ops[all])) all++;

@@ -254,6 +254,8 @@ class ChainWorker {
       const int column_block = part.tile * kGroups + group_;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
       const bool begun = part.begin > part.first;     // by others
+      // Cleared even where the first product does not add: so that no register holds them while rows are made.
+      if (!begun || Format::kFloats) clear(d_);
       if (begun) take_sums(scratch, own);
       else if constexpr (Format::kSegments) clear(total_);
       add_products(p, part, begun, link.segments);
