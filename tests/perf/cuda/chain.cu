@@ -196,7 +196,7 @@ static std::vector<ChainOp> ops_of(const Layer& l, const Step& t, const Sizes& s
   const auto product = [&](const Matrix& w, uint16_t* x, const Rows& y) -> Product& {
     ChainOp op;
     op.product.w = w, op.product.x = {nullptr, x, w.k}, op.product.y = y;
-    if (of_bytes()) op.product.bytes = byte_rows(t.bytes, 64, w.k), op.product.quantized = true;
+    if (of_bytes()) op.product.bytes = byte_rows(t.bytes, 64, w.k);
     ops.push_back(op);
     return ops.back().product;
   };
