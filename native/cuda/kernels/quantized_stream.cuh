@@ -44,7 +44,7 @@ struct Integers {
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
-  static constexpr bool kFine = false, kSegments = true, kFloats = true;
+  static constexpr bool kFine = false, kSegments = false, kFloats = true;
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
@@ -277,20 +277,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (j >= blocks) return;
       const uint32_t to = stages + stage * S::kStageBytes;
       constexpr int kRowBlocks = (kRows + kBlock - 1) / kBlock;
-      const int i = warp / kStepBlocks;
-      if (const int own = min(kBlock, there - i * kBlock); i < kRowBlocks && own > 0) {
+      for (int i = warp / kStepBlocks; i < kRowBlocks; i += kWarps / kStepBlocks) {
+        const int own = min(kBlock, there - i * kBlock);
+        if (own <= 0) break;
         const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p.x.tiles)
                                             : reinterpret_cast<const char*>(p.bytes.values);
         copy_bulk(to + j * S::kRowsBytes + i * kBlock * Format::kRowBytes,
                   x + (((size_t)(row / kBlock + i) * k.blocks + block + j) * kBlock + row % kBlock) * Format::kRowBytes,
                   own * Format::kRowBytes, &full[stage]);
       }
-      if (S::kHasSums && i == 1)
+      if (S::kHasSums && warp / kStepBlocks == 1)
         copy_bulk(to + S::kSumsAt + j * S::kSumsBytes,
                   reinterpret_cast<const char*>(p.bytes.sums + (size_t)(block + j) * stride + row), S::kSumsBytes,
                   &full[stage]);
     };
-    static_assert(kGroups <= kWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kWarps);
+    static_assert(kGroups <= kWarps && kStepBlocks * 2 == kWarps);
     // Weights are on their way before the kernel before this one has made the rows.
     StreamCursor ahead(all), behind = ahead;
     int begun = 0;
