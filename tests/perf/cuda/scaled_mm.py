@@ -37,9 +37,11 @@ def main(rows_of: list[int]) -> None:
                 w = [torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn).t() for _ in range(copies)]
                 x = torch.randn(rows, k, device="cuda").to(torch.float8_e4m3fn)
                 of_rows, of_columns = torch.ones(rows, 1, device="cuda"), torch.ones(1, n, device="cuda")
+
                 def run(i):
-                    torch._scaled_mm(x, w[i % copies], of_rows, of_columns, out_dtype=torch.bfloat16,
+                    torch._scaled_mm(x, w[i % len(w)], scale_a=of_rows, scale_b=of_columns, out_dtype=torch.bfloat16,
                                      use_fast_accum=fast)
+
                 operations = 2.0 * rows * n * k
                 t = seconds(run, max(3, min(60, int(8e-3 / max(operations / 1e15, n * k / 4e12)))))
                 line.append(f"{name} {t * 1e6:.1f} ({operations / t / 1e12:.0f})")
