@@ -17,18 +17,13 @@ namespace cuda {
 namespace {
 
 constexpr int kMostShared = 226 << 10;
-[[maybe_unused]] constexpr int kCopiers = 4;                                          // threads that copy
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
 constexpr int kStep = 2;                                                              // blocks of K
-// How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
-[[maybe_unused]] constexpr int kAhead = 2;
-// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
-[[maybe_unused]] constexpr int kBandRows = 2048;
+// From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
+AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
 // Pieces of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
 enum class Sums { whole, chained, beside };
-
-constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
 // A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
 // side by side.
@@ -40,18 +35,9 @@ struct Shape {
   static constexpr int kSharers = kDown * kAcross;
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
   static constexpr int kStages = kMostShared / kStageBytes, kShared = kStages * kStageBytes;
-  [[maybe_unused]] static constexpr int kBand = kBandRows / (kDown * kRows);
-  // Products of so many columns at once.
-  [[maybe_unused]] static constexpr int kAtOnce = kColumns > 256 ? kColumns / 2 : kColumns;
-  // Of sums in shared memory: two adjacent ones of eight rows lie in different banks.
-  [[maybe_unused]] static constexpr int kStride = kColumns + 8;
-  static_assert(!kBeside || kRows * kStride * 4 <= kShared);
-  // What each block of a cluster copies: whole blocks of rows, whole groups of eight columns. A copy is of one of
-  // these, or of what a block of columns has of them and a block of K.
+  // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
-  static constexpr int kOwn = kColumns / kDown, kOwnRows = kGroups / kAcross;
-  static constexpr int kParts = (kBlock - gcd(kOwn, kBlock) + kOwn - 1) / kBlock + 1;
-  [[maybe_unused]] static constexpr int kCopies = (kOwnRows + kStep * kParts + kCopiers - 1) / kCopiers;  // of a thread
+  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kShared);
 };
 
 // The tiles of a product, cluster by cluster.
@@ -66,13 +52,31 @@ Walk walk_of(int rows, int columns) {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kCopiers = 4;  // threads that copy
+// How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+constexpr int kAhead = 2;
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kBandRows = 2048;
+
+constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+// What a block of threads copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
+// block of K of a step is a copy of its own.
+template <typename S>
+struct Own {
+  static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
+  static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
+  static constexpr int kCopies = kRows + kStep * kParts;
+};
+
 // A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
 struct TilePlace {
   int row, column;
 
   template <typename S>
   __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
-    const int first = tile / (S::kBand * walk.across) * S::kBand, there = min(S::kBand, walk.down - first);
+    constexpr int kBand = kBandRows / (S::kDown * kRows);
+    const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
     const int within = tile - first * walk.across;
     return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
   }
@@ -92,18 +96,18 @@ template <typename S>
 __device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blocks, int first, int down, int across,
                         int n) {
   Copy copy;
-  if (n < S::kOwnRows) {
-    const int group = across * S::kOwnRows + n, block = at.row / kBlock + group;
+  if (n < Own<S>::kRows) {
+    const int group = across * Own<S>::kRows + n, block = at.row / kBlock + group;
     copy.of_rows = true;
     if (block >= blocks_of(rows)) return copy;
     copy.from = reinterpret_cast<const char*>(p.bytes.values) + ((size_t)block * blocks + first) * kByteBlock;
     copy.to = group * kStep * kByteBlock, copy.bytes = kByteBlock;
     return copy;
   }
-  n -= S::kOwnRows;
+  n -= Own<S>::kRows;
   copy.first = n % kStep;
-  int part = n / kStep, begin = at.column + down * S::kOwn;
-  const int end = min(begin + S::kOwn, blocks_of(p.w.n) * kBlock);
+  int part = n / kStep, begin = at.column + down * Own<S>::kColumns;
+  const int end = min(begin + Own<S>::kColumns, blocks_of(p.w.n) * kBlock);
   while (part > 0 && begin < end) begin = (begin / kBlock + 1) * kBlock, part--;
   if (begin >= end) return copy;
   const int next = min(end, (begin / kBlock + 1) * kBlock);
@@ -121,8 +125,9 @@ __device__ void forget(float (&d)[kValues]) {
   for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
 }
 
-template <int kColumns, int kAtOnce>
+template <int kColumns>
 __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+  constexpr int kAtOnce = kColumns > 256 ? kColumns / 2 : kColumns;
 #pragma unroll
   for (int i = 0; i < kColumns / kAtOnce; i++)
     Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
@@ -161,7 +166,7 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
   const float* scales = reinterpret_cast<const float*>(p.w.codes.scales);
   // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
   const auto total = [&](int row, int column) {
-    const uint32_t from = sums + (row * S::kStride + column) * 4;
+    const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
     float4 of[kMostPieces];
 #pragma unroll
     for (int i = 0; i < kMostPieces; i++)
@@ -226,6 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
     if (threadIdx.x % 32 == 0) {
+      constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
       const int warp = threadIdx.x / 32;
       uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
       for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
@@ -235,12 +241,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
         const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
                           max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
-        Copy copies[S::kCopies];
+        Copy copies[kCopies];
 #pragma unroll
-        for (int i = 0; i < S::kCopies; i++) {
+        for (int i = 0; i < kCopies; i++) {
           const int n = warp + i * kCopiers;
-          if (n < S::kOwnRows + kStep * S::kParts)
-            copies[i] = copy_of<S>(p, rows, at, k.blocks, first_block, down, across, n);
+          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, first_block, down, across, n);
           // Weights are on their way before the kernel before this one has made the rows.
           if (!waited && (copies[i].of_rows || tile != first_tile)) await_previous(), waited = true;
         }
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (warp == 0) barrier_expect(barrier, now * there * kByteRow);
           else barrier_arrive(barrier);
 #pragma unroll
-          for (int i = 0; i < S::kCopies; i++) {
+          for (int i = 0; i < kCopies; i++) {
             Copy& copy = copies[i];
             if (!copy.bytes || copy.first >= now) continue;
             const uint32_t to = stages + ring.stage * S::kStageBytes + copy.to;
@@ -299,7 +304,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                          theirs = stage + S::kRowBytes + block * kColumns * kByteRow;
 #pragma unroll
           for (int i = 0; i < 2; i++)
-            multiply<kColumns, S::kAtOnce>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
+            multiply<kColumns>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
         };
         forget(d);
 #pragma unroll 1
@@ -337,11 +342,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (S::kBeside) {
         asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
-        float* sums = reinterpret_cast<float*>(shared) + row * S::kStride + lane % 4 * 2;
+        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(S::kColumns) + lane % 4 * 2;
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i += 4) {
           *reinterpret_cast<float2*>(sums + i * 2) = make_float2(d[i], d[i + 1]);
-          *reinterpret_cast<float2*>(sums + i * 2 + 8 * S::kStride) = make_float2(d[i + 2], d[i + 3]);
+          *reinterpret_cast<float2*>(sums + i * 2 + 8 * sums_stride(S::kColumns)) = make_float2(d[i + 2], d[i + 3]);
         }
       } else {
         if (!there) continue;
