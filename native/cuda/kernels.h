@@ -37,8 +37,9 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
+// are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -46,6 +47,7 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
+  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -83,20 +85,22 @@ void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
-// all are -infinite), and how many logits are NaN or +infinite.
-constexpr int kBestParts = 16;
+// all are -infinite), and how many logits are NaN or +infinite. A part for each lane of a warp that takes the best.
+constexpr int kBestParts = 32;
 struct Best {
   float logit;
   int token, not_finite;
 };
+// Of two parts, whose ids are those of the second's or lower.
+AS_BOTH inline void add_part(Best& best, const Best& later) {
+  best.not_finite += later.not_finite;
+  if (later.token >= 0 && (best.token < 0 || later.logit > best.logit))
+    best.logit = later.logit, best.token = later.token;
+}
 // What a row's parts are together.
 AS_BOTH inline Best together(const Best* parts) {
   Best best = parts[0];
-  for (int i = 1; i < kBestParts; i++) {
-    best.not_finite += parts[i].not_finite;
-    if (parts[i].token >= 0 && (best.token < 0 || parts[i].logit > best.logit))
-      best.logit = parts[i].logit, best.token = parts[i].token;
-  }
+  for (int i = 1; i < kBestParts; i++) add_part(best, parts[i]);
   return best;
 }
 // drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
@@ -151,8 +155,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
-  bool quantized = false;       // `bytes` is there already
+  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -167,11 +170,13 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x is quantized first.
+// Of integers: what is multiplied is p.bytes.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
-// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+// Rows as such products take them: p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 

@@ -9,7 +9,7 @@ import pytest
 from gpu_toys import compiled, executor
 from reference.test_cpu_experts import mlp, routed, stack
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, tokens_of, toy
+from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, step_of, tokens_of, toy
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
@@ -86,6 +86,24 @@ def test_routers(router, corrected):
     rows, scores = routed(own, x, 12, 5, correction, **router)
     own.finish(mlp(own, x, rows, scores, 12, 9))
     compare(own)
+
+
+@pytest.mark.parametrize("experts, top, width, inner, first, count", [
+    (1, 1, 1, 1, 0, 1), (3, 2, 7, 5, 0, 3), (33, 8, 64, 40, 0, 33), (40, 12, 200, 72, 0, 40), (64, 32, 96, 16, 0, 64),
+    (128, 6, 1025, 130, 0, 128), (10, 4, 96, 48, 3, 5), (12, 3, 40, 48, 9, 1), (4, 2, 5000, 70, 0, 4)])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, normalized):
+    own = toy()
+    x = embedded(own, width)
+    for _ in range(2):
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        rows, scores = routed(own, normed, experts, top, normalized=normalized)
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "bfloat16", 0, first)))
+    own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
+    prompts = [[token] for token in range(5)]
+    together = compiled(own).step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
 
 
 def test_all_rows_to_one_expert_and_experts_without_rows():

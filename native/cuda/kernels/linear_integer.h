@@ -71,8 +71,6 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-// p.x becomes p.bytes.
-void quantize_activations(const Product& p, int rows, const Queue& queue);
 // By wgmma: any rows, of chips of capability 9.0.
 void linear_integer_stream(const Product& p, int rows, const Queue& queue);
 

@@ -26,18 +26,45 @@ __device__ inline float value_of(const Codes& c, int row, int column, int k) {
                    word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
 }
 
-// A row's scale and offset, each twice.
-struct Affine {
-  __nv_bfloat162 scale, offset;
+// Two values in bfloat16 side by side.
+__device__ __forceinline__ __nv_bfloat162 pair_of(uint32_t bits) {
+  return reinterpret_cast<const __nv_bfloat162&>(bits);
+}
+__device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) {
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+// word & mask | with, by one instruction.
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t with) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(with));
+  return y;
+}
 
-  __device__ void set(uint32_t scales) {
-    const uint32_t low = __byte_perm(scales, 0, 0x1010), high = __byte_perm(scales, 0, 0x3232);
-    scale = reinterpret_cast<const __nv_bfloat162&>(low), offset = reinterpret_cast<const __nv_bfloat162&>(high);
+// Codes of two adjacent columns become values: scale * (code - middle) + offset, rounded once. A code in the lowest
+// eight bits of a bfloat16 that is zero otherwise is a number as well, code / 2^133: the exponents 0 and 1 have one
+// unit. So no bits need to be moved: what is wanted is a power of two less than code - middle, exactly, and the scale
+// as much more. It stays finite wherever values do: a scale times the middle is one.
+template <int kBits>
+struct Affine {
+  static constexpr float kLarger = kBits == 4 ? 4 : 64;
+  __nv_bfloat162 scale, offset, larger;
+
+  __device__ __forceinline__ void set(uint32_t scales) {
+    const __nv_bfloat162 both = pair_of(scales);
+    scale = __low2bfloat162(both), offset = __high2bfloat162(both);
+    larger = __hmul2(scale, __float2bfloat162_rn(kLarger));
   }
-  // Of two integers, which bfloat16 holds: rounded once.
-  __device__ uint32_t operator()(__nv_bfloat162 centred) const {
-    const __nv_bfloat162 y = __hfma2(scale, centred, offset);
-    return reinterpret_cast<const uint32_t&>(y);
+  // Of codes in bits [0, 4) of each half of a word: 128 + code has them as the lowest of a fraction of seven.
+  __device__ __forceinline__ uint32_t low(uint32_t word) const {
+    const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
+    return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
+  }
+  // In bits [4, 8); others are anything.
+  __device__ __forceinline__ uint32_t high(uint32_t word) const { return tiny(word & 0x00f000f0u); }
+  // In bits [0, 8) of 8 bits, or [4, 8) of four, others zero: times 2^127, less 2 as that makes the middle.
+  __device__ __forceinline__ uint32_t tiny(uint32_t pair) const {
+    const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
+    return bits_of(__hfma2(larger, centred, offset));
   }
 };
 
@@ -49,31 +76,20 @@ struct LaneCodes {
 
   // The 16 columns of step `step`, which the compiler knows, as mma.sync's first operand. rows: those of lane / 4, and
   // of eight further.
-  __device__ __forceinline__ void fragment(int step, const Affine (&rows)[2], uint32_t (&a)[4]) const {
-    if constexpr (kBits == 4) {
-      const uint32_t words[2] = {step < 2 ? loaded[0].x : loaded[0].z, step < 2 ? loaded[0].y : loaded[0].w};
+  __device__ __forceinline__ void fragment(int step, const Affine<kBits> (&rows)[2], uint32_t (&a)[4]) const {
+    const uint4& four = loaded[kBits == 4 ? 0 : step / 2];
+    const bool last = kBits == 4 ? step / 2 : step % 2;
+    const uint32_t words[2] = {last ? four.z : four.x, last ? four.w : four.y};
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int below = 0; below < 2; below++) {
-          // 128 + code: the code is the lowest bits of a fraction of seven.
-          const uint32_t pair = (words[below] >> (step % 2 * 2 + half) * 4 & 0x000f000fu) | 0x43004300u;
-          const uint32_t middle = 0x43084308u;  // 136
-          a[half * 2 + below] = rows[below](
-              __hsub2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(middle)));
-        }
-    } else {
-      const uint4& four = loaded[step / 2];
-      const uint32_t words[2] = {step % 2 == 0 ? four.x : four.z, step % 2 == 0 ? four.y : four.w};
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int below = 0; below < 2; below++) {
-          // 2^23 + code: the code is the lowest bits of a fraction of 23.
-          const float low = __uint_as_float(__byte_perm(words[below], 0x4b000000u, 0x7540u + half * 2)),
-                      high = __uint_as_float(__byte_perm(words[below], 0x4b000000u, 0x7541u + half * 2));
-          a[half * 2 + below] = rows[below](__floats2bfloat162_rn(low - 8388736.0f, high - 8388736.0f));
-        }
+    for (int below = 0; below < 2; below++) {
+      const Affine<kBits>& row = rows[below];
+      if constexpr (kBits == 4) {
+        const uint32_t word = step % 2 ? words[below] >> 8 : words[below];
+        a[below] = row.low(word), a[2 + below] = row.high(word);
+      } else {
+        a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140));
+        a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342));
+      }
     }
   }
 };

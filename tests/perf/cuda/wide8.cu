@@ -124,7 +124,6 @@ std::vector<Way> ways(const Problem& a, bool streams) {
   if (streams) {
     all.push_back({"stream", nullptr, linear_float8_stream});
     if (a.rows > 64) all.push_back({"s128/4", nullptr, start_stream_tiles<StreamShape<Floats, 128, 4>>});
-    if (a.rows > 128) all.push_back({"s256/2", nullptr, start_stream_tiles<StreamShape<Floats, 256, 2>>});
   }
   for (const Choice& c : kChoices) {
     if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) continue;
