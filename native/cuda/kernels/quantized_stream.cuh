@@ -45,7 +45,7 @@ struct Integers {
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
-  static constexpr bool kFine = false, kSegments = true, kFloats = true;
+  static constexpr bool kFine = false, kSegments = false, kFloats = true;
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
