@@ -133,15 +133,16 @@ def test_whole_experts_of_a_rank(first, count, form, group, tolerance):
     compare(own, tolerance)
 
 
+@pytest.mark.parametrize("gated, attributes", [("silu_mul", {}), ("clamped_silu_mul", {"alpha": 1.702, "limit": 0.9})])
 @pytest.mark.parametrize("form, group, tolerance", FORMATS)
-def test_biases_and_a_row_set_of_two_layers(form, group, tolerance):
+def test_biases_and_a_row_set_of_two_layers(form, group, tolerance, gated, attributes):
     own = toy()
     x = embedded(own, 40)
     rows, scores = routed(own, x, 7, 3, normalized=True)
     for _ in range(2):
         bias = own.vector(7 * 62), own.vector(7 * 40)
         both = own.op("expert_linear", (x,), 62, (stack(own, 7, 62, 40, form, group), bias[0]), rows, experts=7)
-        y = own.op("expert_linear", (own.op("silu_mul", (both,), 31),), 40,
+        y = own.op("expert_linear", (own.op(gated, (both,), 31, **attributes),), 40,
                    (stack(own, 7, 40, 31, form, group), bias[1]), experts=7)
         own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
     own.finish(x)
@@ -339,5 +340,5 @@ def test_gpt_oss_is_refused_by_name():
     from checkpoints import checkpoint
     from driver import Driver
 
-    with pytest.raises(AllSparkError, match="op clamped_silu_mul on CUDA"):
+    with pytest.raises(AllSparkError, match="attention with sinks on CUDA"):
         Driver(checkpoint("gpt-oss"), **UNIT)

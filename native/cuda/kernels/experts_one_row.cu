@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     const float* bias = bias_of(e, chosen.experts[item.entry]);
     const float gate = bias ? __fadd_rn(d[0], bias[column]) : d[0],
                 up = bias ? __fadd_rn(d[2], bias[p.y.width + column]) : d[2];
-    put(p.y, item.entry, column, silu_times(gate, up));
+    put(p.y, item.entry, column, gated_by(e.gating, gate, up));
   }
 }
 

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (there)
           each_entry([&](int entry, float gate, float up) {
             if (bias) gate = __fadd_rn(gate, gate_bias), up = __fadd_rn(up, up_bias);
-            put(p.y, entry, column, silu_times(gate, up));
+            put(p.y, entry, column, gated_by(e.gating, gate, up));
           });
       } else {
         const int column = block * kBlock + warp * 16 + lane / 4;
