@@ -91,14 +91,18 @@ def test_routers(router, corrected):
 @pytest.mark.parametrize("experts, top, width, inner, first, count", [
     (1, 1, 1, 1, 0, 1), (3, 2, 7, 5, 0, 3), (33, 8, 64, 40, 0, 33), (40, 12, 200, 72, 0, 40), (64, 32, 96, 16, 0, 64),
     (128, 6, 1025, 130, 0, 128), (10, 4, 96, 48, 3, 5), (12, 3, 40, 48, 9, 1), (4, 2, 5000, 70, 0, 4)])
-@pytest.mark.parametrize("normalized", [True, False])
-def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, normalized):
+@pytest.mark.parametrize("form, group, normalized", [
+    ("bfloat16", 0, True), ("bfloat16", 0, False), ("int8", 0, True), ("int8", 16, True), ("int4", 0, True),
+    ("int4", 32, True)])
+def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, form, group, normalized):
+    if group and inner < 64:
+        pytest.skip("there are others")
     own = toy()
     x = embedded(own, width)
     for _ in range(2):
         normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
         rows, scores = routed(own, normed, experts, top, normalized=normalized)
-        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, "bfloat16", 0, first)))
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, form, group, first)))
     own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
     prompts = [[token] for token in range(5)]
     together = compiled(own).step(step_of(prompts), True).logits
