@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -115,8 +116,13 @@ struct Norm {
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
+// gate * sigmoid(alpha * gate) * (up + shift), the gate at most limit, up within +-limit: as it stands, silu(gate) *
+// up.
+struct Gating {
+  float alpha = 1, limit = HUGE_VALF, shift = 0;
+};
 // in [rows, 2 width]
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue);
 // gelu as tanh approximates it; in [rows, 2 width]
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
 // cap * tanh(x / cap)
