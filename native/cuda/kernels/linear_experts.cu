@@ -78,7 +78,7 @@ class Fragments {
   const char* stage_;
   const int there_;
   LaneCodes<kBits == 16 ? 8 : kBits> codes_[kColumnTiles];
-  Affine<kBits == 16 ? 8 : kBits> rows_[kColumnTiles][2];
+  Affine rows_[kColumnTiles][2];
 };
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
