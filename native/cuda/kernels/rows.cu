@@ -13,18 +13,41 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-__global__ void embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale,
-                             Rows out) {
+// The token that has been drawn of some parts, by a warp: 0 where there is none.
+__device__ int drawn_token(const Best* parts) {
+  static_assert(kBestParts == 32);
+  Best best = parts[threadIdx.x % 32];
+  for (int step = 1; step < 32; step *= 2) {  // lanes of lower ids keep what both have
+    const Best later = {__shfl_down_sync(0xffffffffu, best.logit, step),
+                        __shfl_down_sync(0xffffffffu, best.token, step),
+                        __shfl_down_sync(0xffffffffu, best.not_finite, step)};
+    add_part(best, later);
+  }
+  return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
   const int row = blockIdx.x;
   int id = tokens[row];
-  if (id < 0) {
-    const Best best = together(drawn + (size_t)~id * kBestParts);
-    id = best.not_finite ? 0 : max(best.token, 0);
-  }
+  if (id < 0) id = drawn_token(drawn + (size_t)~id * kBestParts);
   id -= vocab_begin;
-  for (int i = threadIdx.x; i < table.k; i += kThreads)
-    put(out, row, i, id >= 0 && id < table.n ? value_of(table, id, i) * scale : 0.0f);
+  const bool there = id >= 0 && id < table.n;
+  if (table.tiles) {  // eight columns lie side by side
+    for (int i = threadIdx.x * 8; i < table.k; i += kThreads * 8) {
+      const uint4 eight = there ? *reinterpret_cast<const uint4*>(table.tiles + tile_offset(id, i, blocks_of(table.k)))
+                                : make_uint4(0, 0, 0, 0);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) values[j] = from_bf16((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
+      put_eight(out, row, i, table.k, values);
+    }
+  } else {
+    for (int i = threadIdx.x; i < table.k; i += kThreads)
+      put(out, row, i, there ? value_of(table, id, i) * scale : 0.0f);
+  }
 }
 
 __global__ void read_row_kernel(Matrix m, int row, float* out) {
