@@ -399,7 +399,7 @@ class ChainWorker {
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
         const int there = p.w.k - block * kBlock;
-        Affine<kBits> affine[2];
+        Affine affine[2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           if (Format::kFine || i == 0) {
