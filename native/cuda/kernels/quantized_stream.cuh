@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
-      if constexpr (!Format::kSegments) {
+      if constexpr (Format::kParts == 4) {
         products.multiply(x, a, d);
       } else {
 #pragma unroll
@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const int first = step * kStepBlocks;
           barrier_wait(full_at + ring.stage * 8, ring.parity);
           if (step < whole_steps) {
-            if constexpr (!Format::kSegments) products.multiply(stages + ring.stage * S::kStageBytes, d);
+            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
           } else {
 #pragma unroll
             for (int j = 0; j < kStepBlocks; j++) {
