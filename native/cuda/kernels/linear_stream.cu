@@ -51,17 +51,6 @@ struct Parts {
   }
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ void set_flag(int* flag, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ int get_flag(const int* flag) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-#endif
-
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     linear_stream_kernel(const __grid_constant__ Product p, int rows, Pieces k, Scratch scratch) {

@@ -37,6 +37,15 @@ __device__ inline void barrier_wait(uint64_t* barrier, int parity) {
       "r"(parity)
       : "memory");
 }
+// Whether what another block of threads wrote before is there.
+__device__ inline void set_flag(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline int get_flag(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
 // All threads of a cluster's blocks, what they wrote included.
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
