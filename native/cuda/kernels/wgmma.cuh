@@ -90,6 +90,10 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
+// The same of what lies so many bytes further on.
+__device__ inline uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
+}
 // Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
 // bytes from eight rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
