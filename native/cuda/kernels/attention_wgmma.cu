@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const TileRows rows(a, tiles[gridDim.x - 1 - blockIdx.x], kManyPairs);
   if (rows.count == 0) return;
   const int kv_head = blockIdx.y, last = rows.position(rows.count - 1);
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // the same in a warp, as the compiler sees
+  const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
   int begin = rows.first_run * kRunTokens;
   if (group < 0) {

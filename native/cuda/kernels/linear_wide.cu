@@ -54,7 +54,7 @@ Walk walk_of(int rows, const Pieces& k, int columns) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
-__device__ int afresh(int x) {
+__device__ unsigned afresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
@@ -191,18 +191,18 @@ template <bool kBias, int kColumns>
 __device__ void write_gated(const Product& p, int rows, int first_row, int first_column,
                             const float (&sums)[kColumns / 2]) {
   constexpr int kEights = kColumns / 16;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4, width = p.y.width,
-            blocks = blocks_of(width);
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
+  const int width = p.y.width, blocks = blocks_of(width);
   const auto gate_of = [&](int i, int j, const float* gates) {
     if constexpr (!kBias) return silu_times(gates[j], gates[4 + j]);
-    const int column = first_column + i * 8 + 2 * quarter + j;
+    const int column = first_column + i * 8 + 2 * (int)quarter + j;
     const bool there = column < width;  // with -0 a sum is what is added
     return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
                       __fadd_rn(gates[4 + j], there ? p.bias[width + column] : -0.0f));
   };
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * h;
+    const int row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
 #pragma unroll
     for (int first = 0; first < kEights; first += 4) {
       uint32_t words[4] = {};
@@ -212,8 +212,8 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
         words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
       }
       exchange(words);
-      const int column = first_column + (first + quarter) * 8;
-      if (row >= rows || first + quarter >= kEights || column >= width) continue;
+      const int column = first_column + (first + (int)quarter) * 8;
+      if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
       if (column + 8 > width) {  // columns from the width on are padding, which is zero
 #pragma unroll
         for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
@@ -256,8 +256,9 @@ template <int kColumns>
 __device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
                            const float (&sums)[kColumns / 2]) {
   constexpr int kSixteens = kColumns / 16, kAsked = 4, kSteps = (kSixteens + kAsked - 1) / kAsked;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
-  const int column = first_column + 8 * odd + lane % 4 / 2 * 4, row = first_row + thread / 32 * 16 + lane / 4;
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
+  const int width = p.y.width, column = first_column + (int)(8 * odd + lane % 4 / 2 * 4),
+            row = first_row + (int)(thread / 32 * 16 + lane / 4);
   const int left = p.w.n - column;  // of the columns that there are
   const float* added = p.adds ? p.y.values + (size_t)row * width : p.bias;
   const int stride = p.adds ? 8 * width : 0;
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   cluster_barrier();
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   Ring<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -413,7 +414,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           begin_products();
 #pragma unroll
           for (int step = 0; step < 4; step++)
-            Tile<kColumns>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
+            Tile<kColumns>::multiply(d, further(descriptor(own), step * kStepBytes),
+                                     further(descriptor(theirs), step * kStepBytes),
                                      step > 0 || !decltype(anew)::value);
           commit_products();
           wait_products<1>();
