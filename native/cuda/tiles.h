@@ -23,9 +23,9 @@ constexpr size_t tiles_bytes(int rows, int columns) {
   return (size_t)blocks_of(rows) * blocks_of(columns) * kBlockBytes;
 }
 // Where a value lies, counted in values. column_blocks: of the matrix.
-AS_BOTH inline size_t tile_offset(int row, int column, int column_blocks) {
-  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues + (size_t)(row % kBlock) * kBlock +
-         (column % kBlock / 8 ^ row % 8) * 8 + column % 8;
+AS_BOTH inline size_t tile_offset(unsigned row, unsigned column, unsigned column_blocks) {
+  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues +
+         (row % kBlock * kBlock + (column % kBlock / 8 ^ row % 8) * 8 + column % 8);
 }
 
 // Where piece `piece` of row `row` is in a block, in bytes.
