@@ -121,7 +121,7 @@ void CudaRunner::allocate_cache() {
   // One more, of zeros: it stands for those that windows have left behind. What is read there has weight zero.
   const size_t spans = limits_.num_spans + (size_t)1;
   size_t bytes = 0, partials = 0;
-  int groups = 0;
+  int groups = 0, most_heads = 0;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
     LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
@@ -137,6 +137,7 @@ void CudaRunner::allocate_cache() {
                                   " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
+    most_heads = std::max(most_heads, layer.kv_heads);
   }
   cache_ = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache_.as();
@@ -149,6 +150,7 @@ void CudaRunner::allocate_cache() {
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
   partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention", Memory::Where::lent);
+  arrivals_ = Memory(few * most_heads * sizeof(int), "partial results of attention");
 }
 
 int CudaRunner::bind(size_t i) {
@@ -422,6 +424,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  a.arrivals = arrivals_.as<int>();
   const std::optional<Turn> turn = turn_;
   turn_.reset();
   const int* where = data_->where(op.integer("cache_group"));

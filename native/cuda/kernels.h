@@ -283,6 +283,7 @@ struct Attention {
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
+  int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out

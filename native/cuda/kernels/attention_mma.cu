@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int last = rows.position(rows.count - 1);
-  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs, true);
+  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs);
 
   const uint32_t base = shared_address(shared);
   const int size = a.cache.span_size;

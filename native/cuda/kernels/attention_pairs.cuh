@@ -12,13 +12,13 @@ class WarpPairs {
   static constexpr int kPairs = 16, kTokens = 64;                            // positions at a time
   static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, which lie in different
                                                                              // banks; bytes of keys, or of values
-  // first: of the tile's pairs; computes: whether the warp has any.
-  __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, bool computes)
+  // first: of the tile's pairs.
+  __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first)
       : a_(a), rows_(rows), kv_head_(kv_head), first_(first), factor_(score_factor(a)) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int own = pair(h);
-      const bool there = computes && own < rows.count && rows.has(own, kv_head);
+      const bool there = own < rows.count && rows.has(own, kv_head);
       positions_[h] = there ? rows.position(own) : -1;
       least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
       const float* from =
@@ -57,7 +57,7 @@ class WarpPairs {
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
     }
-    float now[2] = {-INFINITY, -INFINITY};
+    float now[2] = {-INFINITY, -INFINITY}, by[2];
 #pragma unroll
     for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
@@ -71,19 +71,21 @@ class WarpPairs {
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
       now[h] = fmaxf(most_[h], now[h] * factor_);
-      const float by = shrunk(most_[h], now[h]);
-      most_[h] = now[h], sum_[h] = __fmul_rn(sum_[h], by);
+      by[h] = shrunk(most_[h], now[h]), most_[h] = now[h];
 #pragma unroll
-      for (int v = 0; v < kValues; v++) out_[v][2 * h] *= by, out_[v][2 * h + 1] *= by;
+      for (int v = 0; v < kValues; v++) out_[v][2 * h] *= by[h], out_[v][2 * h + 1] *= by[h];
     }
+    float halves[2][2] = {};
 #pragma unroll
     for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int h = i / 2;
         scores[t][i] = weight_of(scores[t][i], factor_, most_[h]);
-        sum_[h] += scores[t][i];
+        halves[h][t / (kTokens / 16)] += scores[t][i];
       }
+#pragma unroll
+    for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
       const uint32_t weights[4] = {
@@ -106,8 +108,7 @@ class WarpPairs {
     }
   }
 
-  // A run becomes a part of the total, which is then written; or is written as if it were the total; or is left in
-  // `to` for the merge (partial_of()).
+  // A run becomes a part of the total, which is then written.
   __device__ __forceinline__ void add_run() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -121,20 +122,6 @@ class WarpPairs {
     }
   }
   __device__ __forceinline__ void write_total() const { write(total_, total_sum_); }
-  __device__ __forceinline__ void write_run() const { write(out_, sum_); }
-  __device__ __forceinline__ void leave_run(float* to) const {
-    const int quarter = threadIdx.x % 4;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int own = pair(h);
-      if (own >= rows_.count) continue;
-      if (quarter == 0) to[own] = most_[h], to[kFewPairs + own] = sum_[h];
-#pragma unroll
-      for (int v = 0; v < kValues; v++)
-        *reinterpret_cast<float2*>(to + 2 * kFewPairs + own * kDim + v * 8 + quarter * 2) =
-            make_float2(out_[v][2 * h], out_[v][2 * h + 1]);
-    }
-  }
 
  private:
   static constexpr int kSteps = kDim / 16, kValues = kDim / 8;

@@ -1,6 +1,6 @@
 // Attention over quantized caches by mma.sync: as attention_mma.cu, but what 64 positions have in the cache is copied
-// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Of few pairs the
-// first warp has all, and the runs are shared by gridDim.z blocks.
+// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few pairs:
+// attention_few.cuh.
 #include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels/attention_pairs.cuh"
 #include "cuda/kernels/quantized.cuh"
@@ -49,7 +49,7 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   return make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
 }
 
-template <int kDim, CacheType kType, bool kFew>
+template <int kDim, CacheType kType>
 __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   using S = Shape<kDim, kType>;
@@ -57,15 +57,12 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   AttentionTile tile = tiles[blockIdx.x];
-  if (!kFew) tile.first += blockIdx.z * kWarps * kPairs;
-  const TileRows rows(a, tile, kFew ? kFewPairs : kWarps * kPairs);
+  tile.first += blockIdx.z * kWarps * kPairs;
+  const TileRows rows(a, tile, kWarps * kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
-  const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
-  if (first_run > rows.last_run) return;
   const int last = rows.position(rows.count - 1);
-  const bool computes = !kFew || warp == 0;
-  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs, computes);
+  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs);
 
   const uint32_t base = shared_address(shared);
   const int size = a.cache.span_size;
@@ -111,48 +108,37 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
       *reinterpret_cast<uint4*>(shared + value * kTensor + (token * kStride + eight * 8) * 2) = wide;
     }
   };
-  // Positions of the blocks, run by run.
-  const auto after = [&](int begin) {
-    const int next = begin + kTokens;
-    return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
-  };
-
-  int begin = first_run * kRunTokens, stage = 0;
-  fetch(begin, 0), fetch(after(begin), 1);
-  for (int run = first_run; run <= rows.last_run; run += run_step) {
+  int begin = rows.first_run * kRunTokens, stage = 0;
+  fetch(begin, 0), fetch(begin + kTokens, 1);
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
     pairs.begin_run();
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<1>();
       __syncthreads();  // nobody reads what was widened before any more
       widen(begin, stage);
       __syncthreads();
-      fetch(after(after(begin)), stage);
-      if (computes) pairs.attend(base, base + kTensor, begin);
+      fetch(begin + 2 * kTokens, stage);
+      pairs.attend(base, base + kTensor, begin);
     }
     pairs.end_run();
-    if constexpr (!kFew) {
-      pairs.add_run();
-    } else if (computes) {
-      if (rows.first_run == rows.last_run) pairs.write_run();  // there is no other
-      else pairs.leave_run(partial_of(a, blockIdx.x, kv_head, run));
-    }
+    pairs.add_run();
   }
-  if constexpr (!kFew) pairs.write_total();
+  pairs.write_total();
 }
 
 template <int kDim, CacheType kType>
-void start_type(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
+void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   constexpr int kShared = Shape<kDim, kType>::kShared;
-  const auto kernel = few ? attend_quantized_kernel<kDim, kType, true> : attend_quantized_kernel<kDim, kType, false>;
-  allow_shared(kernel, kShared);
-  start(queue, kernel, dim3(count, a.cache.kv_heads, few ? splits : kParts), kThreads, kShared, a, tiles);
+  allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
+  start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
+        tiles);
 }
 
 template <int kDim>
-void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  if (a.cache.type == CacheType::int8) start_type<kDim, CacheType::int8>(a, tiles, count, few, splits, queue);
-  else if (a.cache.type == CacheType::uint4) start_type<kDim, CacheType::uint4>(a, tiles, count, few, splits, queue);
-  else start_type<kDim, CacheType::float8>(a, tiles, count, few, splits, queue);
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.type == CacheType::int8) start_type<kDim, CacheType::int8>(a, tiles, count, queue);
+  else if (a.cache.type == CacheType::uint4) start_type<kDim, CacheType::uint4>(a, tiles, count, queue);
+  else start_type<kDim, CacheType::float8>(a, tiles, count, queue);
 }
 
 }  // namespace
@@ -162,11 +148,10 @@ bool has_attend_quantized(const Attention& a) {
   return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128);
 }
 
-void attend_quantized(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits,
-                      const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
-  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
-  else start_dim<128>(a, tiles, count, few, splits, queue);
+void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
+  else start_dim<128>(a, tiles, count, queue);
 }
 
 }  // namespace cuda
