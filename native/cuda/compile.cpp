@@ -442,7 +442,7 @@ int CudaRunner::bind_linear(size_t i) {
 
 void CudaRunner::bind_attention(const OpNode& op) {
   op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
-                 "q_head_begin", "kv_begin"},
+                 "q_head_begin", "kv_begin", "sinks", "alibi", "logn"},
                 kName);
   Attention a;
   a.cache = layers_.at(op.integer("layer")), a.group = group_;
@@ -451,6 +451,9 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
   a.arrivals = arrivals_.as<int>();
+  if (op.flag("sinks")) a.sinks = vector(op, 0);
+  if (op.flag("alibi")) a.slopes = vector(op, op.flag("sinks"));
+  const double logn = op.number("logn");
   const std::optional<Turn> turn = turn_;
   turn_.reset();
   const int* where = data_->where(op.integer("cache_group"));
@@ -459,6 +462,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
+    if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;

@@ -127,7 +127,7 @@ struct Seen {
 
 // One run: 32 positions at a time, one a lane as far as scores and weights go.
 template <CacheType kType>
-__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run,
+__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run, int head,
                         const float (&query)[kFeatures]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
@@ -144,6 +144,7 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
         if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
       product = warp_sum(product);
       if (j == lane && at >= least) score = capped(a, product);
+      if (j == lane && at >= least && a.slopes) score = sloped(a, head, score, at - position);
     }
     const float now = fmaxf(seen.most, warp_max(score) * factor);
     const float by = shrunk(seen.most, now), weight = weight_of(score, factor, now);
@@ -178,7 +179,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
     if (few && rows.first_run < rows.last_run) {
       for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
-        const Seen seen = see_run<kType>(a, table, kv_head, position, run, query);
+        const Seen seen = see_run<kType>(a, table, kv_head, position, run, head, query);
         float* to = partial_of(a, blockIdx.x, kv_head, run);
         if (lane == 0) to[pair] = seen.most, to[kFewPairs + pair] = seen.sum;
 #pragma unroll
@@ -190,10 +191,11 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen total;
     for (int run = rows.first_run; run <= rows.last_run; run++)
-      total.merge(see_run<kType>(a, table, kv_head, position, run, query));
+      total.merge(see_run<kType>(a, table, kv_head, position, run, head, query));
+    const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
-      if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], total.sum));
+      if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], sum));
   }
 }
 
@@ -220,10 +222,26 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
       most = now, sum = merged(sum, by, its_sum[j], run_by), value = merged(value, by, its_value[j], run_by);
     }
   }
-  put(a.out, rows.row(pair), rows.head(pair, kv_head) * dim + i % dim, share(value, sum));
+  const int head = rows.head(pair, kv_head);
+  put(a.out, rows.row(pair), head * dim + i % dim, share(value, with_sink(a, head, sum, most)));
+}
+
+__global__ void scale_queries_kernel(Attention a, const int* positions, double beyond) {
+  after_previous();
+  const int row = blockIdx.x, position = positions[row];
+  if (position + 1 <= beyond) return;
+  const float factor = (float)(log(position + 1.0) / log(beyond));
+  float* queries = const_cast<float*>(a.qkv) + (size_t)row * a.width;
+  for (int i = threadIdx.x; i < a.queries * a.cache.head_dim; i += blockDim.x)
+    queries[i] = __fmul_rn(queries[i], factor);
 }
 
 }  // namespace
+
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
+  start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
+  launched("scaling of queries");
+}
 
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 

@@ -79,8 +79,6 @@ __device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full
   commit_copies(), wait_copies<0>();
 }
 
-__device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
-
 // A head of a row, rotated if it is to be: a lane has every 32nd feature.
 template <int kDim>
 struct TurnedHead {
@@ -229,7 +227,8 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = lane_ / 4 + 8 * h;
-      positions_[h] = pair < rows.count ? rows.position(pair) : -1;
+      positions_[h] = pair < rows.count && rows.has(pair, kv_head) ? rows.position(pair) : -1;
+      heads_[h] = rows.head(pair, kv_head);
       least_[h] = a_.window ? positions_[h] - a_.window + 1 : 0;
     }
   }
@@ -303,6 +302,15 @@ class Attender {
       for (int t = 0; t < 4; t++)
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
+    }
+    if (a_.slopes) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = extent.begin + block * kTokens + first + t * 8 + lane_ % 4 * 2 + i % 2, h = i / 2;
+          if (positions_[h] >= 0) scores[t][i] = sloped(a_, heads_[h], scores[t][i], at - positions_[h]);
+        }
     }
     float now[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -442,11 +450,12 @@ class Attender {
         return S::kCodes ? out_[i % kOwn][2 * h + i / kOwn] : out_[i / 2][2 * h + i % 2];
       };
       if (!has_features()) continue;
+      const float sum = alone ? with_sink(a_, heads_[h], sum_[h], most_[h]) : 0;
 #pragma unroll
       for (int i = 0; i < 2 * kOwn; i += 2) {
         const int feature = warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2);
         const float first = value(i), second = value(i + 1);
-        if (alone) put_two(a_.out, row, column + feature, share(first, sum_[h]), share(second, sum_[h]));
+        if (alone) put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
         else *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
       }
     }
@@ -463,7 +472,7 @@ class Attender {
       __threadfence();
     }
     consumers_meet();
-    if (shared_.last) merge(runs);
+    if (shared_.last) merge_runs<kDim>(a_, runs, shared_);
   }
 
  private:
@@ -482,70 +491,6 @@ class Attender {
       *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
   }
 
-  // 32 runs at a time. What each is worth in the sum is found by a warp for a pair, a lane for a run; then threads have
-  // four features each.
-  __device__ void merge(const Runs& runs) {
-    constexpr int kAtOnce = 16, kFours = kDim / 4, kItems = (kFewPairs * kFours - 1) / (32 * kConsumers) + 1;
-    const TileRows& rows = runs.rows();
-    float4* factors =
-        reinterpret_cast<float4*>(shared_.weights);  // [pair][run]: of the sum before, of the run; its sum
-    if (threadIdx.x < kFewPairs) shared_.most[threadIdx.x] = -INFINITY;
-    float4 totals[kItems];
-    float sums[kItems];
-#pragma unroll
-    for (int i = 0; i < kItems; i++) totals[i] = make_float4(0, 0, 0, 0), sums[i] = 0;
-    for (int first = rows.first_run; first <= rows.last_run; first += 32) {
-      consumers_meet();
-      for (int pair = warp_; pair < rows.count; pair += kConsumers) {
-        const float* from = partial_of(a_, runs.tile(), runs.kv_head(), min(first + lane_, rows.last_run));
-        const float most = __ldcg(from + pair), sum = __ldcg(from + kFewPairs + pair);
-        const float before = shared_.most[pair];
-        float now = fmaxf(before, most);
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const float other = __shfl_up_sync(0xffffffffu, now, step);
-          if (lane_ >= step) now = fmaxf(now, other);
-        }
-        const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
-        factors[pair * 32 + lane_] = make_float4(shrunk(lane_ ? earlier : before, now), shrunk(most, now), sum, 0);
-        if (lane_ == 31) shared_.most[pair] = now;
-      }
-      consumers_meet();
-      const int count = min(32, rows.last_run - first + 1);
-#pragma unroll
-      for (int i = 0; i < kItems; i++) {
-        const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
-        if (pair >= rows.count) continue;
-        for (int begin = 0; begin < count; begin += kAtOnce) {
-          float4 values[kAtOnce];
-#pragma unroll
-          for (int j = 0; j < kAtOnce; j++)
-            values[j] = __ldcg(reinterpret_cast<const float4*>(
-                partial_of(a_, runs.tile(), runs.kv_head(), min(first + begin + j, rows.last_run)) + 2 * kFewPairs +
-                item * 4));
-#pragma unroll
-          for (int j = 0; j < kAtOnce; j++) {
-            if (begin + j >= count) break;
-            const float4 by = factors[pair * 32 + begin + j];
-            sums[i] = merged(sums[i], by.x, by.z, by.y);
-            totals[i].x = merged(totals[i].x, by.x, values[j].x, by.y);
-            totals[i].y = merged(totals[i].y, by.x, values[j].y, by.y);
-            totals[i].z = merged(totals[i].z, by.x, values[j].z, by.y);
-            totals[i].w = merged(totals[i].w, by.x, values[j].w, by.y);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; i++) {
-      const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
-      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
-      const float4& x = totals[i];
-      put_four(a_.out, rows.row(pair), rows.head(pair, runs.kv_head()) * kDim + item % kFours * 4, a_.out.width,
-               make_float4(share(x.x, sums[i]), share(x.y, sums[i]), share(x.z, sums[i]), share(x.w, sums[i])));
-    }
-  }
-
   const Attention& a_;
   Shared& shared_;
   uint16_t* const queries_;
@@ -554,7 +499,7 @@ class Attender {
   const int stages_, lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
   const float factor_;
   uint32_t query_[kSteps][4];
-  int positions_[2], least_[2];
+  int positions_[2], least_[2], heads_[2];
   float out_[kOwn][4], most_[2], sum_[2];
 };
 

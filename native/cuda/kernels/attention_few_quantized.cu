@@ -9,7 +9,8 @@ namespace {
 template <CacheType kType>
 auto start_of(int head_dim) {
   if (head_dim == 64) return few::start_few<64, kType>;
-  return head_dim == 96 ? few::start_few<96, kType> : few::start_few<128, kType>;
+  if (head_dim == 96) return few::start_few<96, kType>;
+  return head_dim == 128 ? few::start_few<128, kType> : few::start_few<256, kType>;
 }
 
 }  // namespace

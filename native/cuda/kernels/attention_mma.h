@@ -5,7 +5,8 @@
 namespace as {
 namespace cuda {
 
-// Whether there are kernels for this cache: bfloat16, or quantized; heads of 64, 96 or 128 features.
+// Whether there are kernels for this cache: bfloat16, or quantized; heads of 64, 96, 128 or 256 features, of bfloat16
+// also 80.
 bool has_attend_mma(const Attention& a);
 bool has_attend_quantized(const Attention& a);
 // attend_few() by these. several: tiles may have several runs. own: rows enter the cache, too, as store_cache() has it.

@@ -9,9 +9,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile of many pairs
+constexpr int kTokens = 64, kWarps = 4, kThreads = 32 * kWarps;  // positions at a time
 
 template <int kDim, CacheType kType>
 struct Shape {
@@ -19,8 +17,11 @@ struct Shape {
   static constexpr int kRow = kDim * kBits / 8;  // bytes of a key, or a value, in the cache
   static constexpr bool kScaled = kType != CacheType::float8;
   static constexpr int kRaw = 2 * kTokens * kRow + (kScaled ? 4 * kTokens * 4 : 0);
-  static constexpr int kStride = WarpPairs<kDim>::kStride, kTensor = WarpPairs<kDim>::kTensor;  // widened
-  static constexpr int kShared = 2 * kTensor + 2 * kRaw;  // and two stages as they are in the cache
+  using Pairs = WarpPairs<kDim>;
+  static constexpr int kGroups = kWarps / Pairs::kShare;                    // of warps that have the same pairs
+  static constexpr int kStride = Pairs::kStride, kTensor = Pairs::kTensor;  // widened
+  static constexpr int kQueries = 2 * kTensor + 2 * kRaw;  // where they are: behind two stages as they are in the cache
+  static constexpr int kShared = kQueries + kGroups * Pairs::kQueries;
 };
 
 // Eight codes, a row's from a multiple of eight on.
@@ -57,14 +58,17 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   AttentionTile tile = tiles[blockIdx.x];
-  tile.first += blockIdx.z * kWarps * kPairs;
-  const TileRows rows(a, tile, kWarps * kPairs);
+  tile.first += blockIdx.z * S::kGroups * S::Pairs::kPairs;
+  const TileRows rows(a, tile, S::kGroups * S::Pairs::kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int last = rows.position(rows.count - 1);
-  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs);
-
   const uint32_t base = shared_address(shared);
+  using Pairs = typename S::Pairs;
+  const int group = warp / Pairs::kShare;
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
+              base + S::kQueries + group * Pairs::kQueries);
+
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
     if (begin <= last) {
@@ -128,7 +132,8 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
 
 template <int kDim, CacheType kType>
 void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
-  constexpr int kShared = Shape<kDim, kType>::kShared;
+  using S = Shape<kDim, kType>;
+  constexpr int kShared = S::kShared, kParts = kManyPairs / (S::kGroups * S::Pairs::kPairs);
   allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
   start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
         tiles);
@@ -145,13 +150,15 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_quantized(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128);
+  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128 ||
+                                 (dim == 256 && Shape<256, CacheType::int8>::kShared <= most_shared()));
 }
 
 void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
   else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
-  else start_dim<128>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  else start_dim<256>(a, tiles, count, queue);
 }
 
 }  // namespace cuda

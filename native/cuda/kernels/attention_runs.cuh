@@ -126,6 +126,76 @@ struct Extent {
   }
 };
 
+__device__ inline void consumers_meet() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kConsumers) : "memory"); }
+
+// By the warps that compute: what all runs of a tile and a KV head have left becomes the result.
+// 32 runs at a time. What each is worth in the sum is found by a warp for a pair, a lane for a run; then threads have
+// four features each.
+template <int kDim>
+__device__ void merge_runs(const Attention& a, const Runs& runs, Shared& shared) {
+  constexpr int kAtOnce = 16, kFours = kDim / 4, kItems = (kFewPairs * kFours - 1) / (32 * kConsumers) + 1;
+  const TileRows& rows = runs.rows();
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float4* factors = reinterpret_cast<float4*>(shared.weights);  // [pair][run]: of the sum before, of the run; its sum
+  if (threadIdx.x < kFewPairs) shared.most[threadIdx.x] = -INFINITY;
+  float4 totals[kItems];
+  float sums[kItems];
+#pragma unroll
+  for (int i = 0; i < kItems; i++) totals[i] = make_float4(0, 0, 0, 0), sums[i] = 0;
+  for (int first = rows.first_run; first <= rows.last_run; first += 32) {
+    consumers_meet();
+    for (int pair = warp; pair < rows.count; pair += kConsumers) {
+      const float* from = partial_of(a, runs.tile(), runs.kv_head(), min(first + lane, rows.last_run));
+      const float most = __ldcg(from + pair), sum = __ldcg(from + kFewPairs + pair);
+      const float before = shared.most[pair];
+      float now = fmaxf(before, most);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, now, step);
+        if (lane >= step) now = fmaxf(now, other);
+      }
+      const float earlier = __shfl_up_sync(0xffffffffu, now, 1);
+      factors[pair * 32 + lane] = make_float4(shrunk(lane ? earlier : before, now), shrunk(most, now), sum, 0);
+      if (lane == 31) shared.most[pair] = now;
+    }
+    consumers_meet();
+    const int count = min(32, rows.last_run - first + 1);
+#pragma unroll
+    for (int i = 0; i < kItems; i++) {
+      const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
+      if (pair >= rows.count) continue;
+      for (int begin = 0; begin < count; begin += kAtOnce) {
+        float4 values[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++)
+          values[j] = __ldcg(reinterpret_cast<const float4*>(
+              partial_of(a, runs.tile(), runs.kv_head(), min(first + begin + j, rows.last_run)) + 2 * kFewPairs +
+              item * 4));
+#pragma unroll
+        for (int j = 0; j < kAtOnce; j++) {
+          if (begin + j >= count) break;
+          const float4 by = factors[pair * 32 + begin + j];
+          sums[i] = merged(sums[i], by.x, by.z, by.y);
+          totals[i].x = merged(totals[i].x, by.x, values[j].x, by.y);
+          totals[i].y = merged(totals[i].y, by.x, values[j].y, by.y);
+          totals[i].z = merged(totals[i].z, by.x, values[j].z, by.y);
+          totals[i].w = merged(totals[i].w, by.x, values[j].w, by.y);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; i++) {
+    const int item = i * 32 * kConsumers + threadIdx.x, pair = item / kFours;
+    if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+    const float4& x = totals[i];
+    const int head = rows.head(pair, runs.kv_head());
+    const float sum = with_sink(a, head, sums[i], shared.most[pair]);
+    put_four(a.out, rows.row(pair), head * kDim + item % kFours * 4, a.out.width,
+             make_float4(share(x.x, sum), share(x.y, sum), share(x.z, sum), share(x.w, sum)));
+  }
+}
+
 }  // namespace few
 }  // namespace cuda
 }  // namespace as

@@ -349,7 +349,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
   return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

@@ -94,12 +94,12 @@ double time_of(const std::function<void()>& queue) {
 void check(int seed) {
   srand(seed);
   const auto one_of = [](std::vector<int> all) { return all[rand() % all.size()]; };
-  const int dim = one_of({64, 96, 128}), kv = one_of({1, 2, 3, 4}), group = one_of({1, 2, 3, 7, 8, 16}),
+  const int dim = one_of({64, 80, 96, 128, 256}), kv = one_of({1, 2, 3, 4}), group = one_of({1, 2, 3, 7, 8, 16}),
             heads = kv * group;
   const int span = one_of({16, 32, 128}), sequences = one_of({1, 2, 5, 40, 150}),
             longest = one_of({40, 256, 700, 3000});
   Attention a;
-  const CacheType type = (CacheType)one_of({1, 1, 2, 3, 4});
+  const CacheType type = dim == 80 ? CacheType::bf16 : (CacheType)one_of({1, 1, 2, 3, 4});
   a.cache = {nullptr, type, span, kv, dim, dim};
   a.group = group, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = (heads + 2 * kv) * dim;
   a.window = one_of({0, 0, 1, 100, 300, 700}), a.soft_cap = one_of({0, 0, 3});
@@ -124,8 +124,12 @@ void check(int seed) {
     return p;
   };
   float *qkv = (float*)device(nullptr, (size_t)rows * a.width * 4),
-        *angles = (float*)device(nullptr, (size_t)rows * dim * 4);
+        *angles = (float*)device(nullptr, (size_t)(rows + heads) * dim * 4);
   a.cache.data = device(nullptr, bytes), a.qkv = qkv;
+#ifndef OLD
+  if (rand() % 4 == 0) a.slopes = angles;
+  if (rand() % 4 == 0) a.sinks = angles + rows;
+#endif
   a.tables = (int*)device(table.data(), table.size() * 4);
   a.partials = (float*)device(nullptr, partial_floats(dim) * kv * count * a.most_runs * 4);
 #ifndef OLD
@@ -134,7 +138,7 @@ void check(int seed) {
   const AttentionTile* tiles = (AttentionTile*)device(few.data(), count * sizeof(AttentionTile));
   const int* places = (int*)device(where.data(), rows * 4);
   fill_floats<<<ceil_div((size_t)rows * a.width, 256), 256>>>(qkv, (size_t)rows * a.width);
-  fill_floats<<<ceil_div((size_t)rows * dim, 256), 256>>>(angles, (size_t)rows * dim);
+  fill_floats<<<ceil_div((size_t)(rows + heads) * dim, 256), 256>>>(angles, (size_t)(rows + heads) * dim);
   fill_cache<<<ceil_div(bytes / 4, 256), 256>>>(a.cache, bytes / 4);
   float* results[4];
   for (float*& result : results) result = (float*)device(nullptr, out * 4);
@@ -189,7 +193,10 @@ int main(int argc, char** argv) {
   printf("between: %.1f us each\n", alone / kLayers);
   for (int c = 1; c < argc; c++) {
     int sequences = 1, at = 1;
-    if (sscanf(argv[c], "%d/%d/%d", &heads, &kv, &dim) == 3) continue;
+    if (strchr(argv[c], '/')) {
+      sscanf(argv[c], "%d/%d/%d", &heads, &kv, &dim);
+      continue;
+    }
     if (int seeds; sscanf(argv[c], "check%d", &seeds) == 1) {
       for (int seed = 1; seed <= seeds; seed++) check(seed);
       printf("checked %d\n", seeds);
