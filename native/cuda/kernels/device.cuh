@@ -114,6 +114,10 @@ __device__ inline float warp_max(float x) {
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+__device__ inline void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 // 16 bytes from global memory, or zeros.
 __device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
   const int bytes = there ? 16 : 0;
