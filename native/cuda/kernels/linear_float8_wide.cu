@@ -290,6 +290,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int tile = first_tile; tile < tiles; tile += stride) {
       const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+      if (!kGated && !S::kBeside && p.adds && there)
+        ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
       if constexpr (kChained) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
