@@ -38,6 +38,11 @@ Norm norm_of(const OpNode& op, const float* weight) {
   return {weight, (float)op.number("eps"), op.flag("unit_offset")};
 }
 
+Gating gating_of(const OpNode& op) {
+  if (!op.is("clamped_silu_mul")) return {};
+  return {(float)op.number("alpha"), (float)op.number("limit"), 1};
+}
+
 size_t span_bytes(int span_size, int head_dim, CacheType type) {
   LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
   return one.span_bytes();
@@ -206,11 +211,15 @@ int CudaRunner::bind(size_t i) {
   } else if (op.is("silu_mul")) {
     const auto pairs = pairs_.find(op.inputs[0]);
     if (pairs == pairs_.end())
-      add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+      add_launch([=](const Size& size) { silu_mul(x.values(), {}, count(x, size), y.rows, queue); }, x.row_set);
     else
       add_launch([=, bias = pairs->second.bias](
                      const Size& size) { silu_mul_pairs(x.values(), bias, count(x, size), y.rows, queue); },
                  x.row_set);
+  } else if (op.is("clamped_silu_mul")) {
+    add_launch(
+        [=, gating = gating_of(op)](const Size& size) { silu_mul(x.values(), gating, count(x, size), y.rows, queue); },
+        x.row_set);
   } else if (op.is("gelu_tanh_mul")) {
     add_launch([=](const Size& size) { gelu_tanh_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("soft_cap")) {
@@ -358,7 +367,8 @@ int CudaRunner::bind_all_reduce(size_t i) {
 bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
+  const bool gates = next.is("silu_mul") || (next.is("clamped_silu_mul") && op.is("expert_linear"));
+  if (!gates || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
   return !read_from(ops, linear + 2, made);

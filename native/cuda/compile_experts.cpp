@@ -141,6 +141,7 @@ int CudaRunner::bind_expert_linear(size_t i) {
   Product& p = e.product;
   p.w = weights_.matrix(op.weights[0]), p.bias = vector(op, 1), p.gated = gated;
   p.x = x.rows, p.y = gated ? out(ops_[i + 1]).rows : y.rows;
+  if (gated) e.gating = gating_of(ops_[i + 1]);
   e.routing = routed.routing, e.gathers = x.row_set != y.row_set;
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};

@@ -61,6 +61,7 @@ struct ExpertProduct {
   Product product;
   Routing routing;
   bool gathers = false, follows = false;
+  Gating gating = {};  // where the product is gated
 };
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 

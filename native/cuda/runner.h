@@ -42,6 +42,7 @@ struct Ranks {
 bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
 // What an op's attributes say of its norm.
 Norm norm_of(const OpNode& op, const float* weight);
+Gating gating_of(const OpNode& op);
 // Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 

@@ -8,7 +8,7 @@ namespace {
 constexpr int kMostBlocks = blocks_of(kMostIntegers);  // of K
 
 // A block of threads for each row.
-template <bool kFloats, bool kNorms, int kThreads, int kKept>
+template <bool kFloats, bool kNorms, bool kTiles, int kThreads, int kKept>
 __global__ void __launch_bounds__(kThreads)
     bytes_kernel(Rows in, int stride, Segments segments, ByteRows out, Norm norm) {
   __shared__ RowShared shared;
@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(kThreads)
   let_next_begin();
   weights.read(all, norm, in.width);  // no need to wait for the kernel before
   await_previous();
-  bytes_row<kFloats, kNorms, kKept>(all, shared, sums, in, stride, segments, out, norm, weights, blockIdx.x);
+  bytes_row<kFloats, kNorms, kTiles, kKept>(all, shared, sums, in, stride, segments, out, norm, weights, blockIdx.x);
 }
 
-template <bool kNorms, int kThreads, int kKept>
+template <bool kNorms, bool kTiles, int kThreads, int kKept>
 void quantize(const Rows& x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
   const Pieces k(p.w.k, p.w.most_pieces);
-  const auto kernel =
-      p.w.codes.floats ? bytes_kernel<true, kNorms, kThreads, kKept> : bytes_kernel<false, kNorms, kThreads, kKept>;
+  const auto kernel = p.w.codes.floats ? bytes_kernel<true, kNorms, kTiles, kThreads, kKept>
+                                       : bytes_kernel<false, kNorms, kTiles, kThreads, kKept>;
   start(queue, kernel, rows, kThreads, 0, x, blocks_of(rows) * kBlock, Segments(p.w, k), p.bytes, norm);
   launched("quantizing activations");
 }
@@ -35,15 +35,16 @@ constexpr int kFewThreads = 256, kManyThreads = kRowThreads;
 }  // namespace
 
 void quantize_activations(const Product& p, int rows, const Queue& queue) {
-  quantize<false, kManyThreads, 3>(p.x, {}, p, rows, queue);
+  if (p.x.tiles) quantize<false, true, kManyThreads, 3>(p.x, {}, p, rows, queue);
+  else quantize<false, false, kManyThreads, 3>(p.x, {}, p, rows, queue);
 }
 
 bool norms_into_bytes(int width) { return width <= kMostNormedBytes; }
 
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue) {
   const Rows in{const_cast<float*>(x), nullptr, p.w.k};
-  if (p.w.k <= kFewThreads * kRowPiece) quantize<true, kFewThreads, 1>(in, norm, p, rows, queue);
-  else quantize<true, kManyThreads, 1>(in, norm, p, rows, queue);
+  if (p.w.k <= kFewThreads * kRowPiece) quantize<true, false, kFewThreads, 1>(in, norm, p, rows, queue);
+  else quantize<true, false, kManyThreads, 1>(in, norm, p, rows, queue);
 }
 
 size_t byte_rows_bytes(int rows, int k) {

@@ -12,14 +12,20 @@ namespace {
 
 constexpr int kMostRows = 32;
 
-// Of products of one chain; none: there is no kernel.
-enum class Format { none, bf16, float8 };
-Format format_of(const Matrix& w) {
-  if (w.kind == Kind::bf16) return Format::bf16;
-  if (w.kind == Kind::float8) return Format::float8;
-  return Format::none;
-}
-RowBytes row_bytes_of(Format format) { return format == Format::float8 ? RowBytes::floats : RowBytes::none; }
+// Products of one chain are alike in this.
+struct Format {
+  Kind kind = Kind::f32;  // none
+  int bits = 0;
+  bool fine = false;  // scales change within a block
+
+  explicit Format(const Matrix& w) : kind(w.kind), bits(w.codes.bits) {
+    fine = kind == Kind::codes && w.codes.groups > 1 && w.codes.group < kBlock;
+  }
+  bool operator==(const Format& other) const { return kind == other.kind && bits == other.bits && fine == other.fine; }
+  RowBytes row_bytes() const {
+    return kind == Kind::float8 ? RowBytes::floats : kind == Kind::integers ? RowBytes::integers : RowBytes::none;
+  }
+};
 
 // Whether blocks of threads have room for the pieces of all tiles.
 bool fits(const Matrix& w, int rows) {
@@ -28,11 +34,11 @@ bool fits(const Matrix& w, int rows) {
          (size_t)blocks_of(w.n) + kScratchFlags <= kScratchCounts;
 }
 
-// What the products of a chain are that begins with these ops.
+// What the products of a chain are that begins with these ops; of none float32.
 Format format_of(const ChainOp* ops, int count) {
   for (int i = 0; i < count; i++)
-    if (ops[i].kind == ChainOp::Kind::product) return format_of(ops[i].product.w);
-  return Format::none;
+    if (ops[i].kind == ChainOp::Kind::product) return Format(ops[i].product.w);
+  return Format({});
 }
 
 }  // namespace
@@ -41,11 +47,11 @@ int chained(const ChainOp* ops, int count, int rows, const Queue& queue) {
   static const bool tried = std::getenv("ALLSPARK_TRY_CHAINS");
   if (!tried || queue.capability != 90 || !queue.scratch.barriers || rows < 1 || rows > kMostRows) return 0;
   const Format format = format_of(ops, count);
-  if (format == Format::none) return 0;
+  if (format.kind == Kind::f32) return 0;
   const auto takes = [&](const ChainOp& op) {
-    if (op.kind != ChainOp::Kind::product) return has_row_op(op, row_bytes_of(format));
-    return format_of(op.product.w) == format && fits(op.product.w, rows) &&
-           (format != Format::bf16 || op.product.x.tiles);
+    if (op.kind != ChainOp::Kind::product) return has_row_op(op, format.row_bytes());
+    const Product& p = op.product;
+    return Format(p.w) == format && fits(p.w, rows) && (p.w.takes_bytes() || p.x.tiles);
   };
   int all = 0;
   while (all < std::min(count, kMostChained) && takes(ops[all])) all++;
@@ -54,8 +60,11 @@ int chained(const ChainOp* ops, int count, int rows, const Queue& queue) {
 
 void run_chain(const ChainOp* ops, int count, int rows, const Queue& queue) {
   if (chained(ops, count, rows, queue) < count) throw std::logic_error("CUDA: these ops are no chain");
-  if (format_of(ops, count) == Format::bf16) chain_bf16(ops, count, rows, queue);
-  else chain_float8(ops, count, rows, queue);
+  const Format format = format_of(ops, count);
+  if (format.kind == Kind::bf16) chain_bf16(ops, count, rows, queue);
+  else if (format.kind == Kind::float8) chain_float8(ops, count, rows, queue);
+  else if (format.kind == Kind::integers) chain_integer(ops, count, rows, format.bits, queue);
+  else chain_quantized(ops, count, rows, format.bits, format.fine, queue);
 }
 
 }  // namespace cuda

@@ -9,6 +9,8 @@
 // itself and there are no more of them. Nobody waits for an op that comes later, nor, within a product, for a block of
 // a higher number: so all waits end.
 #pragma once
+#include <cstdlib>
+
 #include "cuda/chain.h"
 #include "cuda/kernels/chain_rows.cuh"
 #include "cuda/kernels/quantized_stream.cuh"
@@ -252,6 +254,8 @@ class ChainWorker {
       const int column_block = part.tile * kGroups + group_;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
       const bool begun = part.begin > part.first;     // by others
+      // Cleared even where the first product does not add: so that no register holds them while rows are made.
+      if (!begun || Format::kFloats) clear(d_);
       if (begun) take_sums(scratch, own);
       else if constexpr (Format::kSegments) clear(total_);
       add_products(p, part, begun, link.segments);
@@ -395,7 +399,7 @@ class ChainWorker {
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
         const int there = p.w.k - block * kBlock;
-        Affine<kBits> affine[2];
+        Affine affine[2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           if (Format::kFine || i == 0) {
@@ -571,7 +575,16 @@ void start_chain(const ChainOp* ops, int count, int rows, const Queue& queue) {
   const int blocks = std::min<int>(processors(), kScratchBlocks);
   const ChainLinks chain = links_of<S>(ops, count, rows, blocks, queue.scratch);
   allow_shared(chain_kernel<S>, S::kShared);
-  start(queue, chain_kernel<S>, dim3(blocks), S::kThreads, S::kShared, chain);
+  static const bool cooperative = std::getenv("ALLSPARK_TRY_COOPERATIVE");
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks), config.blockDim = dim3(S::kThreads), config.dynamicSmemBytes = S::kShared;
+  config.stream = queue.stream, config.attrs = attributes, config.numAttrs = cooperative ? 2 : 1;
+  cudaLaunchKernelEx(&config, chain_kernel<S>, chain);
   launched("a chain of ops");
 }
 

@@ -7,6 +7,9 @@ namespace cuda {
 
 void chain_bf16(const ChainOp* ops, int count, int rows, const Queue& queue);
 void chain_float8(const ChainOp* ops, int count, int rows, const Queue& queue);
+void chain_integer(const ChainOp* ops, int count, int rows, int bits, const Queue& queue);
+// fine: scales change within a block.
+void chain_quantized(const ChainOp* ops, int count, int rows, int bits, bool fine, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

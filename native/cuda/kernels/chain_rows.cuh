@@ -21,7 +21,7 @@ inline bool has_row_op(const ChainOp& op, RowBytes bytes) {
   const Product& p = op.product;
   return op.kind == ChainOp::Kind::bytes && bytes != RowBytes::none &&
          p.w.codes.floats == (bytes == RowBytes::floats) &&
-         (bytes == RowBytes::floats || blocks_of(p.w.k) <= kMostChainBlocks);
+         (bytes == RowBytes::floats || (blocks_of(p.w.k) <= kMostChainBlocks && !p.x.tiles));
 }
 
 // In shared memory.
@@ -52,18 +52,9 @@ __device__ inline void do_rows(const RowThreads& t, ChainRowsShared<kBytes>& sha
     for (int row = own; row < rows; row += blocks) work(row);
   };
   if (op.kind == ChainOp::Kind::norm) {
-    const auto norm = [&](auto weights, auto work) {
-      weights.read(t, op.norm, op.y.width);
-      each([&](int row) { work(weights, row); });
-    };
-    if (op.y.width <= kRowThreads * kRowEight)
-      norm(NormWeights<kPlays>(), [&](const auto& weights, int row) {
-        norm_row<kPlays, 1>(t, shared.row, op.x, op.norm, weights, op.y, row);
-      });
-    else
-      norm(NormWeights<kPlays, 2>(), [&](const auto& weights, int row) {
-        norm_row<kPlays, 2>(t, shared.row, op.x, op.norm, weights, op.y, row);
-      });
+    NormWeights<kPlays> weights;
+    weights.read(t, op.norm, op.y.width);
+    each([&](int row) { norm_row<kPlays, 1>(t, shared.row, op.x, op.norm, weights, op.y, row); });
   } else if (op.kind == ChainOp::Kind::sum) {
     const RankSum& s = op.sum;
     if (const int r = t.thread; r < s.peers.world && r != s.peers.rank) {
@@ -77,23 +68,24 @@ __device__ inline void do_rows(const RowThreads& t, ChainRowsShared<kBytes>& sha
     each([&](int row) { sum_row<true, kMostChainRanks, false, kPlays>(t, shared.row, s, weights, row); });
   } else if constexpr (kBytes != RowBytes::none) {
     constexpr bool kFloats = kBytes == RowBytes::floats;
-    constexpr int kWide = 20480;  // columns that threads keep in registers; more are read again
     const Product& p = op.product;
     const Rows in = op.norm.weight ? Rows{const_cast<float*>(op.x), nullptr, p.w.k} : p.x;
-    const auto work = [&](auto norms, auto keeps) {
-      constexpr bool kNorms = decltype(norms)::value;
+    const auto work = [&](auto norms, auto tiles, auto keeps) {
+      constexpr bool kNorms = decltype(norms)::value, kTiles = decltype(tiles)::value;
       constexpr int kKept = decltype(keeps)::value;
       PieceWeights<kNorms, kKept> weights;
       weights.read(t, op.norm, p.w.k);
       each([&](int row) {
-        bytes_row<kFloats, kNorms, kKept>(t, shared.row, shared.sums, in, blocks_of(rows) * kBlock, segments, p.bytes,
-                                          op.norm, weights, row);
+        bytes_row<kFloats, kNorms, kTiles, kKept>(t, shared.row, shared.sums, in, blocks_of(rows) * kBlock, segments,
+                                                  p.bytes, op.norm, weights, row);
       });
     };
-    using std::integral_constant;
-    if (op.norm.weight) work(std::true_type(), integral_constant<int, kPlays>());
-    else if (p.w.k <= kThreads * kRowPiece) work(std::false_type(), integral_constant<int, 1>());
-    else work(std::false_type(), integral_constant<int, (kWide / kRowPiece + kThreads - 1) / kThreads>());
+    // What threads keep in registers of wide rows: 20,480 columns in tiles; what is beyond is read again.
+    using Narrow = std::integral_constant<int, 2>;
+    using Wide = std::integral_constant<int, (20480 / kRowPiece + kThreads - 1) / kThreads>;
+    if (op.norm.weight) work(std::true_type(), std::false_type(), std::integral_constant<int, kPlays>());
+    else if (!p.x.tiles) work(std::false_type(), std::false_type(), Narrow());
+    else if constexpr (kFloats) work(std::false_type(), std::true_type(), Wide());
   }
 }
 

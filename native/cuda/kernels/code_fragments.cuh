@@ -30,12 +30,13 @@ class StepProducts {
   using Format = typename S::Format;
   static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
 
-  // group: of 64 columns, of which a warp has a quarter.
-  __device__ StepProducts(const ScaleSets& sets, int group, int warp, int lane)
+  // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
+  // second one's are.
+  __device__ StepProducts(const ScaleSets& sets, int second, int group, int warp, int lane)
       : codes_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneCodes<kBits>::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
         each_(sets.each),
-        second_((sets.regular() ? sets.second(0) : 0) * S::kSetBytes),
+        second_(second * S::kSetBytes),
         x_{piece_offset(lane % 8, lane / 8), piece_offset(lane % 8, 4 + lane / 8)} {
     keep(codes_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
   }
@@ -57,7 +58,7 @@ class StepProducts {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       uint32_t a[4][4];
-      Affine<kBits> rows[2];
+      Affine rows[2];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         if (i < kSets) rows[0].set(scales[j][i].x), rows[1].set(scales[j][i].y);

@@ -241,6 +241,12 @@ __device__ inline float silu_times(float gate, float up) {
   return gate * share * up;
 }
 
+// A NaN passes.
+__device__ inline float gated_by(const Gating& g, float gate, float up) {
+  gate = gate > g.limit ? g.limit : gate, up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
+  return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
+}
+
 // The same of a gate and what it gates; column: of the result.
 __device__ inline float gated(const Product& p, int column, float gate, float up) {
   if (p.bias) gate = __fadd_rn(gate, p.bias[column]), up = __fadd_rn(up, p.bias[p.y.width + column]);

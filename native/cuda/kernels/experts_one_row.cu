@@ -77,10 +77,9 @@ struct Item {
   int entry, tile;
 };
 
-template <typename S, int kStages>
-struct Stages {
-  static constexpr int kBytes = S::kBytes + kRowBytes, kShared = kWarps * kStages * kBytes;
-};
+// A stage: a block of K, of 16 columns and the row.
+template <typename S>
+constexpr int kStageBytes = S::kBytes + kRowBytes;
 
 // A warp's items, whose weights, and the rows that these are multiplied with, are on their way stages ahead.
 template <typename S, int kStages, typename ItemAt>
@@ -129,7 +128,7 @@ class Stream {
   }
 
  private:
-  static constexpr int kBytes = Stages<S, kStages>::kBytes;
+  static constexpr int kBytes = kStageBytes<S>;
   static constexpr int kWeightBlock = kBlockValues * S::kBits / 8;  // bytes of 64 rows x 64 columns
 
   __device__ void begin_item() {
@@ -213,7 +212,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     const float* bias = bias_of(e, chosen.experts[item.entry]);
     const float gate = bias ? __fadd_rn(d[0], bias[column]) : d[0],
                 up = bias ? __fadd_rn(d[2], bias[p.y.width + column]) : d[2];
-    put(p.y, item.entry, column, silu_times(gate, up));
+    put(p.y, item.entry, column, gated_by(e.gating, gate, up));
   }
 }
 
@@ -271,7 +270,7 @@ template <typename S, int kStages>
 void start_gates(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
   const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.product.w.n, kTileRows);
-  constexpr size_t shared = Stages<S, kStages>::kShared;
+  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * kMostExperts);
   allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), processors());
@@ -284,7 +283,7 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
   const auto kernel = combine_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.product.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
   const int at_once = std::min(kWarps / each, ceil_div(tiles, processors()));
-  constexpr size_t shared = Stages<S, kStages>::kShared;
+  constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
   static_assert(shared >= 2 * sizeof(float) * kMostExperts);
   allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), processors()), 32 * kWarps, shared, e, row, c, tiles, each,
@@ -296,9 +295,23 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
 #define AS_GATE_STAGES 5
 #define AS_SUM_STAGES 8
 #endif
-// Both fit a processor.
-using Bf16 = ColumnTiles<16, false, 1>;
-constexpr int kGateStages = AS_GATE_STAGES, kSumStages = AS_SUM_STAGES;
+// Of a warp, in bfloat16; both launches' stages fit a processor. Narrower weights have more of them in as many bytes.
+constexpr int kGateStages = AS_GATE_STAGES, kSumStages = AS_SUM_STAGES, kMostStages = 16;
+
+template <typename S>
+constexpr int stages_of(int plain) {
+  const int found = plain * kStageBytes<ColumnTiles<16, false, 1>> / kStageBytes<S>;
+  return found < kMostStages ? found : kMostStages;
+}
+
+// start: of a type of weights, which it is given.
+template <typename Start>
+void by_type(const Matrix& w, Start start) {
+  const bool fine = w.codes.groups > 1 && w.codes.group < kBlock;
+  if (w.kind == Kind::bf16) start(ColumnTiles<16, false, 1>());
+  else if (w.codes.bits == 4) fine ? start(ColumnTiles<4, true, 1>()) : start(ColumnTiles<4, false, 1>());
+  else fine ? start(ColumnTiles<8, true, 1>()) : start(ColumnTiles<8, false, 1>());
+}
 
 }  // namespace
 
@@ -315,15 +328,21 @@ void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const
 }
 
 bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue) {
-  return queue.capability == 90 && up.kind == Kind::bf16 && down.kind == Kind::bf16;
+  return queue.capability == 90 && up.takes_tiles() && down.takes_tiles();
 }
 
 void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue) {
-  start_gates<Bf16, kGateStages>(e, row, queue);
+  by_type(e.product.w, [&](auto type) {
+    using S = decltype(type);
+    start_gates<S, stages_of<S>(kGateStages)>(e, row, queue);
+  });
 }
 
 void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue) {
-  start_sums<Bf16, kSumStages>(e, row, c, queue);
+  by_type(e.product.w, [&](auto type) {
+    using S = decltype(type);
+    start_sums<S, stages_of<S>(kSumStages)>(e, row, c, queue);
+  });
 }
 
 }  // namespace cuda

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(32 * kWarps)
             if (column >= width) continue;
             float gate = d[m][t][j], up = d[m][t][2 + j];
             if (bias) gate = __fadd_rn(gate, bias[column]), up = __fadd_rn(up, bias[width + column]);
-            put(p.y, tile.first + slot, column, silu_times(gate, up));
+            put(p.y, tile.first + slot, column, gated_by(e.gating, gate, up));
             continue;
           }
 #pragma unroll

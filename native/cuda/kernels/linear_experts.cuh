@@ -85,7 +85,7 @@ class Fragments {
   const char* stage_;
   const int there_;
   LaneCodes<kCodeBits> codes_[S::kCount];
-  Affine<kCodeBits> rows_[S::kCount][2];
+  Affine rows_[S::kCount][2];
 };
 
 }  // namespace cuda

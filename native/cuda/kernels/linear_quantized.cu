@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(32 * kMostWarps)
           const uint32_t x_at = ring_at + stage * kBytes + S::kCodes + S::kSets * S::kSetBytes;
           const int there = p.w.k - (begin + b) * kBlock;  // columns
           LaneCodes<kBits> own[kColumnTiles];
-          Affine<kBits> scales[kColumnTiles][2];
+          Affine scales[kColumnTiles][2];
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++)
 #pragma unroll
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(128) widen_kernel(Codes codes, int k, int firs
     const int group = min(block * kBlock + step * 16, k - 1) / codes.group;
     const uint32_t* scales =
         codes.scales + ((size_t)row_block * codes.groups + group) * kScaleWords + tile * kTileRows + lane / 4 * 2;
-    Affine<kBits> rows[2];
+    Affine rows[2];
     rows[0].set(scales[0]), rows[1].set(scales[1]);
     uint32_t a[4];
     own.fragment(step, rows, a);

@@ -40,31 +40,24 @@ __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_
   return y;
 }
 
-// Codes of two adjacent columns become values: scale * (code - middle) + offset, rounded once. A code in the lowest
-// eight bits of a bfloat16 that is zero otherwise is a number as well, code / 2^133: the exponents 0 and 1 have one
-// unit. So no bits need to be moved: what is wanted is a power of two less than code - middle, exactly, and the scale
-// as much more. It stays finite wherever values do: a scale times the middle is one.
-template <int kBits>
+// A row's scale and offset, each twice.
 struct Affine {
-  static constexpr float kLarger = kBits == 4 ? 4 : 64;
-  __nv_bfloat162 scale, offset, larger;
+  __nv_bfloat162 scale, offset;
 
   __device__ __forceinline__ void set(uint32_t scales) {
-    const __nv_bfloat162 both = pair_of(scales);
-    scale = __low2bfloat162(both), offset = __high2bfloat162(both);
-    larger = __hmul2(scale, __float2bfloat162_rn(kLarger));
+    scale = __low2bfloat162(pair_of(scales)), offset = __high2bfloat162(pair_of(scales));
   }
-  // Of codes in bits [0, 4) of each half of a word: 128 + code has them as the lowest of a fraction of seven.
+  // Of codes of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are 128 + code.
   __device__ __forceinline__ uint32_t low(uint32_t word) const {
     const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
     return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
   }
-  // In bits [4, 8); others are anything.
-  __device__ __forceinline__ uint32_t high(uint32_t word) const { return tiny(word & 0x00f000f0u); }
-  // In bits [0, 8) of 8 bits, or [4, 8) of four, others zero: times 2^127, less 2 as that makes the middle.
-  __device__ __forceinline__ uint32_t tiny(uint32_t pair) const {
+  // Of codes in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well, code /
+  // 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is code - middle, but `larger` times as
+  // small: exactly, and so is the product with a scale as much larger, which is finite wherever values are.
+  __device__ __forceinline__ uint32_t tiny(uint32_t pair, float larger) const {
     const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
-    return bits_of(__hfma2(larger, centred, offset));
+    return bits_of(__hfma2(__hmul2(scale, __float2bfloat162_rn(larger)), centred, offset));
   }
 };
 
@@ -76,19 +69,19 @@ struct LaneCodes {
 
   // The 16 columns of step `step`, which the compiler knows, as mma.sync's first operand. rows: those of lane / 4, and
   // of eight further.
-  __device__ __forceinline__ void fragment(int step, const Affine<kBits> (&rows)[2], uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void fragment(int step, const Affine (&rows)[2], uint32_t (&a)[4]) const {
     const uint4& four = loaded[kBits == 4 ? 0 : step / 2];
     const bool last = kBits == 4 ? step / 2 : step % 2;
     const uint32_t words[2] = {last ? four.z : four.x, last ? four.w : four.y};
 #pragma unroll
     for (int below = 0; below < 2; below++) {
-      const Affine<kBits>& row = rows[below];
+      const Affine& row = rows[below];
       if constexpr (kBits == 4) {
         const uint32_t word = step % 2 ? words[below] >> 8 : words[below];
-        a[below] = row.low(word), a[2 + below] = row.high(word);
+        a[below] = row.low(word), a[2 + below] = row.tiny(word & 0x00f000f0u, 4);
       } else {
-        a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140));
-        a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342));
+        a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140), 64);
+        a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342), 64);
       }
     }
   }

@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // a block
     const ScaleSets sets(codes, k.blocks);
-    const StepProducts<S> products(sets, group, warp, lane);
+    const StepProducts<S> products(sets, sets.regular() ? sets.second(0) : 0, group, warp, lane);
     // Steps of two whole blocks, of regular sets; others are computed block by block.
     const int whole_steps = Format::kSegments || !sets.regular() ? 0 : p.w.k / (kStepBlocks * kBlock);
     // Of block j of a stage, which is `block` of K, its first set.
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       } else {
         const int there = p.w.k - block * kBlock;
         const char* scales = scales_at(stage, j, block);
-        Affine<kBits> affine[2];
+        Affine affine[2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           if (Format::kFine || i == 0) {
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
-      if constexpr (!Format::kSegments) {
+      if constexpr (Format::kParts == 4) {
         products.multiply(x, a, d);
       } else {
 #pragma unroll
@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const int first = step * kStepBlocks;
           barrier_wait(full_at + ring.stage * 8, ring.parity);
           if (step < whole_steps) {
-            if constexpr (!Format::kSegments) products.multiply(stages + ring.stage * S::kStageBytes, d);
+            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
           } else {
 #pragma unroll
             for (int j = 0; j < kStepBlocks; j++) {

@@ -155,22 +155,40 @@ __device__ void norm_row(const RowThreads& t, RowShared& shared, const float* x,
 // ---- activations of 8 bits
 constexpr int kMostNormedBytes = kRowThreads * kRowPiece;  // columns of a row that is normed on its way
 
-// A piece of a row; zeros behind its end.
-__device__ inline void read_piece(const Rows& in, int row, int column, float (&x)[kRowPiece]) {
-  if (!in.tiles) return read_columns<true>(in.values + (size_t)row * in.width, column, in.width, x);
-#pragma unroll
-  for (int i = 0; i < kRowPiece; i += 8) {
-    const int first = column + i;
-    const uint4 eight =
-        first < in.width
-            ? __ldcg(reinterpret_cast<const uint4*>(in.tiles + tile_offset(row, first, blocks_of(in.width))))
-            : make_uint4(0, 0, 0, 0);
-    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-      x[i + j] = first + j < in.width ? from_bf16((uint16_t)(words[j / 2] >> j % 2 * 16)) : 0.0f;
+// A piece of a row of floats, or in tiles, as it comes; zeros behind the row's end.
+template <bool kTiles>
+struct Piece;
+template <>
+struct Piece<false> {
+  float values[kRowPiece];
+
+  __device__ void read(const Rows& in, int row, int column) {
+    read_columns<true>(in.values + (size_t)row * in.width, column, in.width, values);
   }
-}
+  __device__ float operator[](int i) const { return values[i]; }
+};
+template <>
+struct Piece<true> {
+  uint32_t pairs[kRowPiece / 2];
+
+  __device__ void read(const Rows& in, int row, int column) {
+#pragma unroll
+    for (int i = 0; i < kRowPiece; i += 8) {
+      const int first = column + i, there = in.width - first;
+      uint4 eight = make_uint4(0, 0, 0, 0);
+      if (there > 0)
+        eight = __ldcg(reinterpret_cast<const uint4*>(in.tiles + tile_offset(row, first, blocks_of(in.width))));
+      uint32_t* words = pairs + i / 2;
+      words[0] = eight.x, words[1] = eight.y, words[2] = eight.z, words[3] = eight.w;
+      if (there < 8)
+#pragma unroll
+        for (int j = 0; j < 4; j++) words[j] &= 2 * j + 1 < there ? 0xffffffffu : 2 * j < there ? 0xffffu : 0;
+    }
+  }
+  __device__ float operator[](int i) const {
+    return __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+  }
+};
 
 // Of a norm on the way: its weights, as threads have them (none without a norm).
 template <bool kNorms, int kKept>
@@ -187,22 +205,23 @@ struct PieceWeights {
 
 // Row `row` of `in` becomes bytes: a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
 // or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
-// zeros. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and has no others
-// (kMostNormedBytes columns). stride: of sums of parts. sums: in shared memory, segments.blocks of them; of floats
-// none.
-template <bool kFloats, bool kNorms, int kKept>
+// zeros. kTiles: `in` is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and
+// has no others (kMostNormedBytes columns). stride: of sums of parts. sums: in shared memory, segments.blocks of them;
+// of floats none.
+template <bool kFloats, bool kNorms, bool kTiles, int kKept>
 __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, const Rows& in, int stride,
                           const Segments& segments, const ByteRows& out, const Norm& norm,
                           const PieceWeights<kNorms, kKept>& weights, int row) {
   constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   const int pieces = segments.blocks * (kBlock / kRowPiece), k = in.width;
-  float kept[kKept][kRowPiece], top = 0;
-  const auto look = [&](const float(&x)[kRowPiece]) {
+  Piece<kTiles> kept[kKept];
+  float top = 0;
+  const auto look = [&](const Piece<kTiles>& x) {
 #pragma unroll
     for (int i = 0; i < kRowPiece; i++) top = isfinite(x[i]) ? fmaxf(top, fabsf(x[i])) : INFINITY;
   };
 #pragma unroll
-  for (int i = 0; i < kKept; i++) read_piece(in, row, (i * t.count + t.thread) * kRowPiece, kept[i]);
+  for (int i = 0; i < kKept; i++) kept[i].read(in, row, (i * t.count + t.thread) * kRowPiece);
   if (!kFloats) {
     t.sync();  // what sums held for the row before has been read
     for (int i = t.thread; i < segments.blocks; i += t.count) sums[i] = 0;
@@ -219,14 +238,14 @@ __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, con
 #pragma unroll
     for (int i = 0; i < kKept; i++)
 #pragma unroll
-      for (int j = 0; j < kRowPiece; j++) kept[i][j] = kept[i][j] * factor * (weights.values[i][j] + one);
+      for (int j = 0; j < kRowPiece; j++) kept[i].values[j] = kept[i].values[j] * factor * (weights.values[i][j] + one);
   }
 #pragma unroll
   for (int i = 0; i < kKept; i++) look(kept[i]);
   if constexpr (!kNorms)
     for (int piece = kKept * t.count + t.thread; piece < pieces; piece += t.count) {
-      float x[kRowPiece];
-      read_piece(in, row, piece * kRowPiece, x);
+      Piece<kTiles> x;
+      x.read(in, row, piece * kRowPiece);
       look(x);
     }
   top = row_max(top, t, shared);
@@ -234,7 +253,7 @@ __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, con
   if (!isfinite(top)) scale = NAN, inverse = 0;
   else if (!(top > 1e-34f)) scale = inverse = 0;
   if (t.thread == 0) out.scales[row] = scale;
-  const auto store = [&](int piece, const float(&x)[kRowPiece]) {
+  const auto store = [&](int piece, const Piece<kTiles>& x) {
     uint32_t words[4] = {};
     int sum = 0;
     if (inverse != 0) {
@@ -261,8 +280,8 @@ __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, con
     if (const int piece = i * t.count + t.thread; piece < pieces) store(piece, kept[i]);
   if constexpr (!kNorms)
     for (int piece = kKept * t.count + t.thread; piece < pieces; piece += t.count) {
-      float x[kRowPiece];
-      read_piece(in, row, piece * kRowPiece, x);
+      Piece<kTiles> x;
+      x.read(in, row, piece * kRowPiece);
       store(piece, x);
     }
   if (kFloats) return;

@@ -79,12 +79,12 @@ __global__ void scale_kernel(float* x, float factor, size_t count) {
   if (i < count) x[i] *= factor;
 }
 
-__global__ void silu_mul_kernel(const float* in, Rows out) {
+__global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= out.width) return;
   const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
-  put(out, row, i, silu_times(gate, up));
+  put(out, row, i, gated_by(gating, gate, up));
 }
 
 // chosen: which row; null for the same.
@@ -190,8 +190,8 @@ void scale(float* x, float factor, size_t count, const Queue& queue) {
   launched("scale");
 }
 
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
-  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
+  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
   launched("silu_mul");
 }
 

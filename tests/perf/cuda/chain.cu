@@ -3,7 +3,8 @@
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/chain.cu native/cuda/chain.cpp
 //        native/cuda/kernels/{chain*,linear_*,rows,byte_rows,quantize,sum_ranks,ceilings}.cu -o chain
 //   chain schedule: every step is computed once, and nobody waits for ever; needs no GPU
-//   chain check FORMAT [repetitions]; chain time FORMAT [rows,rows...]; FORMAT: bf16, float8, int8, int4, w8a8, w4a8
+//   chain check FORMAT [repetitions]; chain beside FORMAT [repetitions]; chain time FORMAT [rows,rows...]; FORMAT:
+//   bf16, float8, int8, int4, w8a8, w4a8
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -117,6 +118,11 @@ static T* noise(size_t bytes, float size) {
   return data;
 }
 
+static Scratch new_scratch() {
+  return {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+          memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4), memory<int>(kScratchBarriers * 4)};
+}
+
 struct Sizes {
   int hidden, attention, inner, qkv;
 };
@@ -190,7 +196,7 @@ static std::vector<ChainOp> ops_of(const Layer& l, const Step& t, const Sizes& s
   const auto product = [&](const Matrix& w, uint16_t* x, const Rows& y) -> Product& {
     ChainOp op;
     op.product.w = w, op.product.x = {nullptr, x, w.k}, op.product.y = y;
-    if (of_bytes()) op.product.bytes = byte_rows(t.bytes, 64, w.k), op.product.quantized = true;
+    if (of_bytes()) op.product.bytes = byte_rows(t.bytes, 64, w.k);
     ops.push_back(op);
     return ops.back().product;
   };
@@ -317,16 +323,30 @@ static void time_layers(const std::vector<int>& all_rows) {
                   time_of(layers, ops, rows, true, part.first, part.count));
 }
 
+// Chains on two streams at once: both end.
+static void beside(int repetitions) {
+  const Sizes s = {896, 896, 4864, 1152};
+  const Layer l = layer_of(s);
+  Queue queues[2] = {queue, queue};
+  check(cudaStreamCreateWithFlags(&queues[1].stream, cudaStreamNonBlocking));
+  queues[1].scratch = new_scratch();
+  const std::vector<ChainOp> ops[2] = {ops_of(l, step_of(s), s), ops_of(l, step_of(s), s)};
+  check(cudaDeviceSynchronize());
+  for (int i = 0; i < repetitions; i++)
+    for (int j = 0; j < 2; j++) run_chain(ops[j].data(), (int)ops[j].size(), 8, queues[j]);
+  check(cudaDeviceSynchronize());
+  std::printf("beside each other: all of %d have ended\n", repetitions);
+}
+
 int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "check";
   if (what == "schedule") return schedule(), faults != 0;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue.stream = stream, queue.capability = 90;
-  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
-                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4),
-                   memory<int>(kScratchBarriers * 4)};
+  queue.scratch = new_scratch();
   if (argc > 2) format = argv[2];
   if (what == "check") return check_bits(argc > 3 ? std::atoi(argv[3]) : 200) != 0;
+  if (what == "beside") return beside(argc > 3 ? std::atoi(argv[3]) : 300), 0;
   std::vector<int> rows;
   for (char* at = std::strtok(argc > 3 ? argv[3] : strdup("1,8,32"), ","); at; at = std::strtok(nullptr, ","))
     rows.push_back(std::atoi(at));

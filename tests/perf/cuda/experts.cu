@@ -3,7 +3,7 @@
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
 //        native/cuda/kernels/{experts*,linear_experts*,linear_few,linear_bf16,linear_split,linear_stream,linear_wide,
 //        linear_f32,rows,pack,ceilings}.cu -o experts
-//   experts [rows,rows...]
+//   experts [rows,rows... [rows of a tile]]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -104,7 +104,10 @@ int main(int argc, char** argv) {
     e.product = product(l.down, gated, made, false, false), e.routing = routing, e.follows = true;
     return e;
   };
-  const auto tile_rows = [&](int rows) { return expert_tile_rows(Kind::bf16, rows * kTop, kExperts, queue); };
+  const int given = argc > 2 ? std::atoi(argv[2]) : 0;
+  const auto tile_rows = [&](int rows) {
+    return given ? given : expert_tile_rows(Kind::bf16, rows * kTop, kExperts, queue);
+  };
   const ChosenRow chosen{router, logits.values, nullptr};
   const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
   const std::pair<const char*, Part> o{
