@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
-    if (lane != 0) return;
+    if (!elected()) return;
     static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
     StreamCopies<S> ahead(p, all, rows, k, (threadIdx.x - S::kWorkers) / 32);
     StreamCopies<S> behind = ahead;

@@ -260,13 +260,13 @@ __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, con
 #pragma unroll
       for (int i = 0; i < 4; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float scaled = __fmul_rn(x[j / 2 * 8 + i * 2 + j % 2], inverse);
+        for (int j = 0; j < 4; j += 2) {
+          const float low = __fmul_rn(x[j * 4 + i * 2], inverse), high = __fmul_rn(x[j * 4 + i * 2 + 1], inverse);
           if constexpr (kFloats) {
-            words[i] |= (uint32_t)to_e4m3(scaled) << j * 8;
+            words[i] |= (uint32_t)two_e4m3(low, high) << j * 8;
           } else {
-            const int a = __float2int_rn(scaled);
-            words[i] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
+            const int a = __float2int_rn(low), b = __float2int_rn(high);
+            words[i] |= (uint32_t)((a & 0xff) | (b & 0xff) << 8) << j * 8, sum += a + b;
           }
         }
     }

@@ -65,6 +65,17 @@ __device__ inline float4 read_at(uint32_t address, int block) {
   return v;
 }
 
+// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+__device__ inline bool elected() {
+  int chosen;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(chosen));
+  return chosen;
+}
+
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(shared_address(barrier))
