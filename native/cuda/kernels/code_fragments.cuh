@@ -13,7 +13,6 @@ struct ScaleSets {
       : each(codes.groups > 1 && codes.group < kBlock ? kBlock / codes.group : 1),
         blocks(codes.groups > 1 ? (codes.group > kBlock ? codes.group / kBlock : 1) : k_blocks),
         count(codes.groups) {}
-  AS_BOTH int first(int block) const { return block / blocks * each; }
   // Whether the second blocks of steps of two are all alike: of a set of their own, or of the first block's.
   AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
   // How many sets further the second block of a step has its first one than the first, which is `block`, has.
