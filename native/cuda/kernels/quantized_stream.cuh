@@ -229,7 +229,7 @@ template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     quantized_stream_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
                             const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
-                            StreamShares shares) {
+                            const __grid_constant__ StreamShares shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Format = typename S::Format;
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues,
@@ -277,9 +277,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // a block
     const ScaleSets sets(codes, k.blocks);
-    const StepProducts<S> products(sets, sets.regular() ? sets.second(0) : 0, group, warp, lane);
+    const bool regular = sets.regular();
+    const StepProducts<S> products(sets, sets.second(), group, warp, lane);
     // Steps of two whole blocks, of regular sets; others are computed block by block.
-    const int whole_steps = Format::kSegments || !sets.regular() ? 0 : p.w.k / (kStepBlocks * kBlock);
+    const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
     // Of block j of a stage, which is `block` of K, its first set.
     const auto scales_at = [&](int stage, int j, int block) {
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
@@ -291,27 +292,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     // Block j of a stage, which is `block` of K, as the product's first operand.
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
       if constexpr (Format::kFloats) return;  // products read them themselves
-      const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
-      LaneCodes<kBits> lanes;
-#pragma unroll
-      for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-        lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
       if constexpr (Format::kSegments) {
+        const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
+        LaneCodes<kBits> lanes;
+#pragma unroll
+        for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+          lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
 #pragma unroll
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
-        const int there = p.w.k - block * kBlock;
-        const char* scales = scales_at(stage, j, block);
-        Affine affine[2];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          if (Format::kFine || i == 0) {
-            const uint2 two = *reinterpret_cast<const uint2*>(scales + i * sets.each / 4 * S::kSetBytes);
-            affine[0].set(two.x), affine[1].set(two.y);
-          }
-          lanes.fragment(i, affine, a[i]);
-        }
-        if (there < kBlock) {
+        const uint32_t at = stages + stage * S::kStageBytes;
+        if (j == 0 || regular) products.weights(at, j, a);
+        else products.weights(at, j, sets.second(block - 1), a);
+        if (const int there = p.w.k - block * kBlock; there < kBlock) {
 #pragma unroll
           for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
         }
@@ -464,7 +457,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         else sums[i] = d[i];
       }
       if (k.pieces > 1) {
-        const int place = shares.whole ? blockIdx.x : part.tile;
+        const int place = shares.of == ShareOf::tiles ? blockIdx.x : part.tile;
         float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
@@ -487,22 +480,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 template <typename S>
 void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
-  const Pieces pieces(p.w.k, p.w.most_pieces);
-  const int tiles = S::tiles(p.w.n, rows), steps = (pieces.blocks + kStepBlocks - 1) / kStepBlocks;
-  const size_t tile_sums = S::kSums * pieces.count;
-  int blocks = processors() < kScratchBlocks ? processors() : kScratchBlocks;
-  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones.
-  const bool whole = pieces.count > 1 && tiles * tile_sums > kScratchPieces;
-  if (whole) {
-    blocks = std::min({blocks, tiles, (int)(kScratchPieces / tile_sums)});
-  } else {
-    const int length = (pieces.length + kStepBlocks - 1) / kStepBlocks;
-    blocks = (int)std::min<int64_t>(blocks, std::max<int64_t>(1, (int64_t)tiles * steps / length));
-  }
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
+  const size_t tile_sums = S::kSums * k.count;
+  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
+  // shared is by two.
+  ShareOf of = ShareOf::steps;
+  int blocks = (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * k.blocks / (k.length + 1)));
+  if (k.count > 1 && tiles * tile_sums > kScratchPieces)
+    of = ShareOf::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
+  else if (tiles * k.count <= most) of = ShareOf::pieces;
+  const StreamShares shares(of, tiles, k, blocks);
   allow_shared(quantized_stream_kernel<S>, S::kShared);
-  start(queue, quantized_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, Steps(pieces),
-        Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, pieces), queue.scratch,
-        StreamShares(tiles, steps, blocks, whole));
+  start(queue, quantized_stream_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
+        Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
   launched("linear with quantized weights, streaming");
 }
 
@@ -510,7 +501,9 @@ void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
 template <class Format, int kRows, int kMostGroups>
 void start_stream_rows(const Product& p, int rows, const Queue& queue) {
   using Wide = StreamShape<Format, kRows, kMostGroups>;
-  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
+  const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
+  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
+  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
   else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
 }
 

@@ -38,17 +38,32 @@ struct Steps {
         length((k.length + kStepBlocks - 1) / kStepBlocks) {}
 };
 
-// What blocks of threads have of all steps of all tiles: each so many times `unit`, the first `more` once more.
+// What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
+enum class ShareOf { pieces, tiles, steps };
 struct StreamShares {
-  int each, more, unit;
-  bool whole;  // tiles are not shared, and a block of threads' pieces of all its tiles have one place
+  ShareOf of;
+  int blocks;      // of threads
+  int each, more;  // tiles or steps of a block of threads; the first `more` have one more
+  Divisor pieces;
 
-  StreamShares(int tiles, int steps, int blocks, bool whole)
-      : each((whole ? tiles : tiles * steps) / blocks),
-        more((whole ? tiles : tiles * steps) % blocks),
-        unit(whole ? steps : 1),
-        whole(whole) {}
-  __device__ int begin(int block) const { return (block * each + min(block, more)) * unit; }
+  // most: blocks of threads.
+  StreamShares(ShareOf of, int tiles, const Pieces& k, int most)
+      : of(of), blocks(most), each(0), more(0), pieces(k.count) {
+    if (of == ShareOf::pieces) {
+      blocks = tiles * k.count;
+      return;
+    }
+    const int all = of == ShareOf::tiles ? tiles : tiles * ((k.blocks + kStepBlocks - 1) / kStepBlocks);
+    each = all / blocks, more = all % blocks;
+  }
+  // Where a block of threads begins, of all steps of all tiles.
+  __device__ int begin(int block, const Steps& k) const {
+    if (of == ShareOf::pieces) {
+      const int tile = pieces(block);
+      return tile * k.count.by() + (block - tile * pieces.by()) * k.length.by();
+    }
+    return (block * each + min(block, more)) * (of == ShareOf::tiles ? k.count.by() : 1);
+  }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -60,7 +75,7 @@ struct StreamPart {
 class StreamParts {
  public:
   __device__ StreamParts(const Steps& k, const StreamShares& shares)
-      : k_(k), begin_(shares.begin(blockIdx.x)), end_(shares.begin(blockIdx.x + 1)) {
+      : k_(k), begin_(shares.begin(blockIdx.x, k)), end_(shares.begin(blockIdx.x + 1, k)) {
     const int first = begin_of(begin_);
     at_ = first == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
   }
