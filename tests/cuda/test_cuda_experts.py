@@ -10,7 +10,7 @@ from gpu_toys import compiled, executor
 from reference import expert_toys as toys
 from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, seed, step_of, tokens_of, toy
+from test_cuda_ops import EXACT, LENGTHS, SEED, VOCAB, as_bf16, compare, seed, step_of, tokens_of, toy
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
@@ -164,33 +164,9 @@ def test_same_request_same_bytes(form):
 
 
 def test_rows_that_are_no_numbers():
-    from reference.test_cpu_ops import prompts, step_of
-
-    own = toy()
-    x = embedded(own, 16)
-    rows, scores = routed(own, x, 6, 2, normalized=True)
-    own.finish(mlp(own, x, rows, scores, 6, 12))
-    expected = compiled(own).step(step_of(prompts()), True)
-    broken = prompts()[1][-1]
-    gpu = executor()
-    for handle, (n, k, form, group) in enumerate(own.program.weights):
-        values = own.weights[handle].astype(np.float32)
-        if handle == 0:
-            values[broken] = np.nan
-        experts = 6 if handle > 1 else 1
-        assert gpu.add_matrix(n, k, form, group, experts) == handle
-        gpu.fill_matrix(handle, values, "F32")
-    for row_set in own.program.row_sets[2:]:
-        gpu.add_row_set(*row_set)
-    for width, row_set, _ in own.program.tensors:
-        gpu.add_tensor(width, row_set)
-    for op in own.program.ops:
-        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    gpu.allocate(256, 8, 128, 16, 64, "float32", 64)
-    found = gpu.step(step_of(prompts()), True)
-    bad = np.array([p[-1] == broken for p in prompts()])
-    assert ((found.status != 0) == bad).all()
-    np.testing.assert_array_equal(found.logits[~bad], expected.logits[~bad])
+    rng = np.random.default_rng(SEED + 1)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in LENGTHS]
+    toys.check_rows_that_are_no_numbers(toy(), compiled, step_of(prompts), [p[-1] for p in prompts])
 
 
 def test_what_cannot_be_is_refused():

@@ -72,16 +72,4 @@ def test_what_cannot_be_is_refused():
 
 
 def test_rows_that_are_no_numbers():
-    """Their status tells; rows beside them are as ever."""
-    own = toy()
-    x = embedded(own, 16)
-    rows, scores = routed(own, x, 6, 2, normalized=True)
-    own.finish(mlp(own, x, rows, scores, 6, 12))
-    expected = compiled(own).step(step_of(prompts()), True)
-    own.weights[0] = own.weights[0].copy()
-    own.weights[0][prompts()[1][-1]] = np.nan
-    found = compiled(own).step(step_of(prompts()), True)
-    broken = [p[-1] == prompts()[1][-1] for p in prompts()]
-    assert (found.status != 0).tolist() == broken
-    np.testing.assert_array_equal(found.logits[~np.array(broken)], expected.logits[~np.array(broken)])
-
+    toys.check_rows_that_are_no_numbers(toy(), compiled, step_of(prompts()), [p[-1] for p in prompts()])

@@ -13,7 +13,6 @@ from reference.batch import Limits
 from reference.plan import DRAW, EMBEDDINGS, HIDDEN, POSITIONS
 
 ALL, OUTPUTS = _native.ALL_ROWS, _native.OUTPUT_ROWS
-VOCAB = 53  # of toys, unless they say otherwise
 
 
 class Toy:
