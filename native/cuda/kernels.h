@@ -38,8 +38,9 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
+// are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -47,6 +48,7 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
+  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -159,8 +161,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
-  bool quantized = false;       // `bytes` is there already
+  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -175,23 +176,34 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x is quantized first.
+// Of integers: what is multiplied is p.bytes.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
-// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+// Rows as such products take them: p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
 // ---- adapters
-// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
-// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+// Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
+// [columns, rank] transposed, in rows of low_rank_stride() values. Of bfloat16, for mma.sync: a in such rows, and b as
+// it is; both have whole blocks of ranks, filled up with zeros. rank 0: the adapter has none.
 struct LowRank {
   const char *a = nullptr, *b = nullptr;
   int rank = 0;
   float scale = 0;
 };
+constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
+// Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
+constexpr int kMostLowRankParts = 4;
+AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
+  const int parts = bf16 ? (k + 2047) / 2048 : 1;
+  return parts < kMostLowRankParts ? parts : kMostLowRankParts;
+}
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
@@ -206,7 +218,7 @@ struct AdaptedSums {
   Rows x;
   float* y = nullptr;
   int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
-  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
 };
