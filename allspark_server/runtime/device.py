@@ -21,8 +21,6 @@ GPU_RESERVE = 768 << 20
 #: of matrices, and of caches
 GPU_FORMATS = ("float32", "bfloat16", "int8", "int4", "w8a8", "w4a8", "float8")
 GPU_CACHES = ("float32", "bfloat16", "int8", "uint4", "float8")
-#: what models that the CPU serves have beside these is told before their weights are loaded
-GPU_MISSING_OPS = ("clamped_silu_mul",)
 MOST_SAMPLING_THREADS = 16
 #: for tests where there are fewer GPUs than ranks: 1 lets ranks share one
 SHARED_GPUS = "ALLSPARK_TEST_SHARED_GPUS"
@@ -184,8 +182,7 @@ class Gpu:
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
     def check(self, config, forms, cache_dtype, ops):
-        missing = [f"op {op.type}" for op in ops if op.type in GPU_MISSING_OPS]
-        missing += ["attention with sinks" for op in ops if op.attrs.get("sinks")]
+        missing = ["attention with sinks" for op in ops if op.attrs.get("sinks")]
         missing += [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")

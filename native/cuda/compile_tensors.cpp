@@ -33,8 +33,8 @@ bool CudaRunner::in_tiles(int tensor) const {
       if (!is_product(op) || !weights_.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
-    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&
-        !op.is("span_attention"))
+    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("clamped_silu_mul") &&
+        !op.is("gelu_tanh_mul") && !op.is("span_attention"))
       return false;
   }
   return read;

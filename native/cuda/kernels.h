@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -37,8 +38,9 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
+// are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -46,6 +48,7 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
+  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -113,8 +116,13 @@ struct Norm {
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
+// gate * sigmoid(alpha * gate) * (up + shift), the gate at most limit, up within +-limit: as it stands, silu(gate) *
+// up.
+struct Gating {
+  float alpha = 1, limit = HUGE_VALF, shift = 0;
+};
 // in [rows, 2 width]
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue);
 // gelu as tanh approximates it; in [rows, 2 width]
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
 // cap * tanh(x / cap)
@@ -153,8 +161,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
-  bool quantized = false;       // `bytes` is there already
+  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -169,11 +176,13 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x is quantized first.
+// Of integers: what is multiplied is p.bytes.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
-// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+// Rows as such products take them: p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 

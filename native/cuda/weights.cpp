@@ -49,7 +49,8 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
                                 std::to_string(kMostIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
   m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
-  m.codes.groups = (k + m.codes.group - 1) / m.codes.group, m.most_pieces = pieces_of_codes(m.n, k);
+  m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
+  m.most_pieces = pieces_of_codes(m.n, k, floats ? kMostPieces : kMostCodePieces);
   return m;
 }
 

@@ -67,9 +67,14 @@ struct TilePlace {
   }
 };
 
+// What a block of threads shares beside stages. Where tiles are is said by who copies: it takes divisions, and nobody
+// multiplies meanwhile. More tiles than these are never on their way: each has a stage at least.
 template <int kStages>
 struct Barriers {
+  static constexpr int kPlaces = 16;
+  static_assert(kPlaces >= kStages + 2);
   uint64_t full[kStages], empty[kStages];
+  TilePlace places[kPlaces];
 };
 
 // What a block copies of rows that several of the cluster have in common.
@@ -161,6 +166,18 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
   }
 }
 
+// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
+template <int kColumns>
+__device__ void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
+  constexpr int kLine = 32;  // values
+  const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
+  for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
+    const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;
+    if (row < rows && column < count)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
+  }
+}
+
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
 // each has four adjacent ones. All that is read of a row comes before anything is written.
 template <int kColumns>
@@ -243,6 +260,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
       for (int tile = first_tile; tile < tiles; tile += step) {
         const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+        if (warp == 0) barriers.places[tile / step % barriers.kPlaces] = at;
         const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
         const Share own(p.x.tiles, at.row, rows, kRows, k.blocks, across, kAcross);
         const auto part_of = [&](int n, bool& of_rows) {
@@ -284,9 +302,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
     };
     if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
-    for (int tile = first_tile; tile < tiles; tile += step) {
-      const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
-      const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+    int number = 0;
+    for (int tile = first_tile; tile < tiles; tile += step, number++) {
+      barrier_wait(&barriers.full[ring.stage], ring.parity);
+      const TilePlace& place = barriers.places[number % barriers.kPlaces];
+      const bool there = place.row + group * kBlock < rows && place.column < p.w.n;
+      if (!kGated && p.adds && there) ask_for_added<kColumns>(p, rows, place.row + group * kBlock, place.column);
       if constexpr (!kWhole) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
@@ -323,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if (!there) continue;
       const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
-      const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
+      const TilePlace end = barriers.places[afresh(number) % barriers.kPlaces];
       const int first_row = end.row + group * kBlock;
       if constexpr (kGated) {
         if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, sums);

@@ -1,6 +1,6 @@
 // Products of many rows (native/cuda/kernels/linear_wide.cu) by each tile: their bits against the kernel of some rows,
 // and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
-// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192]`
+// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down]`: of all linears, or of these.
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
 //   ../../../native/cuda/kernels/linear_{bf16,split,stream}.cu -o wide
 #include <algorithm>
@@ -151,6 +151,7 @@ int main(int argc, char** argv) {
   for (int rows : sizes) {
     double all = 0, work = 0;
     for (const auto& s : asked("small") ? small : large) {
+      if (!asked(s.name) && (asked("qkv") || asked("o") || asked("gate_up") || asked("down"))) continue;
       Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias);
       const double operations = 2.0 * rows * s.n * s.k;
       const int times = std::max(3, (int)(2e13 / operations));
