@@ -19,11 +19,21 @@ inline bool may_own(const ChainOp& op, int rows) {
   return op.kind == ChainOp::Kind::bytes && op.product.w.codes.floats && op.product.w.k <= kMostOwnColumns;
 }
 
+// Brings weights of an op's norm into the first-level cache, by the threads that will make rows.
+__device__ inline void touch_norm(const ChainOp& op) {
+  const int width = op.kind == ChainOp::Kind::norm ? op.y.width : op.product.w.k;
+  constexpr int kSector = 8;  // values
+  [[maybe_unused]] float value;
+  if (op.norm.weight)
+    for (int i = threadIdx.x * kSector; i < width; i += 32 * kOwnWarps * kSector)
+      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(op.norm.weight + i));
+}
+
 // Row `row` normed, as products in bfloat16 read it: blocks of K of 8 rows x 128 bytes, one after the other. Written to
 // global memory, too, by the block of threads of that number.
 template <int kWarps>
 __device__ inline void own_norm_row(const RowThreads& t, RowShared& shared, const ChainOp& op, int row, char* to) {
-  constexpr int kPlays = kRowWarps / kWarps, kTogether = kPlays < 4 ? kPlays : 4;
+  constexpr int kPlays = kRowWarps / kWarps, kTogether = 2;
   const int width = op.y.width, all = blocks_of(width) * kBlock;
   const float* in = op.x + (size_t)row * width;
   float kept[kPlays][kRowEight], squares[kPlays] = {};
@@ -99,19 +109,21 @@ __device__ inline void make_own_rows(RowShared (&shared)[kOwnWarps], int first_b
                                      char* to) {
   const auto each = [&](auto warps) {
     constexpr int kWarps = decltype(warps)::value;
-    const int row = threadIdx.x / (32 * kWarps);
-    if (row >= rows) return;
-    const RowThreads t{(int)threadIdx.x % (32 * kWarps), 32 * kWarps, first_barrier + row};
-    if constexpr (kBytes == RowBytes::floats) {
-      if (op.norm.weight) own_bytes_row<true, false, kWarps>(t, shared[row], op, row, to);
-      else if (op.product.x.tiles) own_bytes_row<false, true, kWarps>(t, shared[row], op, row, to);
-      else own_bytes_row<false, false, kWarps>(t, shared[row], op, row, to);
-    } else {
-      own_norm_row<kWarps>(t, shared[row], op, row, to);
+    const int team = threadIdx.x / (32 * kWarps);
+    const RowThreads t{(int)threadIdx.x % (32 * kWarps), 32 * kWarps, first_barrier + team};
+    for (int row = team; row < rows; row += kOwnWarps / kWarps) {
+      if constexpr (kBytes == RowBytes::floats) {
+        if (op.norm.weight) own_bytes_row<true, false, kWarps>(t, shared[team], op, row, to);
+        else if (op.product.x.tiles) own_bytes_row<false, true, kWarps>(t, shared[team], op, row, to);
+        else own_bytes_row<false, false, kWarps>(t, shared[team], op, row, to);
+      } else {
+        own_norm_row<kWarps>(t, shared[team], op, row, to);
+      }
     }
   };
+  // More threads of a row would have fewer values in registers, and fewer rows at once.
   if (rows <= 2) each(std::integral_constant<int, 4>());
-  else each(std::integral_constant<int, 1>());
+  else each(std::integral_constant<int, 2>());
 }
 
 }  // namespace cuda
