@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
 #pragma unroll
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
-      } else {
+      } else if constexpr (!Format::kFloats) {
         const uint32_t at = stages + stage * S::kStageBytes;
         if (j == 0 || regular) products.weights(at, j, a);
         else products.weights(at, j, sets.second(block - 1), a);
