@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -37,9 +38,8 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
-// are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
+// them pieces of sums, with how many have come. Flags and counts are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -47,7 +47,6 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
-  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -115,8 +114,13 @@ struct Norm {
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
+// gate * sigmoid(alpha * gate) * (up + shift), the gate at most limit, up within +-limit: as it stands, silu(gate) *
+// up.
+struct Gating {
+  float alpha = 1, limit = HUGE_VALF, shift = 0;
+};
 // in [rows, 2 width]
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue);
 // gelu as tanh approximates it; in [rows, 2 width]
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
 // cap * tanh(x / cap)
@@ -181,14 +185,23 @@ void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int
 bool norms_into_bytes(int width);
 
 // ---- adapters
-// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
-// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+// Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
+// [columns, rank] transposed, in rows of low_rank_stride() values. Of bfloat16, for mma.sync: a in such rows, and b as
+// it is; both have whole blocks of ranks, filled up with zeros. rank 0: the adapter has none.
 struct LowRank {
   const char *a = nullptr, *b = nullptr;
   int rank = 0;
   float scale = 0;
 };
+constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
+// Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
+constexpr int kMostLowRankParts = 4;
+AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
+  const int parts = bf16 ? (k + 2047) / 2048 : 1;
+  return parts < kMostLowRankParts ? parts : kMostLowRankParts;
+}
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
@@ -203,7 +216,7 @@ struct AdaptedSums {
   Rows x;
   float* y = nullptr;
   int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
-  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
 };
@@ -282,12 +295,14 @@ struct Attention {
   int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
-  const float* qkv = nullptr;  // [rows, width]: queries, keys, values
+  const float *slopes = nullptr, *sinks = nullptr;  // of this rank's query heads, or null
+  const float* qkv = nullptr;                       // [rows, width]: queries, keys, values
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
+  int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
@@ -308,6 +323,8 @@ void attend_few(const Attention& a, const AttentionTile* tiles, int count, int s
 // tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
 void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+// Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
 // store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
 // no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,

@@ -14,7 +14,6 @@ namespace {
 [[maybe_unused]] constexpr int kTokens = kBlock;  // positions at a time
 constexpr int kGroups = kManyPairs / kBlock;      // warpgroups, of as many pairs
 constexpr int kThreads = 128 * (1 + kGroups), kStages = 5;
-[[maybe_unused]] constexpr int kDelay = 2;  // groups of copies that are under way while later ones are asked for
 
 // Keys of 64 positions are blocks of 64 features (tiles.h) one after the other, and so are values, and pairs' queries.
 template <int kDim>
@@ -28,8 +27,13 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages];
 };
 
-// What threads wrote into shared memory is there for wgmma.
+// What threads wrote into shared memory is there for wgmma. Who copies does not say so: that would wait for all copies
+// that are under way.
 __device__ void written_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Arrives once all that this thread has asked for is there.
+__device__ void arrive_with_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
 
 // Positions from `begin` to `last`, by a warpgroup.
 template <int kDim>
@@ -49,13 +53,7 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
     const int span = (position >> shift) + min(lane, kSpans - 1);
     return reinterpret_cast<uint64_t>(head + (span << shift <= last ? table[span] : 0) * span_bytes);
   };
-  Ring<kStages> ring, done;
-  const auto tell = [&] {
-    written_for_products();
-    barrier_arrive(&barriers.full[done.stage]);
-    done.next();
-  };
-  int asked = 0;
+  Ring<kStages> ring;
   for (uint64_t spans = spans_from(begin); begin <= last; begin += kTokens, ring.next()) {
     const uint64_t next = spans_from(begin + kTokens);
     barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
@@ -69,13 +67,10 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
       copy_16(to + i * kStep * kRowBytes, from, at <= last);
       copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
     }
-    commit_copies();
+    arrive_with_copies(&barriers.full[ring.stage]);
     spans = next;
-    if (asked == kDelay) wait_copies<kDelay>(), tell();
-    else asked++;
   }
-  wait_copies<0>();
-  for (; asked; asked--) tell();
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8]) {
@@ -115,18 +110,21 @@ __device__ void copy_queries(const Attention& a, const TileRows& rows, int first
 
 // What a warpgroup has of its 64 pairs; a thread, of two: number i of `values` and `scores` is of pair
 // 16 * warp + lane / 4 + 8 * (i % 4 / 2).
-template <int kDim>
+template <int kDim, bool kCapped>
 class Attender {
  public:
   __device__ Attender(const Attention& a, const TileRows& rows, int first, uint32_t queries)
-      : a_(a), rows_(rows), queries_(queries), pair_(first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
+      : a_(a),
+        rows_(rows),
+        queries_(descriptor(queries)),
+        pair_(first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = pair_ + 8 * h;
       positions_[h] = pair < rows.count ? rows.position(pair) : -1;
       least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
     }
-    clear(total_), clear(values_);
+    clear(total_);
   }
 
   __device__ void begin_scores(uint32_t keys) {
@@ -134,7 +132,7 @@ class Attender {
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++) {
       const int at = s / 4 * kBlockBytes + s % 4 * kStepBytes;
-      Tile<kTokens>::multiply(scores_, descriptor(queries_ + at), descriptor(keys + at), s > 0);
+      Tile<kTokens>::multiply(scores_, further(queries_, at), further(descriptor(keys), at), s > 0);
     }
     commit_products();
   }
@@ -143,7 +141,7 @@ class Attender {
   // ended yet.
   __device__ void weigh(int begin, bool first) {
     const bool whole = begin + kTokens - 1 <= min(positions_[0], positions_[1]) && begin >= max(least_[0], least_[1]);
-    if (a_.soft_cap > 0) {
+    if constexpr (kCapped) {
 #pragma unroll
       for (int i = 0; i < kScores; i++) scores_[i] = capped(a_, scores_[i]);
     }
@@ -158,35 +156,40 @@ class Attender {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       if (first) ended_most_[h] = most_[h], ended_sum_[h] = sum_[h], most_[h] = -INFINITY, sum_[h] = 0;
-      float now = -INFINITY;
+      float now = scores_[2 * h], other = scores_[2 * h + 1];
 #pragma unroll
-      for (int i = 2 * h; i < kScores; i += 4) now = fmaxf(fmaxf(now, scores_[i]), scores_[i + 1]);
+      for (int i = 2 * h + 4; i < kScores; i += 4) now = fmaxf(now, scores_[i]), other = fmaxf(other, scores_[i + 1]);
+      now = fmaxf(now, other);
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
       now = fmaxf(most_[h], now * factor), by_[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by_[h]);
+      most_[h] = now;
     }
+    float halves[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       const int h = i % 4 / 2;
       scores_[i] = weight_of(scores_[i], factor, most_[h]);
-      sum_[h] += scores_[i];
+      halves[h][i / (kScores / 2)] += scores_[i];
     }
+#pragma unroll
+    for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
-  // Once no products with the weights before are under way.
-  __device__ void take_weights() {
-    if (__any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) {
+  // Once no products with the weights before are under way. first: of a run, whose values begin anew.
+  __device__ void take_weights(bool first) {
+    if (!first && __any_sync(0xffffffffu, by_[0] != 1 || by_[1] != 1)) {
 #pragma unroll
       for (int i = 0; i < kValues; i++) values_[i] *= by_[i % 4 / 2];
     }
 #pragma unroll
     for (int i = 0; i < kScores / 2; i++) weights_[i / 4][i % 4] = two_bf16(scores_[2 * i], scores_[2 * i + 1]);
   }
-  __device__ void begin_values(uint32_t values) {
+  __device__ void begin_values(uint32_t values, bool first) {
     begin_products();
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++)
-      WeighedTile<kDim>::multiply(values_, weights_[s], descriptor_of_columns(values + s * 16 * kRowBytes));
+      WeighedTile<kDim>::multiply(values_, weights_[s], further(descriptor_of_columns(values), s * 16 * kRowBytes),
+                                  s > 0 || !first);
     commit_products();
   }
   // Scores are products that were begun before the values' that are under way, if these are.
@@ -214,7 +217,6 @@ class Attender {
         total_[i + 1] = merged(total_[i + 1], by, values_[i + 1], run_by);
       }
     }
-    clear(values_);
   }
   __device__ void write(int kv_head) {
     const int quarter = threadIdx.x % 4;
@@ -254,7 +256,7 @@ class Attender {
   }
   const Attention& a_;
   const TileRows& rows_;
-  const uint32_t queries_;
+  const uint64_t queries_;
   const int pair_;
   int positions_[2], least_[2];
   float scores_[kScores], values_[kValues], total_[kValues];
@@ -264,7 +266,7 @@ class Attender {
 };
 #endif
 
-template <int kDim>
+template <int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, bool turns,
                         const __grid_constant__ RotaryTable table) {
@@ -282,7 +284,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Tiles that see most come first: what is left for the end is short.
   const TileRows rows(a, tiles[gridDim.x - 1 - blockIdx.x], kManyPairs);
   if (rows.count == 0) return;
-  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1), group = threadIdx.x / 128 - 1;
+  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1);
+  const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
   int begin = rows.first_run * kRunTokens;
   if (group < 0) {
@@ -303,25 +306,44 @@ __global__ void __launch_bounds__(kThreads, 1)
       copy_queries<kDim>(a, rows, group * kBlock, kv_head, turns, table, shared + group * S::kTensorBytes);
       if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
       else asm volatile("bar.sync 2, 128;" ::: "memory");
-      Attender<kDim> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
-      barrier_wait(&barriers.full[0], 0);
+      Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
+      const auto await = [&] {
+        barrier_wait(&barriers.full[ring.stage], ring.parity);
+        written_for_products();
+      };
+      // Warpgroups, if both have pairs, begin products by turns: so that weights of one are computed while products of
+      // the other are.
+      const bool turns_taken = rows.count > kBlock;
+      const auto await_turn = [&] {
+        if (turns_taken) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+      };
+      const auto give_turn = [&] {
+        if (turns_taken) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
+      };
+      if (group == 1) give_turn();
+      await();
       attender.begin_scores(stages);
       attender.template wait_scores<false>();
       attender.weigh(begin, true);
       while (begin <= last) {
-        attender.take_weights();
+        const bool first = begin % kRunTokens == 0;
+        attender.take_weights(first);
         const int stage = ring.stage;
         const uint32_t values = stages + stage * S::kStageBytes + S::kTensorBytes;
         begin += kTokens, ring.next();
         const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
         if (goes_on) {
-          barrier_wait(&barriers.full[ring.stage], ring.parity);
+          await();
+          await_turn();
           attender.begin_scores(stages + ring.stage * S::kStageBytes);
-          attender.begin_values(values);
+          attender.begin_values(values, first);
+          give_turn();
           attender.template wait_scores<true>();
           attender.weigh(begin, ends);
         } else {
-          attender.begin_values(values);
+          await_turn();
+          attender.begin_values(values, first);
+          if (group == 0) give_turn();
         }
         attender.wait_values();
         release(stage);
@@ -335,16 +357,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
-  allow_shared(attend_wgmma_kernel<kDim>, Shape<kDim>::kShared);
-  start(queue, attend_wgmma_kernel<kDim>, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles,
-        turn != nullptr, turn ? turn->table : RotaryTable());
+  const auto kernel = a.soft_cap > 0 ? attend_wgmma_kernel<kDim, true> : attend_wgmma_kernel<kDim, false>;
+  allow_shared(kernel, Shape<kDim>::kShared);
+  start(queue, kernel, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles, turn != nullptr,
+        turn ? turn->table : RotaryTable());
 }
 
 }  // namespace
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
   return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

@@ -2,7 +2,7 @@
 // stream by, and the rows are too many for every block of threads to read them for a few columns.
 //
 // A cluster of blocks of threads has 64 or 128 columns (rows of the weights) and up to 256 rows of activations; each
-// block computes one piece of K (tiles.h). Two threads have blocks of both sides copied into shared memory, several
+// block computes one piece of K (tiles.h). Some threads have blocks of both sides copied into shared memory, several
 // stages ahead. Then all add up the pieces in ascending order, each a share of the values, out of each other's memory.
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -12,36 +12,38 @@ namespace cuda {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
-// the same piece for adjacent columns, and share the rows that they copy.
-template <int kRows_, int kGroups_, int kBeside_>
+// the same piece for adjacent columns, and share the rows that they copy; kDeep: a processor has one block of threads,
+// and all of its memory is stages.
+template <int kRows_, int kGroups_, int kBeside_, bool kDeep_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
+  static constexpr bool kDeep = kDeep_;
   static constexpr int kColumns = kBlock * kGroups;
   [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
-  // So that several blocks fit a processor; of 256 rows one does.
-  static constexpr int kStages = kRows <= 16 ? 5 : kRows <= 64 || kRows == 256 ? 4 : 3;
   static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
-  static constexpr int kThreads = 128 * kGroups + 64;
+  static constexpr int kStages = kDeep ? (224 << 10) / kStageBytes : kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;
+  static constexpr int kCopiers = kDeep ? 2 : 1;  // warps for weights, and as many for rows
+  static constexpr int kThreads = 128 * kGroups + 64 * kCopiers;
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
   static constexpr int kShared = kStages * kStageBytes;
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
+__global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
     linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kStages = S::kStages;
+  constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kStages = S::kStages,
+                kCopiers = S::kCopiers;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   const int piece = blockIdx.x, column_block = blockIdx.y * kGroups, first_row = blockIdx.z * kRows;
   // Of a cluster's blocks of threads those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
   const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int group = warpgroup(), lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
-  let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2), barrier_init(&empty[i], kGroups * kBeside);
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2 * kCopiers), barrier_init(&empty[i], kGroups * kBeside);
     barriers_are_there();
   }
   __syncthreads();
@@ -60,16 +62,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
         added[j] = read_added(p, first_row + i / fours, column);
   };
   if (group == kGroups) {
-    // Two warps copy, the one weights, on their way before the kernel before this one has made the rows, and the other
-    // rows: one alone would take longer to ask for them than they take. Both are needed for a stage, so that neither is
-    // ever a turn of the ring ahead.
+    // Some warps copy weights, on their way before the kernel before this one has made the rows, and others rows: one
+    // alone would take longer to ask for them than they take. All are needed for a stage, so that none is ever a turn
+    // of the ring ahead.
     if (lane == 0) {
       const int groups = max(0, min(kGroups, blocks_of(p.w.n) - column_block));
       // Of rows there are so many blocks, or a part of one.
       const int row_blocks = kRows <= kBlock ? 1 : min(kRows / kBlock, blocks_of(rows) - first_row / kBlock);
       const int row_bytes = kRows <= kBlock ? min(kRows, rows - first_row) * kRowBytes : kBlockBytes;
       const size_t stride = (size_t)k.blocks * kBlockBytes;
-      const bool copies_rows = threadIdx.x % 128 >= 32;
+      const int warp = threadIdx.x % 128 / 32, own = warp % kCopiers;
+      const bool copies_rows = warp >= kCopiers;
       const char* from = copies_rows ? reinterpret_cast<const char*>(p.x.tiles) + first_row / kBlock * stride +
                                            first_row % kBlock * kRowBytes
                                      : reinterpret_cast<const char*>(p.w.tiles) + column_block * stride;
@@ -82,16 +85,21 @@ __global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
         barrier_wait(&empty[ring.stage], ring.parity ^ 1);
         if (copies_rows) {
           barrier_arrive(barrier);
-          for (int i = beside; i < row_blocks; i += kBeside) {
+          for (int i = own * kBeside + beside; i < row_blocks; i += kCopiers * kBeside) {
             const uint32_t to = x + i * kBlockBytes;
             if (kBeside == 1) copy_bulk(to, from + i * stride, row_bytes, barrier);
             else copy_bulk_to(to, from + i * stride, row_bytes, barrier, (1 | 1 << k.count) << piece);
           }
         } else {
-          barrier_expect(barrier, groups * kBlockBytes + row_blocks * row_bytes);
-          for (int i = 0; i < groups; i++) copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
+          if (own == 0) barrier_expect(barrier, groups * kBlockBytes + row_blocks * row_bytes);
+          else barrier_arrive(barrier);
+          for (int i = own; i < groups; i += kCopiers)
+            copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
         }
       }
+      // Not before: what comes next would have its own weights brought while these are still on their way, and memory
+      // would idle once they are there.
+      if (!copies_rows) let_next_begin();
     }
     __syncwarp();
     ask();
@@ -106,8 +114,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
       begin_products();
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
-                              step > 0 || b > 0);
+        Tile<kRows>::multiply(d, further(descriptor(own), step * kStepBytes),
+                              further(descriptor(theirs), step * kStepBytes), step > 0 || b > 0);
       commit_products();
       wait_products<1>();
       if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {
@@ -161,9 +169,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kRows == 256 ? 1 : 2)
 #endif
 }
 
-template <int kRows, int kGroups, int kBeside = 1>
+template <int kRows, int kGroups, int kBeside = 1, bool kDeep = false>
 void start_split(const Product& p, int rows, const Queue& queue) {
-  using S = Shape<kRows, kGroups, kBeside>;
+  using S = Shape<kRows, kGroups, kBeside, kDeep>;
   const Pieces k(p.w.k, p.w.most_pieces);
   allow_shared(linear_split_kernel<S>, S::kShared);
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
@@ -173,9 +181,9 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 }
 
 // Whether all clusters run at once.
-template <int kRows, int kGroups, int kBeside>
+template <int kRows, int kGroups, int kBeside, bool kDeep>
 bool fits(const Product& p, int rows) {
-  using S = Shape<kRows, kGroups, kBeside>;
+  using S = Shape<kRows, kGroups, kBeside, kDeep>;
   const int count = Pieces(p.w.k, p.w.most_pieces).count;
   static int at_once[kMostPieces + 1] = {};
   if (!at_once[count]) {
@@ -203,9 +211,10 @@ void linear_split(const Product& p, int rows, const Queue& queue) {
   // run at once, and most processors have one.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
   if (3 * blocks >= 2 * processors()) {
-    if (rows > 128 && fits<256, 2, 2>(p, rows)) return start_split<256, 2, 2>(p, rows, queue);
-    if (rows > 128 && fits<256, 2, 1>(p, rows)) return start_split<256, 2>(p, rows, queue);
-    if (fits<128, 2, 2>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split<256, 2, 2, true>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split<256, 2, 1, true>(p, rows, queue);
+    if (fits<128, 2, 2, true>(p, rows)) return start_split<128, 2, 2, true>(p, rows, queue);
+    if (fits<128, 2, 2, false>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
   }
   start_split<128, 2>(p, rows, queue);
 }

@@ -14,9 +14,10 @@ __device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
 // At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
 // the whole cluster's memory is not wanted.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
@@ -27,15 +28,25 @@ __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
       "r"(block)
       : "memory");
 }
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni finished;\n"
       "bra.uni again;\n"
-      "finished: }" ::"r"(shared_address(barrier)),
+      "finished: }" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
+// Whether what another block of threads wrote before is there.
+__device__ inline void set_flag(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline int get_flag(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
 }
 // All threads of a cluster's blocks, what they wrote included.
 __device__ inline void cluster_barrier() {
@@ -52,6 +63,17 @@ __device__ inline float4 read_at(uint32_t address, int block) {
       : "r"(address), "r"(block)
       : "memory");
   return v;
+}
+
+// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+__device__ inline bool elected() {
+  int chosen;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(chosen));
+  return chosen;
 }
 
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {
@@ -81,6 +103,10 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
+// A thread's warpgroup, as a number that the compiler sees to be the same in a warp: what descriptors are made of then
+// need not be made so for each of them.
+__device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }
+
 // Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
 // bytes from eight rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
@@ -91,6 +117,10 @@ __device__ inline uint64_t descriptor(uint32_t address) {
 __device__ inline uint64_t descriptor_of_columns(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
          (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
+// Of what lies so many bytes further on.
+__device__ inline uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
 }
 constexpr int kStepBytes = 32;  // from 16 columns to the next
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -178,22 +208,24 @@ AS_TILE(240, 120, 120, 121, 122)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
-// d [64, N] += a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
+// d [64, N] (+)= a [64, 16] b [16, N] by a warpgroup, a in registers as mma.sync has it, b as descriptor_of_columns()
 // says.
 template <int N>
 struct WeighedTile;
-#define AS_TILE(n, count, a0, a1, a2, a3, b)                                                        \
-  template <>                                                                                       \
-  struct WeighedTile<n> {                                                                           \
-    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right) { \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count    \
-                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", 1, 1, 1, 1;"              \
-                   : AS_SUMS_##count                                                                \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));           \
-    }                                                                                               \
+#define AS_TILE(n, count, a0, a1, a2, a3, b, adds)                                                             \
+  template <>                                                                                                  \
+  struct WeighedTile<n> {                                                                                      \
+    static __device__ void multiply(float (&d)[count], const uint32_t (&left)[4], uint64_t right, int keeps) { \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                   \
+                   ", 0;\n"                                                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" AS_NAMES_##count               \
+                   "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 1; }"                       \
+                   : AS_SUMS_##count                                                                           \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keeps));          \
+    }                                                                                                          \
   };
-AS_TILE(64, 32, 32, 33, 34, 35, 36)
-AS_TILE(128, 64, 64, 65, 66, 67, 68)
+AS_TILE(64, 32, 32, 33, 34, 35, 36, 37)
+AS_TILE(128, 64, 64, 65, 66, 67, 68, 69)
 #undef AS_TILE
 
 // Which stage is next, and how often all have been used: barriers' parity.

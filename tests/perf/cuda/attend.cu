@@ -1,9 +1,12 @@
-// Attention of many rows (native/cuda/kernels/attention_wgmma.cu) at Qwen2.5-7B's shape: its bits against the kernel of
-// mma.sync, and the time of both. `./attend [1x8192 ...]`: sequences x their rows, no context before them.
-// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a attend.cu
+// Attention of many rows (native/cuda/kernels/attention_wgmma.cu) at Qwen2.5-7B's shape, or its 0.5B's: its bits
+// against the kernel of mma.sync, and the time of both. `./attend [small] [1x8192 ...]`: sequences x their rows, no
+// context before them; `small` for those after it. nvcc -O3 -std=c++17 -I../../../native -gencode
+// arch=compute_90a,code=sm_90a attend.cu
 //   ../../../native/cuda/kernels/attention_mma.cu -o attend
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "cuda/kernels/attention_mma.h"
@@ -31,24 +34,29 @@ __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsig
 }
 
 int main(int argc, char** argv) {
-  constexpr int kHeads = 28, kKv = 4, kDim = 128, kSpan = 32, kWidth = (kHeads + 2 * kKv) * kDim;
+  constexpr int kSpan = 32;
+  int heads = 28, kv_heads = 4, dim = 128, width = (heads + 2 * kv_heads) * dim;
   const Queue queue{nullptr, 90};
   for (int c = 1; c < argc; c++) {
+    if (!strcmp(argv[c], "small")) {
+      heads = 14, kv_heads = 2, dim = 64, width = (heads + 2 * kv_heads) * dim;
+      continue;
+    }
     int sequences = 1, length = 1;
     sscanf(argv[c], "%dx%d", &sequences, &length);
     const int rows = sequences * length, spans = (length + kSpan - 1) / kSpan;
     Attention a;
-    a.cache = {nullptr, CacheType::bf16, kSpan, kKv, kDim, kDim};
-    a.group = kHeads / kKv, a.queries = kHeads, a.scale = 0.0883883f, a.width = kWidth;
-    const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, kHeads * kDim);
+    a.cache = {nullptr, CacheType::bf16, kSpan, kv_heads, dim, dim};
+    a.group = heads / kv_heads, a.queries = heads, a.scale = 1 / sqrtf(dim), a.width = width;
+    const size_t cache = a.cache.span_bytes() * spans * sequences, out = tiles_bytes(rows, heads * dim);
     float* qkv;
     uint16_t *data, *results[2];
     AttentionTile* device_tiles;
     int* tables;
     unsigned long long *counter, found;
-    CHECK(cudaMalloc(&qkv, (size_t)rows * kWidth * 4)), CHECK(cudaMalloc(&data, cache));
+    CHECK(cudaMalloc(&qkv, (size_t)rows * width * 4)), CHECK(cudaMalloc(&data, cache));
     CHECK(cudaMalloc(&counter, 8)), CHECK(cudaMemset(counter, 0, 8));
-    fill<<<ceil_div((size_t)rows * kWidth, 256), 256>>>(qkv, nullptr, (size_t)rows * kWidth, 1);
+    fill<<<ceil_div((size_t)rows * width, 256), 256>>>(qkv, nullptr, (size_t)rows * width, 1);
     fill<<<ceil_div(cache / 2, 256), 256>>>(nullptr, data, cache / 2, 2);
     std::vector<AttentionTile> tiles;
     std::vector<int> table;
@@ -65,7 +73,7 @@ int main(int argc, char** argv) {
     printf("%s:", argv[c]);
     for (int by = 0; by < 2; by++) {
       CHECK(cudaMalloc(&results[by], out)), CHECK(cudaMemset(results[by], 0, out));
-      a.out = {nullptr, results[by], kHeads * kDim};
+      a.out = {nullptr, results[by], heads * dim};
       const auto once = [&] {
         if (by) attend_many_mma(a, device_tiles, (int)tiles.size(), queue);
         else attend_wgmma(a, device_tiles, (int)tiles.size(), nullptr, queue);
@@ -77,7 +85,7 @@ int main(int argc, char** argv) {
       CHECK(cudaEventRecord(end)), CHECK(cudaEventSynchronize(end));
       float ms;
       CHECK(cudaEventElapsedTime(&ms, begin, end));
-      const double work = 2.0 * sequences * kHeads * kDim * length * (double)length;
+      const double work = 2.0 * sequences * heads * dim * length * (double)length;
       printf(" %s %.1f us, %.0f TFLOP/s;", by ? "mma" : "wgmma", ms * 200, work / (ms * 2e-4) / 1e12);
     }
     differ<<<ceil_div(out / 4, 256), 256>>>((uint32_t*)results[0], (uint32_t*)results[1], out / 4, counter);
