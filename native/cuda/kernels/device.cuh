@@ -189,7 +189,7 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
   for (int i = 0; i < kCount; i++) {
     const Place at = where(i);
     const bool there = at.row < rows && at.column < width;
-    before[i] = there && p.adds ? __ldcg(p.y.values + (size_t)at.row * p.y.width + at.column) : 0.0f;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
     bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
   }
 #pragma unroll
