@@ -203,7 +203,7 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk, bool late) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_tile = blockIdx.x / cluster, stride = gridDim.x / cluster, tiles = walk.count();
   const int first_block = piece * k.length, blocks = S::kBeside ? min(k.length, k.blocks - first_block) : k.blocks;
   const uint32_t stages = shared_address(shared);
-  let_next_begin();
+  if (!late) let_next_begin();
   if (threadIdx.x == 0) {
     // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
     // that copy for each other.
@@ -269,6 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       }
+      if (late && warp == 0) let_next_begin();
     }
     __syncwarp();
     if (S::kBeside) await_previous();
@@ -358,7 +359,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         }();
         const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
         const int first_row = end.row + group * kBlock;
-        constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns: their scales stay in registers beside all sums
+        constexpr int kPart = kColumns % 64 == 0 ? 64
+                              : kColumns % 48 == 0
+                                  ? 48
+                                  : kColumns;  // columns: their scales stay in registers beside all sums
 #pragma unroll
         for (int c = 0; c < kColumns; c += kPart) {
           const int column = end.column + c;
@@ -381,6 +385,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (kSharers > 1 || S::kBeside) cluster_barrier();
 #endif
 }
+
+bool tells_late[3] = {false, false, true};
 
 template <typename S>
 struct Kernel {
@@ -413,7 +419,7 @@ struct Kernel {
     allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk);
+                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums]);
     launched("linear in floats of 8 bits, many rows");
   }
 };
