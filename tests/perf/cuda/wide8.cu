@@ -1,4 +1,4 @@
-// Products of floats of 8 bits (native/cuda/kernels/linear_float8_wide.cu) by each tile: their bits against the
+// Products of floats of 8 bits (native/cuda/kernels/linear_bytes_wide.cu) by each tile: their bits against the
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
 // `./wide8 [check] [error] [tiles | layer] [rows=128,8192] [only=gate_up]`
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
@@ -10,12 +10,13 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/linear_float8_wide.cu"
+#include "cuda/kernels/linear_bytes_wide.cu"
 #include "cuda/kernels/quantized_stream.cuh"
 
 void as::cuda::linear_float8_stream(const Product& p, int rows, const Queue& queue) {
   start_quantized_stream<Floats>(p, rows, queue);
 }
+void as::cuda::linear_integer_stream(const Product&, int, const Queue&) {}
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)
@@ -82,7 +83,7 @@ struct Problem {
   Problem(int n, int k, int rows, bool gated, bool adds, bool bias, int count = 1) : rows(rows) {
     const int blocks = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = Kind::float8, p.w.most_pieces = pieces_of_codes(n, k, kMostPieces);
-    p.w.codes = {8, k, 1, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
+    p.w.codes = {8, k, 1, true, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(codes_bytes(n, k, 8)));
       p.w.codes.words = copies.back();
@@ -124,7 +125,7 @@ std::vector<Way> ways(const Problem& a, bool streams) {
     all.push_back({"stream", nullptr, linear_float8_stream});
     if (a.rows > 64) all.push_back({"s128/4", nullptr, start_stream_tiles<StreamShape<Floats, 128, 4>>});
   }
-  for (const Choice& c : kChoices) {
+  for (const Choice& c : kOfFloats) {
     if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) continue;
     Way way{"", &c, c.start};
     snprintf(way.name, sizeof way.name, "%d%s/%dx%d", c.columns, c.sums == Sums::beside ? "b" : "", c.down, c.across);
