@@ -51,7 +51,7 @@ struct ChainSteps {
 
 // What blocks of threads have equal numbers of: steps, whatever pieces they belong to; pieces, where there are not more
 // of them than blocks of threads.
-enum class ShareOf { steps, pieces };
+enum class ChainShare { steps, pieces };
 
 // An op as the kernel has it. blocks: of threads that take part; none: the op after it makes its rows, by each of them
 // for itself. after: the op whose end it waits for, own: the one whose rows it makes; -1: none.
@@ -59,7 +59,7 @@ struct ChainLink {
   ChainOp op;
   ChainSteps k;
   Segments segments{{}, Pieces(1)};
-  ShareOf share = ShareOf::steps;
+  ChainShare share = ChainShare::steps;
   int tiles = 0, blocks = 0, after = -1, own = -1;
 };
 struct alignas(16) ChainLinks {
@@ -80,7 +80,7 @@ class ChainParts {
  public:
   AS_BOTH ChainParts(const ChainLink& link, int own) : k_(link.k) {
     if (own >= link.blocks) return;
-    if (link.share == ShareOf::pieces) {
+    if (link.share == ChainShare::pieces) {
       begin_ = place_of(link.tiles * k_.pieces, own, link.blocks),
       end_ = place_of(link.tiles * k_.pieces, own + 1, link.blocks);
     } else {
@@ -628,7 +628,7 @@ ChainLinks links_of(const ChainOp* ops, int count, int rows, int blocks, const S
     // Sums that one leaves for another come late: where it costs little, everybody has pieces of its own.
     constexpr int kLittle = 2;  // steps
     const bool whole = pieces <= blocks && link.k.length <= (steps + blocks - 1) / blocks + kLittle;
-    link.share = whole ? ShareOf::pieces : ShareOf::steps;
+    link.share = whole ? ChainShare::pieces : ChainShare::steps;
     link.blocks = std::min(blocks, whole ? pieces : steps);
     if (S::kOwns && i && link.blocks >= rows && may_own(ops[i - 1], rows) && reads_alone(ops, count, i))
       link.own = i - 1, link.after = i - 2, chain.links[i - 1].blocks = 0;
