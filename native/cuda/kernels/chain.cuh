@@ -415,8 +415,7 @@ class ChainWorker {
       for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
         lanes.loaded[i] = own[(warp_ * LaneCodes<kBits>::kLoads + i) * 32 + lane_];
       if constexpr (Format::kSegments) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
+        load_integers<kBits>(reinterpret_cast<const char*>(own) + warp_ * (code_bytes(kBits) / 4), a);
       } else {
         const int there = p.w.k - block * kBlock;
         Affine affine[2];
