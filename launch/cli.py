@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 from allspark_server import access, logs
 
@@ -20,7 +20,7 @@ from .placement import place, place_on_gpus
 from .options import GroupOptions, set_fields
 from .serving import PROGRESS_MARK, GroupPlan, agents_of, background_group, plan_group, shipped_model, supervise
 from .supervisor import GroupFailed
-from .topology import Topology, format_list, parse_list, read_topology
+from .topology import Topology, format_list, parse_list, parse_sequence, read_topology
 
 logger = logging.getLogger(__name__)
 
@@ -202,11 +202,15 @@ the rest from the next start; tokens are read again whenever their file changes.
     return parser
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, parse: Callable[[str], list[int]] = parse_list) -> list[int]:
     try:
-        return parse_list(text)
+        return parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _gpus(text: str) -> list[int]:
+    return _numbers(text, parse_sequence)
 
 
 def _placement_options(p: argparse.ArgumentParser) -> None:
@@ -216,7 +220,7 @@ def _placement_options(p: argparse.ArgumentParser) -> None:
     g.add_argument("--numa-nodes", type=_numbers, default=None, metavar="LIST", help="nodes to use, such as 0,1")
     g.add_argument("--memory-nodes", type=_numbers, default=[], metavar="LIST",
                    help="nodes of memory alone (CXL, say) that ranks may use once their own is full (default: none)")
-    g.add_argument("--gpus", type=_numbers, default=None, metavar="LIST",
+    g.add_argument("--gpus", type=_gpus, default=None, metavar="LIST",
                    help="compute on these GPUs, such as 0,1: a rank for each, on the CPUs of its node")
     g.add_argument("--cpus-per-rank", "--threads", type=int, default=0, metavar="N",
                    help="compute threads of a rank (default: every physical core of its share)")
@@ -327,7 +331,7 @@ def _own_group(options: argparse.Namespace) -> Iterator[str]:
         if getattr(options, flag):
             arguments += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
     if options.gpus:
-        arguments += ["--gpus", format_list(options.gpus)]
+        arguments += ["--gpus", ",".join(map(str, options.gpus))]
     if options.numa_nodes is not None:
         arguments += ["--numa-nodes", format_list(options.numa_nodes)]
     if options.memory_nodes:

@@ -19,16 +19,21 @@ from .gpus import Gpu, read_gpus
 
 def parse_list(text: str) -> list[int]:
     """The kernel's list format ("0-3,8,10-11") as sorted integers; "" gives []."""
-    found: set[int] = set()
+    return sorted(set(parse_sequence(text)))
+
+
+def parse_sequence(text: str) -> list[int]:
+    """The same in the order in which they are named, those named twice included: of what ranks have in turn."""
+    found: list[int] = []
     for part in text.strip().split(","):
         if not part:
             continue
         first, _, last = part.partition("-")
         try:
-            found.update(range(int(first), int(last or first) + 1))
+            found += range(int(first), int(last or first) + 1)
         except ValueError:
             raise ValueError(f"{text.strip()!r} is not a list of numbers such as 0-3,8") from None
-    return sorted(found)
+    return found
 
 
 def format_list(numbers) -> str:

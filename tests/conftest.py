@@ -149,7 +149,13 @@ def _why_no_gpu() -> str:
         return str(error)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    number, _, parts = os.environ.get("ALLSPARK_TEST_PART", "0/1").partition("/")    # of tests/gpu: tests in turn
+    others = [item for i, item in enumerate(items) if i % int(parts) != int(number)]
+    if others and int(parts) > 1:
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[int(number)::int(parts)]
     wanted = [item for item in items if item.get_closest_marker("cuda")]
     if wanted and (why := _why_no_gpu()):
         for item in wanted:

@@ -123,6 +123,14 @@ def test_the_command_line_of_two_gpus(monkeypatch, root):
         plan_group(GroupOptions(models=["/m"], gpus=[0, 0]))
 
 
+def test_gpus_are_ranks_in_the_order_given():
+    """One named twice is not dropped but refused; ranks would be fewer than was asked for."""
+    options = cli.build_parser().parse_args(["topology", "--gpus", "3,0-1,0"])
+    assert options.gpus == [3, 0, 1, 0]
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["topology", "--gpus", "0,one"])
+
+
 def test_what_topology_shows(monkeypatch, root, capsys):
     monkeypatch.setattr(cli, "read_topology", lambda: read_topology(root))
     monkeypatch.setattr(gpus, "nvidia_smi", lambda *words: TOPO if words == ("topo", "-m") else "")

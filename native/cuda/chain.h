@@ -20,6 +20,8 @@ struct ChainOp {
 };
 constexpr int kMostChained = 12;
 
+// An op by launches of its own; of no rows, ranks meet nevertheless.
+void run_op(const ChainOp& op, int rows, const Queue& queue);
 // How many of the ops from the first on are for one launch of so many rows; less than two: none.
 int chained(const ChainOp* ops, int count, int rows, const Queue& queue);
 // As many as that said, all of which read what those before have made.

@@ -14,10 +14,6 @@ constexpr const char* kName = "the CUDA backend";
   throw std::invalid_argument(std::string(kName) + " has no " + what);
 }
 
-Norm norm_of(const OpNode& op, const float* weight) {
-  return {weight, (float)op.number("eps"), op.flag("unit_offset")};
-}
-
 // Query heads of a KV head, and how many of the first one's other ranks have. A rank's first and last KV head may be
 // shared with its neighbours; of a single one only the rank's own query heads count.
 struct SharedHeads {
@@ -37,6 +33,15 @@ SharedHeads shared_heads(const OpNode& op) {
 Heads heads_of(const OpNode& op) { return {op.integer("offset"), op.integer("heads"), op.integer("head_dim")}; }
 
 }  // namespace
+
+Norm norm_of(const OpNode& op, const float* weight) {
+  return {weight, (float)op.number("eps"), op.flag("unit_offset")};
+}
+
+Gating gating_of(const OpNode& op) {
+  if (!op.is("clamped_silu_mul")) return {};
+  return {(float)op.number("alpha"), (float)op.number("limit"), 1};
+}
 
 size_t span_bytes(int span_size, int head_dim, CacheType type) {
   LayerCache one{nullptr, type, span_size, 1, head_dim, (head_dim + 7) / 8 * 8};
@@ -121,7 +126,7 @@ void CudaRunner::allocate_cache() {
   // One more, of zeros: it stands for those that windows have left behind. What is read there has weight zero.
   const size_t spans = limits_.num_spans + (size_t)1;
   size_t bytes = 0, partials = 0;
-  int groups = 0;
+  int groups = 0, most_heads = 0;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
     LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
@@ -137,6 +142,7 @@ void CudaRunner::allocate_cache() {
                                   " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
+    most_heads = std::max(most_heads, layer.kv_heads);
   }
   cache_ = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache_.as();
@@ -149,6 +155,7 @@ void CudaRunner::allocate_cache() {
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
   partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention", Memory::Where::lent);
+  arrivals_ = Memory(few * most_heads * sizeof(int), "partial results of attention");
 }
 
 int CudaRunner::bind(size_t i) {
@@ -162,7 +169,7 @@ int CudaRunner::bind(size_t i) {
   if (op.is("linear")) return bind_linear(i);
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
-  if (op.is("router")) return bind_router(op), 0;
+  if (op.is("router")) return bind_router(i, false), 0;
   if (op.is("expert_linear")) return bind_expert_linear(i);
   if (op.is("combine_experts")) return bind_combine_experts(i);
   if (op.is("rotary_table")) return bind_rotary_table(op), 0;
@@ -183,29 +190,38 @@ int CudaRunner::bind(size_t i) {
     return 0;
   }
   const Tensor x = in(op), y = out(op);
-  if (op.is("rms_norm") && quantizes_next(i)) {
-    const OpNode& linear = ops_[i + 1];
-    Product p;
-    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
-    add_launch([=, norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
-               x.row_set);
-    if (const OpNode& after = ops_[i + 2]; after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants them, too
-      add_launch([=, norm = norm_of(op, vector(op, 0))](
-                     const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
-                 x.row_set);
+  if (op.is("rms_norm") && norms_with_router(i)) {
+    add_launch(
+        [=, norm = norm_of(op, vector(op, 0))](const Size& size) {
+          if (const int rows = count(x, size); rows > 1) rms_norm(x.values(), norm, rows, y.rows, queue);
+        },
+        x.row_set);
   } else if (op.is("rms_norm")) {
-    add_launch([=, norm = norm_of(op, vector(op, 0))](
-                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
-               x.row_set);
+    ChainOp into_bytes, into_rows;
+    into_rows.kind = ChainOp::Kind::norm, into_rows.y = y.rows;
+    into_rows.x = into_bytes.x = x.values(), into_rows.norm = into_bytes.norm = norm_of(op, vector(op, 0));
+    const bool quantizes = quantizes_next(i);
+    if (quantizes) {
+      const OpNode& linear = ops_[i + 1];
+      into_bytes.kind = ChainOp::Kind::bytes;
+      into_bytes.product.w = weights_.matrix(linear.weights[0]), into_bytes.product.bytes = byte_rows_of(linear);
+      add_op(into_bytes, x.row_set);
+    }
+    const OpNode& after = ops_[i + (quantizes ? 2 : 1)];
+    if (!quantizes || (after.is("lora") && after.inputs[1] == op.outputs[0]))  // adapters want them, too
+      add_op(into_rows, x.row_set);
   } else if (op.is("silu_mul")) {
     const auto pairs = pairs_.find(op.inputs[0]);
     if (pairs == pairs_.end())
-      add_launch([=](const Size& size) { silu_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
+      add_launch([=](const Size& size) { silu_mul(x.values(), {}, count(x, size), y.rows, queue); }, x.row_set);
     else
       add_launch([=, bias = pairs->second.bias](
                      const Size& size) { silu_mul_pairs(x.values(), bias, count(x, size), y.rows, queue); },
                  x.row_set);
+  } else if (op.is("clamped_silu_mul")) {
+    add_launch(
+        [=, gating = gating_of(op)](const Size& size) { silu_mul(x.values(), gating, count(x, size), y.rows, queue); },
+        x.row_set);
   } else if (op.is("gelu_tanh_mul")) {
     add_launch([=](const Size& size) { gelu_tanh_mul(x.values(), count(x, size), y.rows, queue); }, x.row_set);
   } else if (op.is("soft_cap")) {
@@ -281,15 +297,18 @@ int CudaRunner::bind(size_t i) {
   return 0;
 }
 
-std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
-  const auto& ops = ops_;
-  const OpNode& op = ops[next];
-  if (!op.is("add") || op.inputs[1] != tensor || op.inputs[0] == tensor) return {};
-  if (out(op).values() != in(op).values()) return {};
-  for (size_t later = next + 1; later < ops.size(); later++) {
-    if (has(ops[later].inputs, tensor)) return {};
-    if (has(ops[later].outputs, tensor)) break;
+bool CudaRunner::read_from(const std::vector<OpNode>& ops, size_t first, int tensor) {
+  for (size_t i = first; i < ops.size(); i++) {
+    if (has(ops[i].inputs, tensor)) return true;
+    if (has(ops[i].outputs, tensor)) return false;
   }
+  return false;
+}
+
+std::optional<size_t> CudaRunner::sum_at(size_t next, int tensor) const {
+  const OpNode& op = ops_[next];
+  if (!op.is("add") || op.inputs[1] != tensor || op.inputs[0] == tensor) return {};
+  if (out(op).values() != in(op).values() || read_from(ops_, next + 1, tensor)) return {};
   return next;
 }
 
@@ -332,11 +351,17 @@ int CudaRunner::bind_all_reduce(size_t i) {
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  launches_.push_back([=, queue = device_.queue()](const Size& size) {
-    const int rows = count(x, size);
-    if (!there && rows) to_tiles(x.values(), rows, partial, queue);
-    sum_ranks(sum, rows, queue);
-  });
+  if (there) {
+    ChainOp link;
+    link.kind = ChainOp::Kind::sum, link.sum = sum;
+    add_op(link, x.row_set);
+  } else {
+    launches_.push_back([=, queue = device_.queue()](const Size& size) {
+      const int rows = count(x, size);
+      if (rows) to_tiles(x.values(), rows, partial, queue);
+      sum_ranks(sum, rows, queue);
+    });
+  }
   return (int)(last - i);
 }
 
@@ -344,14 +369,11 @@ int CudaRunner::bind_all_reduce(size_t i) {
 bool CudaRunner::is_gated(const std::vector<OpNode>& ops, size_t linear) const {
   const OpNode &op = ops[linear], &next = ops[linear + 1];
   const int made = op.outputs[0];
-  if (!next.is("silu_mul") || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
+  const bool gates = next.is("silu_mul") || (next.is("clamped_silu_mul") && op.is("expert_linear"));
+  if (!gates || next.inputs[0] != made || weights_.matrix(op.weights[0]).kind == Kind::f32) return false;
   for (size_t i = 0; i < ops.size(); i++)  // nobody else wants the matrix as it is
     if (i != linear && has(ops[i].weights, op.weights[0])) return false;
-  for (size_t later = linear + 2; later < ops.size(); later++) {
-    if (has(ops[later].inputs, made)) return false;
-    if (has(ops[later].outputs, made)) break;
-  }
-  return true;
+  return !read_from(ops, linear + 2, made);
 }
 
 // Whether what ops[i], a norm, makes is activations of 8 bits for the next op alone.
@@ -381,7 +403,7 @@ int CudaRunner::bind_linear(size_t i) {
   const Queue queue = device_.queue();
   const OpNode& next = ops_[i + 1];
   if (next.is("router") && next.inputs[0] == op.outputs[0] && has_few_columns(weights_.matrix(op.weights[0])))
-    return bind_router(next, &op), 1;
+    return bind_router(i + 1, true), 1;
   const std::optional<size_t> sum = sum_at(i + (!ranks_ && ops_[i + 1].is("all_reduce") ? 2 : 1), op.outputs[0]);
   const bool gated = is_gated(ops_, i);
   if (gated && paired_.insert(op.weights[0]).second) weights_.pair(op.weights[0]);
@@ -394,27 +416,33 @@ int CudaRunner::bind_linear(size_t i) {
     p.bias = nullptr, p.y.width = p.w.n;
   }
   if (p.w.kind == Kind::codes) p.widened = widened_.as<uint16_t>();
-  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op), p.quantized = i && quantizes_next(i - 1);
+  if (p.w.takes_bytes()) p.bytes = byte_rows_of(op);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
-  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
-  launches_.push_back([=](const Size& size) {
-    const int rows = count(x, size);
-    if (!rows) return;
-    if (converts) to_tiles(x.values(), rows, p.x, queue);
-    if (few) linear_few(p, rows, queue);
-    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
-    else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
-    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
-    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
-    else linear_quantized(p, rows, queue);
-  });
+  ChainOp link;
+  link.product = p;
+  if (p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1)))
+    link.kind = ChainOp::Kind::bytes, add_op(link, x.row_set);
+  link.kind = ChainOp::Kind::product;
+  if (has_few_columns(p.w) && is_routing(op.outputs[0])) {
+    launches_.push_back([=](const Size& size) {
+      if (const int rows = count(x, size)) linear_few(p, rows, queue);
+    });
+  } else if (converts) {
+    launches_.push_back([=](const Size& size) {
+      const int rows = count(x, size);
+      if (rows) to_tiles(x.values(), rows, p.x, queue);
+      run_op(link, rows, queue);
+    });
+  } else {
+    add_op(link, x.row_set);
+  }
   return sum ? (int)(*sum - i) : gated;
 }
 
 void CudaRunner::bind_attention(const OpNode& op) {
   op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
-                 "q_head_begin", "kv_begin"},
+                 "q_head_begin", "kv_begin", "sinks", "alibi", "logn"},
                 kName);
   Attention a;
   a.cache = layers_.at(op.integer("layer")), a.group = group_;
@@ -422,6 +450,10 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  a.arrivals = arrivals_.as<int>();
+  if (op.flag("sinks")) a.sinks = vector(op, 0);
+  if (op.flag("alibi")) a.slopes = vector(op, op.flag("sinks"));
+  const double logn = op.number("logn");
   const std::optional<Turn> turn = turn_;
   turn_.reset();
   const int* where = data_->where(op.integer("cache_group"));
@@ -430,6 +462,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
+    if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;

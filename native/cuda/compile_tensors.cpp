@@ -33,8 +33,8 @@ bool CudaRunner::in_tiles(int tensor) const {
       if (!is_product(op) || !weights_.matrix(op.weights[0]).reads_tiles()) return false;
       read = true;
     }
-    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("gelu_tanh_mul") &&
-        !op.is("span_attention"))
+    if (has(op.outputs, tensor) && !op.is("rms_norm") && !op.is("silu_mul") && !op.is("clamped_silu_mul") &&
+        !op.is("gelu_tanh_mul") && !op.is("span_attention"))
       return false;
   }
   return read;
@@ -78,7 +78,9 @@ void CudaRunner::allocate_tensors() {
   size_t rotary = 0, widened = 0, bytes_of_rows = 0, inner = 0;
   for (const OpNode& op : program_.ops())
     if (op.is("lora") && adapters_)
-      inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets * adapters_->limits.max_rank);
+      inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets *
+                                  low_rank_parts(in(op, 1).rows.width, adapters_->limits.bf16) *
+                                  whole_ranks(adapters_->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(false);
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];

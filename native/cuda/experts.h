@@ -61,6 +61,7 @@ struct ExpertProduct {
   Product product;
   Routing routing;
   bool gathers = false, follows = false;
+  Gating gating = {};  // where the product is gated
 };
 void linear_experts(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue, By by = By::any);
 
@@ -75,6 +76,23 @@ struct Combination {
   Rows normed;
 };
 void combine_experts(const Combination& c, int rows, const Queue& queue);
+
+// ---- a step of one row, with the bits of what is above
+// The row's logits, and the row itself, normed first: as rms_norm() and linear_few().
+bool norms_with_logits(const Product& logits);
+void norm_and_logits(const float* x, const Norm& norm, const Rows& normed, const Product& logits, const Queue& queue);
+// A row whose logits are there. where: its place, or null.
+struct ChosenRow {
+  Router router;
+  const float* logits = nullptr;
+  const int* where = nullptr;
+};
+bool has_row_kernels(const Matrix& up, const Matrix& down, const Queue& queue);
+// The gated product with its experts' matrices, and of the result the other one, summed up: as route(),
+// linear_experts(), and combine_experts() but for the norm. The second follows the first on the stream.
+void gate_row(const ExpertProduct& e, const ChosenRow& row, const Queue& queue);
+void combine_row(const ExpertProduct& e, const ChosenRow& row, const Combination& c, const Queue& queue);
+
 // x [rows, width] *= sigmoid(gate [rows])
 void sigmoid_mul(float* x, const float* gate, int rows, int width, const Queue& queue);
 

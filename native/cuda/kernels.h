@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
@@ -37,8 +38,9 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come. Flags and counts are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4;
+// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
+// are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -46,6 +48,7 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
+  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -83,20 +86,22 @@ void fill_noise(void* data, size_t bytes, float size, uint64_t seed, const Queue
 
 // ---- rows
 // Of each row, of each of kBestParts parts of the vocabulary: the greatest logit, its id (of equal ones the first; -1:
-// all are -infinite), and how many logits are NaN or +infinite.
-constexpr int kBestParts = 16;
+// all are -infinite), and how many logits are NaN or +infinite. A part for each lane of a warp that takes the best.
+constexpr int kBestParts = 32;
 struct Best {
   float logit;
   int token, not_finite;
 };
+// Of two parts, whose ids are those of the second's or lower.
+AS_BOTH inline void add_part(Best& best, const Best& later) {
+  best.not_finite += later.not_finite;
+  if (later.token >= 0 && (best.token < 0 || later.logit > best.logit))
+    best.logit = later.logit, best.token = later.token;
+}
 // What a row's parts are together.
 AS_BOTH inline Best together(const Best* parts) {
   Best best = parts[0];
-  for (int i = 1; i < kBestParts; i++) {
-    best.not_finite += parts[i].not_finite;
-    if (parts[i].token >= 0 && (best.token < 0 || parts[i].logit > best.logit))
-      best.logit = parts[i].logit, best.token = parts[i].token;
-  }
+  for (int i = 1; i < kBestParts; i++) add_part(best, parts[i]);
   return best;
 }
 // drawn: of the outputs of the step before, the likeliest tokens, for which tokens have drawn_after() (batch.h).
@@ -111,8 +116,13 @@ struct Norm {
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue);
 void add(float* x, const float* y, size_t count, const Queue& queue);
 void scale(float* x, float factor, size_t count, const Queue& queue);
+// gate * sigmoid(alpha * gate) * (up + shift), the gate at most limit, up within +-limit: as it stands, silu(gate) *
+// up.
+struct Gating {
+  float alpha = 1, limit = HUGE_VALF, shift = 0;
+};
 // in [rows, 2 width]
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue);
 // gelu as tanh approximates it; in [rows, 2 width]
 void gelu_tanh_mul(const float* in, int rows, const Rows& out, const Queue& queue);
 // cap * tanh(x / cap)
@@ -151,8 +161,7 @@ struct Product {
   bool adds = false, gated = false;
   Rows x, y;
   uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x is quantized into
-  bool quantized = false;       // `bytes` is there already
+  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -167,23 +176,34 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
-// Of integers: x is quantized first.
+// Of integers: what is multiplied is p.bytes.
 void linear_integer(const Product& p, int rows, const Queue& queue, By by = By::any);
 // The same of floats of 8 bits; for chips of capability 9.0.
 void linear_float8(const Product& p, int rows, const Queue& queue, By by = By::any);
-// Rows [rows, p.w.k] normed, and quantized at once as such a product takes them: into p.bytes, of rows so wide at most.
+// Rows as such products take them: p.x becomes p.bytes.
+void quantize_activations(const Product& p, int rows, const Queue& queue);
+// Rows [rows, p.w.k] normed, and quantized at once, of rows so wide at most.
 void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int rows, const Queue& queue);
 bool norms_into_bytes(int width);
 
 // ---- adapters
-// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
-// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+// Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
+// [columns, rank] transposed, in rows of low_rank_stride() values. Of bfloat16, for mma.sync: a in such rows, and b as
+// it is; both have whole blocks of ranks, filled up with zeros. rank 0: the adapter has none.
 struct LowRank {
   const char *a = nullptr, *b = nullptr;
   int rank = 0;
   float scale = 0;
 };
+constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
+// Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
+constexpr int kMostLowRankParts = 4;
+AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
+  const int parts = bf16 ? (k + 2047) / 2048 : 1;
+  return parts < kMostLowRankParts ? parts : kMostLowRankParts;
+}
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
@@ -198,7 +218,7 @@ struct AdaptedSums {
   Rows x;
   float* y = nullptr;
   int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
-  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
 };
@@ -277,12 +297,14 @@ struct Attention {
   int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
+  const float *slopes = nullptr, *sinks = nullptr;  // of this rank's query heads, or null
   const float* qkv = nullptr;  // [rows, width]: queries, keys, values
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
+  int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
@@ -303,6 +325,8 @@ void attend_few(const Attention& a, const AttentionTile* tiles, int count, int s
 // tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
 void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+// Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
 // store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
 // no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,

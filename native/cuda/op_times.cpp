@@ -17,7 +17,7 @@ OpTimes::~OpTimes() {
 
 void OpTimes::clear() {
   for (std::vector<OpTime>& form : forms_)
-    for (OpTime& launch : form) launch = {launch.op, launch.layer};
+    for (OpTime& launch : form) launch = {launch.op, launch.layer, launch.launches};
 }
 
 bool OpTimes::due() {
@@ -52,8 +52,9 @@ void OpTimes::add(int turn, int form, size_t launches, bool drawn, const Batch& 
     const OpNode& op = program_.ops()[launch.op.parts[0]];
     const int tensor = op.inputs.empty() ? (op.outputs.empty() ? -1 : op.outputs[0]) : op.inputs[0];
     if (tensor >= 0 && !program_.rows_of(program_.tensors()[tensor].rows, size)) continue;  // there was nothing to do
-    double time = seconds(t, i);
-    if (drawn && i + 1 == launches) time += seconds(t, launches + 1);
+    double time = 0;
+    for (int n = 0; n < launch.launches; n++) time += seconds(t, i + n);
+    if (drawn && i + launch.launches == launches) time += seconds(t, launches + 1);
     if (launch.layer) size.position_bytes = (double)launch.layer->head_bytes() / launch.layer->span_size;
     const Cost cost = cost_of(program_, launch.op, size);
     launch.least = launch.count ? std::min(launch.least, time) : time;

@@ -13,6 +13,7 @@ namespace cuda {
 struct OpTime {
   FusedOp op;
   const LayerCache* layer = nullptr;  // of attention
+  int launches = 1;                   // from this one on, which compute it together; the others have no parts
   int64_t count = 0;
   double total = 0, least = 0, most = 0;  // seconds
   double bytes = 0, operations = 0;       // in total

@@ -10,6 +10,7 @@
 #include "batch/queued_decoder.h"
 #include "comm/communicator.h"
 #include "cuda/adapters.h"
+#include "cuda/chain.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
 #include "cuda/experts.h"
@@ -26,6 +27,7 @@ struct Limits {
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
   bool graphs = true;  // steps that decode are replayed; the bits are the same
+  bool chains = true;  // of few rows, ops that follow each other have one launch (chain.h); the bits are the same
 };
 
 // Memory of a span of the cache, for one layer and KV head.
@@ -38,6 +40,9 @@ struct Ranks {
 };
 // Whether the ranks' parts of the sum that ops[all_reduce] makes are bfloat16, else float32.
 bool sums_in_bf16(const std::vector<OpNode>& ops, const Weights& weights, size_t all_reduce);
+// What an op's attributes say of its norm.
+Norm norm_of(const OpNode& op, const float* weight);
+Gating gating_of(const OpNode& op);
 // Of the program's largest sum over ranks, in steps of so many rows: bytes of a rank's part.
 size_t largest_partial(const Program& program, const Weights& weights, int max_rows);
 
@@ -68,6 +73,8 @@ class CudaRunner : public QueuedRunner {
   // Between steps. on: what launches cost is counted anew; off: what was counted stays.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
+  // Of a step of so many rows, each with an output and none with an adapter: how many there are, without draws.
+  int launches(int rows) const;
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -78,9 +85,16 @@ class CudaRunner : public QueuedRunner {
     int row_set = 0;
     float* values() const { return rows.values; }
   };
-  // Launches from heads_from on make logits; 0: unknown.
+  // Which launches may be one (chain.h): this one, and so many in all from it on that are for the same rows; 0: it has
+  // no op of a chain.
+  struct Link {
+    int row_set = 0, length = 0;
+  };
+  // Launches, with an op and a link of each. Those from heads_from on make logits; 0: unknown.
   struct Form {
     std::vector<Launch> launches;
+    std::vector<ChainOp> ops;
+    std::vector<Link> links;
     size_t heads_from = 0;
   };
   // Sums of gates and what they gate, as pair_rows() has the columns; bias: still to be added.
@@ -108,6 +122,11 @@ class CudaRunner : public QueuedRunner {
   std::vector<OpNode> ops_of(bool adapted) const;  // of a form
   void bind_form(bool adapted);
   void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
+  // Adds the launch of an op that may be part of a chain.
+  void add_op(const ChainOp& op, int row_set);
+  void link_launches(Form& form) const;
+  // How many launches from `first` on are one for so many rows; less than two: none.
+  int chain_at(const Form& form, size_t first, size_t end, const Size& size) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
@@ -115,12 +134,22 @@ class CudaRunner : public QueuedRunner {
   void bind_attention(const OpNode& op);
   void allocate_routings();
   bool is_routing(int tensor) const;
-  void bind_router(const OpNode& op, const OpNode* logits = nullptr);
+  // Of a step of one row: whether ops_[router] begins a layer that has kernels for that; and whether ops_[norm] is made
+  // with such a router's logits.
+  bool has_row_kernels_at(size_t router) const;
+  bool norms_with_router(size_t norm) const;
+  Product logits_of(size_t linear) const;
+  // logits: whether ops_[i - 1], the linear that makes them, is started here, too.
+  void bind_router(size_t i, bool logits);
   int bind_expert_linear(size_t i);
+  // last: of the ops that it does.
+  Combination combination_at(size_t i, size_t& last) const;
   int bind_combine_experts(size_t i);
   int bind_all_reduce(size_t i);
   void bind_first_call();
   void bind_rotary_table(const OpNode& op);
+  // Whether ops from `first` on read a tensor before one makes it anew.
+  static bool read_from(const std::vector<OpNode>& ops, size_t first, int tensor);
   // The add, if any, that alone reads a tensor from ops_[next] on, and is that op.
   std::optional<size_t> sum_at(size_t next, int tensor) const;
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
@@ -146,16 +175,17 @@ class CudaRunner : public QueuedRunner {
   const Adapters* adapters_;
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
-  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
-      host_hidden_, inner_;
+  Memory activations_, rotary_memory_, cache_, partials_, arrivals_, tiles_, widened_, byte_rows_, best_, host_best_,
+      host_logits_, host_hidden_, inner_;
   Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;
   // A row set of entries of experts: its routers form it one after the other.
   struct Routed {
     Routing routing;
-    Kind kind;   // of experts' matrices
-    int shares;  // the tensor of weights
+    Kind kind;                     // of experts' matrices
+    int shares;                    // the tensor of weights
+    std::optional<ChosenRow> row;  // where the router's layer has kernels for a step of one
   };
   std::map<int, Routed> routed_;  // by row set
   std::vector<Memory> routing_memory_;
@@ -168,6 +198,7 @@ class CudaRunner : public QueuedRunner {
   // Of the form that is being bound: its ops, and what they have become so far.
   std::vector<OpNode> ops_;
   std::vector<Launch> launches_;
+  std::map<size_t, std::pair<ChainOp, int>> chained_;  // by launch: op and row set
   size_t heads_from_ = 0;
   std::map<int, Pairs> pairs_;  // by tensor
   std::set<int> paired_;        // weights

@@ -50,9 +50,9 @@ struct Pieces {
 // Of quantized matrices: so many pieces that all processors have some, and each of whole pairs of blocks, which kernels
 // take in one step.
 constexpr int kMostCodePieces = 8, kEnoughColumns = 132 * 2 * kBlock;
-inline int pieces_of_codes(int n, int k) {
+inline int pieces_of_codes(int n, int k, int at_most = kMostCodePieces) {
   int most = (kEnoughColumns + n - 1) / n;
-  if (most > kMostCodePieces) most = kMostCodePieces;
+  if (most > at_most) most = at_most;
   while (most > 1 && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
   return most;
 }

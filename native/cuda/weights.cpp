@@ -1,10 +1,12 @@
 #include "cuda/weights.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
 #include "cpu/row_hash.h"
+#include "cuda/host_threads.h"
 
 namespace as {
 namespace cuda {
@@ -47,7 +49,8 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
                                 std::to_string(kMostIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
   m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
-  m.codes.groups = (k + m.codes.group - 1) / m.codes.group, m.most_pieces = pieces_of_codes(m.n, k);
+  m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
+  m.most_pieces = pieces_of_codes(m.n, k, floats ? kMostPieces : kMostCodePieces);
   return m;
 }
 
@@ -153,11 +156,17 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       some = std::min({most, r.count - done, m.n - first_row});
       const Staging::Turn& own = staging_.turns[turn];
       check(cudaEventSynchronize(own.packed), "loading weights");
-      for (int64_t row = 0; row < some; row++) {
-        const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + first) * item;
-        std::memcpy(own.host.as() + row * row_bytes, from, row_bytes);
-        weights_[id].hash += row_hash(from + (r.column - first) * item, m.k * item, at + row);
-      }
+      std::atomic<uint64_t> hash{0};
+      share_work(some, some * row_bytes, [&](int64_t begin, int64_t end) {
+        uint64_t own_hash = 0;
+        for (int64_t row = begin; row < end; row++) {
+          const char* from = static_cast<const char*>(r.data) + ((done + row) * r.stride + first) * item;
+          std::memcpy(own.host.as() + row * row_bytes, from, row_bytes);
+          own_hash += row_hash(from + (r.column - first) * item, m.k * item, at + row);
+        }
+        hash += own_hash;
+      });
+      weights_[id].hash += hash;
       check(cudaMemcpyAsync(own.device.as(), own.host.as(), some * row_bytes, cudaMemcpyHostToDevice, device_.stream()),
             "loading weights");
       unsigned long long* bad = counts.as<unsigned long long>() + i;
@@ -198,21 +207,28 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
     const size_t codes_end = (some * m.k + 3) / 4 * 4;
     uint8_t* codes = own.host.as<uint8_t>();
     uint16_t *scales = reinterpret_cast<uint16_t*>(codes + codes_end), *offsets = scales + some * own_groups;
-    for (int64_t row = 0; row < some; row++, codes += m.k) {
-      const int64_t at = done + row;
-      const uint8_t* from = r.codes + at * stride;
-      const uint16_t *its_scales = r.scales + at * groups, *its_offsets = r.offsets + at * groups;
-      if (r.bits == 8) std::memcpy(codes, from + r.column, m.k);
-      else
-        for (int64_t i = 0; i < m.k; i++) codes[i] = from[(r.column + i) / 2] >> (r.column + i) % 2 * 4 & 15;
-      for (int64_t g = 0; g < own_groups; g++) {
-        const int64_t theirs = (r.column + g * m.codes.group) / r.group;
-        scales[row * own_groups + g] = its_scales[theirs], offsets[row * own_groups + g] = its_offsets[theirs];
+    std::atomic<uint64_t> hash{0};
+    share_work(some, some * m.k, [&](int64_t begin, int64_t end) {
+      uint64_t own_hash = 0;
+      for (int64_t row = begin; row < end; row++) {
+        const int64_t at = done + row;
+        const uint8_t* from = r.codes + at * stride;
+        const uint16_t *its_scales = r.scales + at * groups, *its_offsets = r.offsets + at * groups;
+        uint8_t* to = codes + row * m.k;
+        if (r.bits == 8) std::memcpy(to, from + r.column, m.k);
+        else
+          for (int64_t i = 0; i < m.k; i++) to[i] = from[(r.column + i) / 2] >> (r.column + i) % 2 * 4 & 15;
+        for (int64_t g = 0; g < own_groups; g++) {
+          const int64_t theirs = (r.column + g * m.codes.group) / r.group;
+          scales[row * own_groups + g] = its_scales[theirs], offsets[row * own_groups + g] = its_offsets[theirs];
+        }
+        own_hash += row_hash(from, stride, row_offset + at) +
+                    row_hash(its_scales, groups * sizeof(uint16_t), ~(row_offset + at)) +
+                    row_hash(its_offsets, groups * sizeof(uint16_t), row_offset + at);
       }
-      weights_[id].hash += row_hash(from, stride, row_offset + at) +
-                           row_hash(its_scales, groups * sizeof(uint16_t), ~(row_offset + at)) +
-                           row_hash(its_offsets, groups * sizeof(uint16_t), row_offset + at);
-    }
+      hash += own_hash;
+    });
+    weights_[id].hash += hash;
     const size_t bytes = codes_end + 2 * some * own_groups * sizeof(uint16_t);
     check(cudaMemcpyAsync(own.device.as(), own.host.as(), bytes, cudaMemcpyHostToDevice, device_.stream()),
           "loading weights");

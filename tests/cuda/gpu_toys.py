@@ -8,17 +8,19 @@ from allspark_server import _native
 from reference.toy import Toy
 
 
-def executor(threads: int = 2):
+def executor(threads: int = 2, device: int = 0, window=None):
+    """window: of a rank of several."""
     from allspark_server import _cuda
 
-    return _cuda.Executor(0, _native.HostSampler(threads))
+    return _cuda.Executor(device, _native.HostSampler(threads, window=window), window)
 
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
-             outputs: int = 64, **more):
-    """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them."""
-    found = executor()
+             outputs: int = 64, slots: int = 8, device: int = 0, window=None, recovers: bool = True,
+             **more):
+    """long: for contexts beyond a thousand; window: of a rank of several; more: of allocate(). recovers: the toy's
+    matrices become what the backend recovers of them."""
+    found = executor(device=device, window=window)
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
@@ -27,7 +29,8 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == 0
-        own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+        if recovers:
+            own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
     for kind, window in own.cache_groups:
         found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:
@@ -36,7 +39,11 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
         found.add_tensor(width, rows)
     for op in own.program.ops:
         found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    found.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
+    if window:
+        address = found.share(256)
+        every = window.broadcast(b"".join(window.gather(address) or []))
+        found.connect([every[at:at + len(address)] for at in range(0, len(every), len(address))])
+    found.allocate(max_rows=2048 if long else 256, max_slots=slots, max_length=2048 if long else 128, span_size=16,
                    num_spans=256 if long else 64, cache_dtype=cache, max_outputs=outputs, masks=masks, graphs=graphs,
                    **more)
     return found

@@ -9,7 +9,7 @@ import pytest
 from gpu_toys import compiled, executor
 from reference.test_cpu_experts import mlp, routed, stack
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, tokens_of, toy
+from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, step_of, tokens_of, toy
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
@@ -88,6 +88,28 @@ def test_routers(router, corrected):
     compare(own)
 
 
+@pytest.mark.parametrize("experts, top, width, inner, first, count", [
+    (1, 1, 1, 1, 0, 1), (3, 2, 7, 5, 0, 3), (33, 8, 64, 40, 0, 33), (40, 12, 200, 72, 0, 40), (64, 32, 96, 16, 0, 64),
+    (128, 6, 1025, 130, 0, 128), (10, 4, 96, 48, 3, 5), (12, 3, 40, 48, 9, 1), (4, 2, 5000, 70, 0, 4)])
+@pytest.mark.parametrize("form, group, normalized", [
+    ("bfloat16", 0, True), ("bfloat16", 0, False), ("int8", 0, True), ("int8", 16, True), ("int4", 0, True),
+    ("int4", 32, True)])
+def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, form, group, normalized):
+    if group and inner < 64:
+        pytest.skip("there are others")
+    own = toy()
+    x = embedded(own, width)
+    for _ in range(2):
+        normed = own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6)
+        rows, scores = routed(own, normed, experts, top, normalized=normalized)
+        own.op("add", (x, mlp(own, normed, rows, scores, count, inner, form, group, first)))
+    own.finish(own.op("rms_norm", (x,), width, (own.vector(width),), eps=1e-6))
+    prompts = [[token] for token in range(5)]
+    together = compiled(own).step(step_of(prompts), True).logits
+    for prompt, expected in zip(prompts, together):
+        np.testing.assert_array_equal(compiled(own).step(step_of([prompt]), True).logits[0], expected)
+
+
 def test_all_rows_to_one_expert_and_experts_without_rows():
     own = toy()
     x = embedded(own, 21)
@@ -115,15 +137,16 @@ def test_whole_experts_of_a_rank(first, count, form, group, tolerance):
     compare(own, tolerance)
 
 
+@pytest.mark.parametrize("gated, attributes", [("silu_mul", {}), ("clamped_silu_mul", {"alpha": 1.702, "limit": 0.9})])
 @pytest.mark.parametrize("form, group, tolerance", FORMATS)
-def test_biases_and_a_row_set_of_two_layers(form, group, tolerance):
+def test_biases_and_a_row_set_of_two_layers(form, group, tolerance, gated, attributes):
     own = toy()
     x = embedded(own, 40)
     rows, scores = routed(own, x, 7, 3, normalized=True)
     for _ in range(2):
         bias = own.vector(7 * 62), own.vector(7 * 40)
         both = own.op("expert_linear", (x,), 62, (stack(own, 7, 62, 40, form, group), bias[0]), rows, experts=7)
-        y = own.op("expert_linear", (own.op("silu_mul", (both,), 31),), 40,
+        y = own.op("expert_linear", (own.op(gated, (both,), 31, **attributes),), 40,
                    (stack(own, 7, 40, 31, form, group), bias[1]), experts=7)
         own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
     own.finish(x)
@@ -236,7 +259,8 @@ def test_what_cannot_be_is_refused():
 
 # -- whole models ------------------------------------------------------------------------------------------------------
 def names() -> list[str]:
-    return ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen2-moe-normalized", "mixtral", "mixtral-many"]
+    return ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen2-moe-normalized", "mixtral", "mixtral-many",
+            "gpt-oss"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -313,13 +337,3 @@ def test_ranks(name, ranks):
         alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
         for row, wanted in zip(together(gpu, prompts, 37), alone):
             np.testing.assert_array_equal(row, wanted)
-
-
-def test_gpt_oss_is_refused_by_name():
-    pytest.importorskip("transformers")
-    from allspark_client.errors import AllSparkError
-    from checkpoints import checkpoint
-    from driver import Driver
-
-    with pytest.raises(AllSparkError, match="op clamped_silu_mul on CUDA"):
-        Driver(checkpoint("gpt-oss"), **UNIT)

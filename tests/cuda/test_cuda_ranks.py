@@ -221,17 +221,23 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
-def test_three_processes_share_gpus():
-    """Heads that do not divide evenly; greedy ids are those of three ranks of CPUs, up to near-ties."""
-    needs(2)
-    words = ["--gpus", unit(3)["compute_unit"].removeprefix("CUDA:")]
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32")])
+def test_processes_share_gpus(ranks, dtype):
+    """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
+    in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties."""
+    words, greedy = ["--gpus", unit(ranks)["compute_unit"].removeprefix("CUDA:")], {"do_sample": False}
     with background_group(words, timeout=120) as group, ClientEngine(group.addresses[0]) as engine:
         engine.install_model(AsModelConfig(model_name="m", model_path=str(shipped_model()), engine_max_length=512,
-                                           cache_memory=64 << 20, weight_dtype="float32", **unit(3)))
+                                           cache_memory=64 << 20, weight_dtype=dtype, **unit(ranks)))
         engine.start_model("m")
-        found = [collect(ask(engine, number, {"do_sample": False}, 12))[0] for number in (0, 3)]
-    with Driver(shipped_model(), 3, weight_dtype="float32", engine_max_length=512) as cpu:
-        for number, ids in zip((0, 3), found):
+        assert engine.get_rank_nums() == ranks
+        found = [collect(ask(engine, number, greedy, 12)) for number in (0, 3)]
+        asked = [ask(engine, number, config, 12) for number, config in ((1, CONFIGS[1]), (0, greedy), (3, greedy))]
+        assert [collect(each) for each in asked][1:] == found
+    if dtype != "float32":
+        return
+    with Driver(shipped_model(), ranks, weight_dtype="float32", engine_max_length=512) as cpu:
+        for number, (ids, _) in zip((0, 3), found):
             expected, logits = cpu.generate(prompt_of(1 + 29 * number), 12)
             for a, b, row in zip(ids, expected, logits):
                 if a != b:

@@ -174,14 +174,17 @@ class Attender {
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
       now = fmaxf(most_[h], now * factor), by_[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by_[h]);
+      most_[h] = now;
     }
+    float halves[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       const int h = i % 4 / 2;
       scores_[i] = weight_of(scores_[i], factor, most_[h]);
-      sum_[h] += scores_[i];
+      halves[h][i / (kScores / 2)] += scores_[i];
     }
+#pragma unroll
+    for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
   // Once no products with the weights before are under way. first: of a run, whose values begin anew.
   __device__ void take_weights(bool first) {
@@ -411,7 +414,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
   return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

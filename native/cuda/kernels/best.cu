@@ -7,25 +7,37 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 
 // Of equal logits the lower id is better.
 __device__ void take_better(float& value, int& id, float other, int other_id) {
   if (other > value || (other == value && other_id < id)) value = other, id = other_id;
 }
 
+// kFour: logits are read four at a time, as rows are of whole fours.
+template <bool kFour>
 __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int width, Best* best) {
+  constexpr int kEach = kFour ? 4 : 1;
   after_previous();
   const float* x = logits + (size_t)blockIdx.y * width;
-  const int begin = (int)((int64_t)width * blockIdx.x / kBestParts),
-            end = (int)((int64_t)width * (blockIdx.x + 1) / kBestParts);
+  const int64_t units = width / kEach;
+  const int begin = (int)(units * blockIdx.x / kBestParts), end = (int)(units * (blockIdx.x + 1) / kBestParts);
   float value = -INFINITY;
   int id = INT_MAX, bad = 0;
-#pragma unroll 8
+#pragma unroll 4
   for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-    const float v = x[i];
-    if (!(v <= FLT_MAX)) bad++;
-    else if (v > value) value = v, id = i;
+    float v[kEach];
+    if constexpr (kFour) {
+      const float4 four = reinterpret_cast<const float4*>(x)[i];
+      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+    } else {
+      v[0] = x[i];
+    }
+#pragma unroll
+    for (int j = 0; j < kEach; j++) {
+      if (!(v[j] <= FLT_MAX)) bad++;
+      else if (v[j] > value) value = v[j], id = i * kEach + j;
+    }
   }
   __shared__ float values[kThreads / 32];
   __shared__ int ids[kThreads / 32], wrong[kThreads / 32];
@@ -44,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) best_kernel(const float* logits, int
 }  // namespace
 
 void best_tokens(const float* logits, int width, int rows, Best* best, const Queue& queue) {
-  start(queue, best_kernel, dim3(kBestParts, rows), kThreads, 0, logits, width, best);
+  const auto kernel = width % 4 ? best_kernel<false> : best_kernel<true>;
+  start(queue, kernel, dim3(kBestParts, rows), kThreads, 0, logits, width, best);
   launched("best_tokens");
 }
 

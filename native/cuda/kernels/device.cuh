@@ -114,6 +114,10 @@ __device__ inline float warp_max(float x) {
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
+__device__ inline void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 // 16 bytes from global memory, or zeros.
 __device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {
   const int bytes = there ? 16 : 0;
@@ -123,6 +127,18 @@ __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" :
 template <int kLeft>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Out of shared memory.
+__device__ inline uint4 load_16(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ inline uint2 load_8(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
 }
 
 // Four core matrices; lane i has the address of row i % 8 of number i / 8.
@@ -167,7 +183,7 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
   for (int i = 0; i < kCount; i++) {
     const Place at = where(i);
     const bool there = at.row < rows && at.column < width;
-    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
+    before[i] = there && p.adds ? __ldcg(p.y.values + (size_t)at.row * p.y.width + at.column) : 0.0f;
     bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
   }
 #pragma unroll
@@ -227,6 +243,12 @@ __device__ inline float silu_times(float gate, float up) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(gate * -1.44269504088896341f));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(1.0f + power));
   return gate * share * up;
+}
+
+// A NaN passes.
+__device__ inline float gated_by(const Gating& g, float gate, float up) {
+  gate = gate > g.limit ? g.limit : gate, up = up > g.limit ? g.limit : up < -g.limit ? -g.limit : up;
+  return __fdividef(gate, 1.0f + __expf(-g.alpha * gate)) * (up + g.shift);
 }
 
 // The same of a gate and what it gates; column: of the result.

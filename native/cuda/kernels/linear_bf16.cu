@@ -19,10 +19,10 @@ constexpr int kStageWeights = kColumns * kBlock * 2;  // bytes of a stage: 64 of
 constexpr int kRowTile = 8, kStageRows = kRowTile * kBlock * 2;
 constexpr size_t kSharedBytes = 112 << 10;  // at most: two blocks of threads fit a processor of Hopper's and Ampere's
 
-// kTiles: of 8 rows each.
-template <int kTiles>
+// kTiles: of 8 rows each. kDeep: blocks of threads are few, and each has much on its way.
+template <int kTiles, int kDeep = 0>
 struct Shape {
-  static constexpr int kStages = kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
+  static constexpr int kStages = kDeep ? kDeep : kTiles <= 1 ? 5 : kTiles <= 2 ? 4 : kTiles <= 4 ? 3 : 2;
   static constexpr int kStageBytes = kStageWeights + kTiles * kStageRows;
   static constexpr int kSums = kColumns * kRowTile * kTiles;  // of a piece
   static constexpr size_t kWarpBytes = kSums * 4 + kStages * kStageBytes;
@@ -43,10 +43,10 @@ struct Walk {
   }
 };
 
-template <int kTiles>
+template <typename S, int kTiles>
 __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int rows, int tiles, Pieces k) {
   extern __shared__ __align__(128) char shared[];
-  constexpr int kStages = Shape<kTiles>::kStages, kBytes = Shape<kTiles>::kStageBytes, kSums = Shape<kTiles>::kSums;
+  constexpr int kStages = S::kStages, kBytes = S::kStageBytes, kSums = S::kSums;
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* totals = reinterpret_cast<float*>(shared);  // of the rounds before: [row][column]
   float* sums = totals + kSums;                      // of each warp's piece
@@ -156,21 +156,33 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
   }
 }
 
-template <int kTiles>
+template <int kTiles, int kDeep = 0>
 void start_tiles(const Product& p, int rows, const Queue& queue) {
+  using S = Shape<kTiles, kDeep>;
+  const auto kernel = linear_kernel<S, kTiles>;
   const Pieces k(p.w.k, p.w.most_pieces);
-  const int most_warps = Shape<kTiles>::most_warps();
+  const int most_warps = kDeep ? kMostPieces : S::most_warps();
   const int rounds = (k.count + most_warps - 1) / most_warps, warps = (k.count + rounds - 1) / rounds;
   const int tiles = ceil_div(p.w.n, kColumns), groups = ceil_div(rows, kTiles * kRowTile);
-  const size_t shared = Shape<kTiles>::shared(warps);
-  allow_shared(linear_kernel<kTiles>, shared);
+  const size_t shared = S::shared(warps);
+  allow_shared(kernel, shared);
   int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, linear_kernel<kTiles>, 32 * warps, shared);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32 * warps, shared);
   const int most = std::max(1, processors() * std::max(blocks, 1) / groups);
   // As many turns for every block of threads, if there are several.
   const int turns = (tiles + most - 1) / most, grid = (tiles + turns - 1) / turns;
-  start(queue, linear_kernel<kTiles>, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
+  start(queue, kernel, dim3(grid, groups), 32 * warps, shared, p, rows, tiles, k);
   launched("linear in bfloat16");
+}
+
+// Of up to eight rows: where every processor has one block of threads, or two, almost all of the weights may be there
+// before the rows are.
+void start_few(const Product& p, int rows, const Queue& queue) {
+  const int tiles = ceil_div(p.w.n, kColumns);
+  if (queue.capability != 90 || Pieces(p.w.k, p.w.most_pieces).length < 5) return start_tiles<1>(p, rows, queue);
+  if (tiles <= processors()) return start_tiles<1, 17>(p, rows, queue);
+  if (tiles <= 2 * processors()) return start_tiles<1, 8>(p, rows, queue);
+  start_tiles<1>(p, rows, queue);
 }
 
 }  // namespace
@@ -180,7 +192,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
-    constexpr int64_t kSmall = 24 << 20;  // values of a matrix that is there before clusters have begun
+    constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
     if (rows > 256 || (rows > 128 && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
     else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
@@ -190,7 +202,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   if (by == By::split) return linear_split(p, rows, queue);
   if (by == By::stream) return linear_stream(p, rows, queue);
   if (by == By::wide) return linear_wide(p, rows, queue);
-  if (rows <= 8) start_tiles<1>(p, rows, queue);
+  if (rows <= 8) start_few(p, rows, queue);
   else if (rows <= 16) start_tiles<2>(p, rows, queue);
   else if (rows <= 32) start_tiles<4>(p, rows, queue);
   else start_tiles<8>(p, rows, queue);

@@ -12,19 +12,18 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kColumnTiles = 2, kColumns = kColumnTiles * kTileRows;  // of an item
+constexpr int kColumnTiles = 2;  // of an item
 constexpr int kWarps = 4;
 constexpr int kRowTile = 8, kStageRows = kRowTile * kRowBytes;
 
 // kBits: of a weight, 16 for bfloat16; kFine: scales of codes change within 64 of K; kTiles: of 8 entries each; kDeep:
 // few warps are at work, and each has much on its way.
 template <int kBits, bool kFine, int kTiles, bool kDeep = false>
-struct Shape {
-  static constexpr int kTileBytes = kTileRows * kBlock * kBits / 8, kWeights = kColumnTiles * kTileBytes;
-  static constexpr int kSets = kBits == 16 ? 0 : kFine ? 4 : 1, kSetBytes = kColumns * 4;  // of scales
-  static constexpr int kRowsAt = kWeights + kSets * kSetBytes, kStageBytes = kRowsAt + kTiles * kStageRows;
-  static constexpr int kBytes = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // of all warps
-  static constexpr int kMost = kBytes / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
+struct Shape : ColumnTiles<kBits, kFine, kColumnTiles> {
+  static constexpr int kRowsAt = ColumnTiles<kBits, kFine, kColumnTiles>::kBytes;
+  static constexpr int kStageBytes = kRowsAt + kTiles * kStageRows;
+  static constexpr int kRings = (kDeep ? 204 : kTiles == 8 ? 150 : 104) << 10;  // of all warps
+  static constexpr int kMost = kRings / kWarps / kStageBytes, kStages = kMost < (kDeep ? 16 : 8) ? kMost
                                                                         : kDeep                  ? 16
                                                                                                  : 8;
   static constexpr int kShared = kWarps * kStages * kStageBytes;
@@ -37,48 +36,6 @@ struct Ahead {
   const char* weights;
   const uint32_t* scales;  // of the item's columns, in the first group
   int rows[2 * kTiles];    // of a lane: offsets into x; -1: there is no such row
-};
-
-// Weights of 32 columns and a block of K, in shared memory, as mma.sync's first operand. there: columns of K.
-template <int kBits, bool kFine>
-class Fragments {
- public:
-  __device__ Fragments(const char* stage, int there) : stage_(stage), there_(there) {
-    const int lane = threadIdx.x % 32;
-    using S = Shape<kBits, kFine, 1>;
-    if constexpr (kBits != 16) {
-#pragma unroll
-      for (int m = 0; m < kColumnTiles; m++) {
-#pragma unroll
-        for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-          codes_[m].loaded[i] = reinterpret_cast<const uint4*>(stage + m * S::kTileBytes)[i * 32 + lane];
-        if constexpr (!kFine) set(m, 0);
-      }
-    }
-  }
-  __device__ void load(int m, int step, uint32_t (&a)[4]) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (kBits == 16) {
-      load_cores(a, shared_address(stage_) + piece_offset(m * kTileRows + lane % 16, 2 * step + lane / 16));
-    } else {
-      if constexpr (kFine) set(m, step);
-      codes_[m].fragment(step, rows_[m], a);
-      if (there_ < kBlock) cut_fragment(a, there_ - step * 16);
-    }
-  }
-
- private:
-  __device__ void set(int m, int number) {
-    using S = Shape<kBits, kFine, 1>;
-    const uint2 both = reinterpret_cast<const uint2*>(
-        stage_ + S::kWeights + number * S::kSetBytes)[(m * kTileRows + threadIdx.x % 32 / 4 * 2) / 2];
-    rows_[m][0].set(both.x), rows_[m][1].set(both.y);
-  }
-
-  const char* stage_;
-  const int there_;
-  LaneCodes<kBits == 16 ? 8 : kBits> codes_[kColumnTiles];
-  Affine rows_[kColumnTiles][2];
 };
 
 template <int kBits, bool kFine, int kTiles, bool kDeep>
@@ -111,7 +68,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         matrices + tile.expert * expert_bytes + (size_t)(column / 2) * blocks * kWeightBlock + column % 2 * S::kWeights;
     if constexpr (kBits != 16)
       ahead.scales = p.w.codes.scales + tile.expert * expert_bytes / 4 +
-                     (size_t)(column / 2) * p.w.codes.groups * kScaleWords + column % 2 * kColumns;
+                     (size_t)(column / 2) * p.w.codes.groups * kScaleWords + column % 2 * S::kColumns;
   };
   const auto begin_rows = [&](const ExpertTile& tile) {
 #pragma unroll
@@ -168,7 +125,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       __syncwarp();
       fetch(stage == 0 ? kStages - 1 : stage - 1);  // what was computed with last
       const uint32_t rows = ring + stage * kBytes + S::kRowsAt;
-      Fragments<kBits, kFine> weights(own + stage * kBytes, p.w.k - b * kBlock);
+      Fragments<S> weights(own + stage * kBytes, p.w.k - b * kBlock);
       uint32_t y[kTiles][4];
 #pragma unroll
       for (int step = 0; step < 4; step++) {
@@ -201,7 +158,7 @@ __global__ void __launch_bounds__(32 * kWarps)
             if (column >= width) continue;
             float gate = d[m][t][j], up = d[m][t][2 + j];
             if (bias) gate = __fadd_rn(gate, bias[column]), up = __fadd_rn(up, bias[width + column]);
-            put(p.y, tile.first + slot, column, silu_times(gate, up));
+            put(p.y, tile.first + slot, column, gated_by(e.gating, gate, up));
             continue;
           }
 #pragma unroll
@@ -233,7 +190,8 @@ void start_tiles(const ExpertProduct& e, int items, int columns, const Queue& qu
 
 template <int kBits, bool kFine, int kTiles>
 void start_tiles(const ExpertProduct& e, int entries, const Queue& queue) {
-  const int columns = ceil_div(e.product.w.n, kColumns), items = most_items(e, entries, kTiles * kRowTile, columns);
+  const int columns = ceil_div(e.product.w.n, kColumnTiles * kTileRows),
+            items = most_items(e, entries, kTiles * kRowTile, columns);
   if (kTiles == 1 && queue.capability == 90 && items <= kWarps * processors())
     return start_tiles<kBits, kFine, 1, true>(e, items, columns, queue);
   start_tiles<kBits, kFine, kTiles, false>(e, items, columns, queue);

@@ -17,6 +17,9 @@ namespace {
 template <int kRows_, int kGroups_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kCopiers = 128, kThreads = kCopiers + 128 * kGroups;
+  // One of each warp asks for a block of weights: it takes longer than one could wait for.
+  static constexpr int kAskers = kGroups;
+  static_assert(kAskers <= kCopiers / 32);
   static constexpr int kStageBytes = kGroups * kBlockBytes + kRows * kRowBytes;
   static constexpr int kStages = (208 << 10) / kStageBytes, kShared = kStages * kStageBytes;
   // Stages whose rows are on their way when those of another one are asked for.
@@ -35,8 +38,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Routing& r = e.routing;
   const uint32_t stages = shared_address(shared);
   if (threadIdx.x == 0) {
-    // Of a stage: every copier tells that its rows are there, and one what it has asked for in bulk.
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], S::kCopiers + 1), barrier_init(&empty[i], kGroups);
+    // Of a stage: every copier tells that its rows are there, and one of each warp what it has asked for in bulk.
+    for (int i = 0; i < kStages; i++)
+      barrier_init(&full[i], S::kCopiers + S::kAskers), barrier_init(&empty[i], kGroups);
     barriers_are_there();
   }
   __syncthreads();
@@ -67,9 +71,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int b = 0; b < blocks; b++, ring.next()) {
         barrier_wait(&empty[ring.stage], ring.parity ^ 1);
         const uint32_t to = stages + ring.stage * S::kStageBytes;
-        if (thread == 0) {
-          barrier_expect(&full[ring.stage], groups * kBlockBytes);
-          for (int i = 0; i < groups; i++)
+        if (const int i = thread / 32; thread % 32 == 0 && i < S::kAskers) {
+          barrier_expect(&full[ring.stage], i < groups ? kBlockBytes : 0);
+          if (i < groups)
             copy_bulk(to + i * kBlockBytes, weights + ((size_t)i * blocks + b) * kBlockBytes, kBlockBytes,
                       &full[ring.stage]);
         }
@@ -129,7 +133,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (there)
           each_entry([&](int entry, float gate, float up) {
             if (bias) gate = __fadd_rn(gate, gate_bias), up = __fadd_rn(up, up_bias);
-            put(p.y, entry, column, silu_times(gate, up));
+            put(p.y, entry, column, gated_by(e.gating, gate, up));
           });
       } else {
         const int column = block * kBlock + warp * 16 + lane / 4;
@@ -160,8 +164,12 @@ void start_wide(const ExpertProduct& p, int entries, const Queue& queue) {
 }  // namespace
 
 void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
+#ifndef AS_WIDE
+#define AS_WIDE 4
+#endif
   if (tile_rows == 64) start_wide<Shape<64, 4>>(p, entries, queue);
-  else start_wide<Shape<128, 2>>(p, entries, queue);
+  else if (tile_rows == 256) start_wide<Shape<256, 2>>(p, entries, queue);
+  else start_wide<Shape<128, AS_WIDE>>(p, entries, queue);
 }
 
 }  // namespace cuda

@@ -1,212 +1,465 @@
 // Products of floats of 8 bits (linear_float8.h) for many rows, as linear_wide.cu has those of bfloat16.
 //
-// A block of threads has a tile of 128 columns (rows of the weights) by 128 rows of activations at a time, and there
-// are no more blocks than run at once: each computes one tile after the other. One thread has blocks of both sides
-// copied into shared memory, several steps of 128 of K ahead and on into the next tile; two warpgroups multiply, each
-// 64 columns with all rows, and add what wgmma has summed to sums in float32 step by step, while the other's products
-// are under way. Four blocks of threads, which have two tiles of columns by two of rows, are a cluster: each copies
-// half of what it shares for both.
+// A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
+// threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
+// tile while this one is written; two warpgroups multiply, each 64 rows with all columns. Blocks of threads that have
+// adjacent tiles of rows and of columns are a cluster: each copies a part of what they share for all. Pieces of K
+// (tiles.h) are computed one after the other and added in registers; or, where tiles are too few for all processors,
+// by as many blocks of a cluster, which then add them up out of each other's memory.
 #include <cstdint>
 
-#include "cuda/kernels/column_sums.cuh"
 #include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/row_sums.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
 
 namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kGroups = 2, kRowBlocks = 2, kRows = kRowBlocks * kBlock;  // warpgroups that multiply; rows of a tile
-constexpr int kAcross = 2, kDown = 2, kCluster = kAcross * kDown;        // a cluster's tiles: of columns, of rows
-constexpr int kThreads = 128 * (1 + kGroups);
-constexpr int kStep = 2;  // blocks of K
-constexpr int kStageRows = kStep * kRowBlocks * kByteBlock, kStageBytes = kStageRows + kStep * kGroups * kByteBlock;
-constexpr int kStages = (226 << 10) / kStageBytes, kShared = kStages * kStageBytes;
-static_assert(kStep == kFloat8Blocks);
-// How many clusters' tiles of rows are shared by blocks that are at work at the same time: they stay in the cache.
-[[maybe_unused]] constexpr int kBand = 8;
+constexpr int kMostShared = 226 << 10;
+constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
+constexpr int kStep = 2;                                                              // blocks of K
+// From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
+AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
+
+// Pieces of a sum: there is one, or they are summed one after the other, or side by side in a cluster.
+enum class Sums { whole, chained, beside };
+
+// A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
+// side by side.
+template <int kColumns_, Sums kSums_, int kDown_, int kAcross_>
+struct Shape {
+  static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
+  static constexpr Sums kSums = kSums_;
+  static constexpr bool kBeside = kSums == Sums::beside;
+  static constexpr int kSharers = kDown * kAcross;
+  static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
+  static constexpr int kStages = kMostShared / kStageBytes, kShared = kStages * kStageBytes;
+  // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
+  static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
+  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kShared);
+};
 
 // The tiles of a product, cluster by cluster.
 struct Walk {
   int down, across;  // clusters' tiles
 
-  Walk(int rows, int columns)
-      : down(ceil_div(rows, kDown * kRows)), across(ceil_div(columns, kAcross * kGroups * kBlock)) {}
   AS_BOTH int count() const { return down * across; }
 };
+template <typename S>
+Walk walk_of(int rows, int columns) {
+  return {ceil_div(rows, S::kDown * kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+}
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A block's tile among a cluster's, counted in blocks of 64: in their order some tiles of rows take one of columns
-// after the other.
-struct TilePlace {
-  int row_block, column_block;
+constexpr int kCopiers = 4;  // threads that copy
+// How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
+constexpr int kAhead = 2;
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kBandRows = 2048;
 
-  __device__ TilePlace(const Walk& walk, int tile, int down, int across) {
+constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+// What a block of threads copies of what it shares: blocks of rows, and columns, of which each block of 64 and each
+// block of K of a step is a copy of its own.
+template <typename S>
+struct Own {
+  static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
+  static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
+  static constexpr int kCopies = kRows + kStep * kParts;
+};
+
+// A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
+struct TilePlace {
+  int row, column;
+
+  template <typename S>
+  __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
+    constexpr int kBand = kBandRows / (S::kDown * kRows);
     const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
     const int within = tile - first * walk.across;
-    row_block = ((first + within % there) * kDown + down) * kRowBlocks;
-    column_block = (within / there * kAcross + across) * kGroups;
+    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
   }
 };
+
+// A copy that a thread asks for in each step: of some rows of one block, for a block of K or for all of a step.
+struct Copy {
+  const char* from = nullptr;
+  uint32_t to = 0;
+  int bytes = 0;  // of a block of K
+  int first = 0;  // block of the step
+  bool of_rows = false;
+};
+
+// Number n of the copies of a block of threads; first: block of K.
+template <typename S>
+__device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blocks, int first, int down, int across,
+                        int n) {
+  Copy copy;
+  if (n < Own<S>::kRows) {
+    const int group = across * Own<S>::kRows + n, block = at.row / kBlock + group;
+    copy.of_rows = true;
+    if (block >= blocks_of(rows)) return copy;
+    copy.from = reinterpret_cast<const char*>(p.bytes.values) + ((size_t)block * blocks + first) * kByteBlock;
+    copy.to = group * kStep * kByteBlock, copy.bytes = kByteBlock;
+    return copy;
+  }
+  n -= Own<S>::kRows;
+  copy.first = n % kStep;
+  int part = n / kStep, begin = at.column + down * Own<S>::kColumns;
+  const int end = min(begin + Own<S>::kColumns, blocks_of(p.w.n) * kBlock);
+  while (part > 0 && begin < end) begin = (begin / kBlock + 1) * kBlock, part--;
+  if (begin >= end) return copy;
+  const int next = min(end, (begin / kBlock + 1) * kBlock);
+  copy.from = reinterpret_cast<const char*>(p.w.codes.words) +
+              ((size_t)(begin / kBlock) * blocks + first + copy.first) * kByteBlock + begin % kBlock * kByteRow;
+  copy.to = S::kRowBytes + (copy.first * S::kColumns + begin - at.column) * kByteRow;
+  copy.bytes = (next - begin) * kByteRow;
+  return copy;
+}
+
+// The next products begin anew: what is there need not be kept until then.
+template <int kValues>
+__device__ void forget(float (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
+}
+
+template <int kColumns>
+__device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+  constexpr int kAtOnce = kColumns > 256 ? kColumns / 2 : kColumns;
+#pragma unroll
+  for (int i = 0; i < kColumns / kAtOnce; i++)
+    Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
+                                  byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
+}
+
+// Sums times the scales of their columns and then of their rows.
+template <int kColumns>
+__device__ void scale_sums(const Product& p, int rows, int first_row, int first_column, const float* sums,
+                           float (&scaled)[kColumns / 2]) {
+  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, row = first_row + thread / 32 * 16 + lane / 4;
+  const float of_rows[2] = {row < rows ? p.bytes.scales[row] : 0, row + 8 < rows ? p.bytes.scales[row + 8] : 0};
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; i++) {
+    const int column = first_column + 16 * i;
+    // Of columns 2 q, 8 + 2 q, 2 q + 1, 9 + 2 q.
+    float4 four = make_float4(0, 0, 0, 0);
+    if (column < p.w.n)
+      four = *reinterpret_cast<const float4*>(p.w.codes.scales + scale_of(column + lane % 4 * 2, 0, 1));
+    const float of_columns[4] = {four.x, four.z, four.y, four.w};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+      scaled[8 * i + j] = __fmul_rn(__fmul_rn(sums[8 * i + j], of_columns[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2]);
+  }
+}
+
+// The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
+// of columns.
+template <typename S, bool kGated>
+__device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint32_t sums, int piece, int pieces,
+                           int first_rank) {
+  constexpr int kColumns = S::kColumns;
+  const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
+  const int width = kGated ? p.y.width : p.w.n;
+  const int count = min(kRows, rows - at.row) * fours;
+  const float* scales = reinterpret_cast<const float*>(p.w.codes.scales);
+  // Sums of four columns, from that one of the tile on: all pieces are asked for before they are added.
+  const auto total = [&](int row, int column) {
+    const uint32_t from = sums + (row * sums_stride(S::kColumns) + column) * 4;
+    float4 of[kMostPieces];
+#pragma unroll
+    for (int i = 0; i < kMostPieces; i++)
+      if (i < pieces) of[i] = read_at(from, first_rank + i);
+    const float* of_columns = scales + scale_of(at.column + column, 0, 1);
+    const float of_row = p.bytes.scales[at.row + row];
+    const float four[4] = {of_columns[0], of_columns[2], of_columns[4], of_columns[6]};
+#pragma unroll
+    for (int i = 1; i < kMostPieces; i++)
+      if (i < pieces) of[0] = sum_of(of[0], of[i]);
+    return make_float4(__fmul_rn(__fmul_rn(of[0].x, four[0]), of_row), __fmul_rn(__fmul_rn(of[0].y, four[1]), of_row),
+                       __fmul_rn(__fmul_rn(of[0].z, four[2]), of_row), __fmul_rn(__fmul_rn(of[0].w, four[3]), of_row));
+  };
+#pragma unroll 2
+  for (int i = piece * kThreads + threadIdx.x; i < count; i += pieces * kThreads) {
+    const int row = i / fours, c = i % fours * 4, column = first_column + c;
+    if (column >= width) continue;
+    if constexpr (!kGated) {
+      const Added added = read_added(p, at.row + row, column);
+      finish_four(p, at.row + row, column, total(row, c), added);
+      continue;
+    }
+    const int place = c / 8 * 16 + c % 8;
+    const float4 gates = total(row, place), ups = total(row, place + 8);
+    const auto value = [&](int j, float gate, float up) {
+      return column + j < width ? gated(p, column + j, gate, up) : 0;
+    };
+    put_four(p.y, at.row + row, column, width,
+             make_float4(value(0, gates.x, ups.x), value(1, gates.y, ups.y), value(2, gates.z, ups.z),
+                         value(3, gates.w, ups.w)));
+  }
+}
 #endif
 
-// kWhole: sums are of one piece of K, and need not be kept beside others.
-template <bool kWhole>
+template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
     linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kValues = kRows / 2;
+  constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
+                kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
-  const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
-  const int first_tile = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
-  const int row_blocks = blocks_of(rows), column_blocks = blocks_of(p.w.n);
+  // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
+  const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
+  const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
+            across = rank / pieces % kAcross;
+  const int first_tile = blockIdx.x / cluster, stride = gridDim.x / cluster, tiles = walk.count();
+  const int first_block = piece * k.length, blocks = S::kBeside ? min(k.length, k.blocks - first_block) : k.blocks;
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
-    // Of a stage: copied is what this block asked for; empty is it at all blocks of the cluster.
-    for (int i = 0; i < kStages; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], kCluster * kGroups);
+    // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
+    // that copy for each other.
+    for (int i = 0; i < kStages; i++) barrier_init(&full[i], kCopiers), barrier_init(&empty[i], kSharers * kGroups);
     barriers_are_there();
   }
   __syncthreads();
-  cluster_barrier();
+  if (kSharers > 1) cluster_barrier();
   const int group = threadIdx.x / 128 - 1;
   Ring<kStages> ring;
   if (group < 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x == 0) {
-      // The blocks that take part in a row of a cluster are adjacent.
-      const uint16_t for_weights = (1 | 1 << kAcross) << across, for_rows = ((1 << kAcross) - 1) << (down * kAcross);
-      const char *words = reinterpret_cast<const char*>(p.w.codes.words),
-                 *x = reinterpret_cast<const char*>(p.bytes.values);
-      const auto fetch_weights = [&](const TilePlace& tile, int block, int stage) {
-        const int blocks = min(kStep, k.blocks - block), columns = min(kGroups, column_blocks - tile.column_block),
-                  its_rows = min(kRowBlocks, row_blocks - tile.row_block);
-        barrier_expect(&full[stage], (max(columns, 0) + max(its_rows, 0)) * blocks * kByteBlock);
-        if (down < columns)
-          copy_bulk_to(stages + stage * kStageBytes + kStageRows + down * kStep * kByteBlock,
-                       words + ((size_t)(tile.column_block + down) * k.blocks + block) * kByteBlock,
-                       blocks * kByteBlock, &full[stage], for_weights);
-      };
-      const auto fetch_rows = [&](const TilePlace& tile, int block, int stage) {
-        if (tile.row_block + across >= row_blocks) return;
-        const int blocks = min(kStep, k.blocks - block);
-        for (int j = 0; j < blocks; j++)
-          copy_bulk_to(stages + stage * kStageBytes + (j * kRowBlocks + across) * kByteBlock,
-                       x + ((size_t)(tile.row_block + across) * k.blocks + block + j) * kByteBlock, kByteBlock,
-                       &full[stage], for_rows);
-      };
-      // Weights are on their way before the kernel before this one has made the rows.
-      const int steps = (k.blocks + kStep - 1) / kStep;
-      int ahead = min(kStages, steps);
-      const TilePlace first(walk, first_tile, down, across);
-      for (int s = 0; s < ahead; s++) fetch_weights(first, s * kStep, s);
-      await_previous();
-      for (int tile = first_tile; tile < walk.count(); tile += stride) {
-        const TilePlace place(walk, tile, down, across);
-        for (int s = 0; s < steps; s++, ring.next()) {
-          if (ahead > 0) {
-            ahead--;
-          } else {
-            barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-            fetch_weights(place, s * kStep, ring.stage);
+    if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
+    if (elected()) {
+      constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
+      const int warp = threadIdx.x / 32;
+      uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
+      for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
+      for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
+      bool waited = false;
+      for (int tile = first_tile; tile < tiles; tile += stride) {
+        const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+        const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
+                          max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
+        Copy copies[kCopies];
+#pragma unroll
+        for (int i = 0; i < kCopies; i++) {
+          const int n = warp + i * kCopiers;
+          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, first_block, down, across, n);
+          // Weights are on their way before the kernel before this one has made the rows.
+          if (!waited && (copies[i].of_rows || tile != first_tile)) await_previous(), waited = true;
+        }
+        for (int b = 0; b < blocks; b += kStep, ring.next()) {
+          const int now = min(kStep, blocks - b);
+          uint64_t* barrier = &full[ring.stage];
+          barrier_wait(&empty[ring.stage], ring.parity ^ 1);
+          // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
+          if (warp == 0) barrier_expect(barrier, now * there * kByteRow);
+          else barrier_arrive(barrier);
+#pragma unroll
+          for (int i = 0; i < kCopies; i++) {
+            Copy& copy = copies[i];
+            if (!copy.bytes || copy.first >= now) continue;
+            const uint32_t to = stages + ring.stage * S::kStageBytes + copy.to;
+            const int bytes = copy.of_rows ? now * copy.bytes : copy.bytes;
+            if (copy.of_rows ? kAcross > 1 : kDown > 1)
+              copy_bulk_to(to, copy.from, bytes, barrier, copy.of_rows ? beside : above);
+            else copy_bulk(to, copy.from, bytes, barrier);
+            copy.from += kStep * kByteBlock;
           }
-          fetch_rows(place, s * kStep, ring.stage);
         }
       }
     }
     __syncwarp();
+    if (S::kBeside) await_previous();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (!S::kBeside) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     await_previous();
-    float d[kValues], total[kValues], all[kWhole ? 1 : kValues];
-    const int teller = threadIdx.x % 128;  // all blocks of the cluster are told, by a thread each
-    for (int tile = first_tile; tile < walk.count(); tile += stride) {
-      const TilePlace place(walk, tile, down, across);
-      const int first_row = place.row_block * kBlock, column_block = place.column_block + group;
-      const bool there = first_row < rows && column_block < column_blocks;
-      if constexpr (!kWhole) {
+    constexpr bool kChained = S::kSums == Sums::chained;
+    float d[kColumns / 2], total[kChained ? kColumns / 2 : 1];
+    // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
+    // to wait for (a tile beyond the last) could tell twice what another has not told once.
+    const int teller = threadIdx.x % 128;
+    const auto release = [&](int stage) {
+      if (teller >= kSharers) return;
+      if (kSharers == 1) barrier_arrive(&empty[stage]);
+      else barrier_arrive_at(&empty[stage], teller * pieces + piece);
+    };
+    const bool apart = !S::kBeside && blocks > kAhead * kStep + 1;
+    if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
+    for (int tile = first_tile; tile < tiles; tile += stride) {
+      const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+      const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+      if (!kGated && !S::kBeside && p.adds && there)
+        ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
+      if constexpr (kChained) {
 #pragma unroll
-        for (int i = 0; i < kValues; i++) all[i] = -0.0f;  // with which a sum is what is added
+        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
       }
-      for (int piece = 0, block = 0; piece < k.count; piece++) {
-        const int end = min(block + k.length, k.blocks);
+      for (int b = 0; b < blocks;) {
+        const int first = b, end = min(b + k.length, blocks);
+        int last = 0;
+        // A block of a stage; nothing may branch between products that are under way.
+        const auto multiply_block = [&](int block, bool adds) {
+          const uint32_t stage = stages + ring.stage * S::kStageBytes;
+          const uint32_t own = stage + (group * kStep + block) * kByteBlock,
+                         theirs = stage + S::kRowBytes + block * kColumns * kByteRow;
 #pragma unroll
-        for (int i = 0; i < kValues; i++) total[i] = 0;
+          for (int i = 0; i < 2; i++)
+            multiply<kColumns>(d, own + i * kStepBytes, theirs + i * kStepBytes, i > 0 || adds);
+        };
+        forget(d);
 #pragma unroll 1
-        for (; block < end; block += kStep, ring.next()) {
+        for (; b + 1 < end; b += kStep, ring.next()) {
           barrier_wait(&full[ring.stage], ring.parity);
           if (there) {
-            const uint32_t x = stages + ring.stage * kStageBytes, own = x + kStageRows + group * kStep * kByteBlock;
             begin_products();
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-              Float8Tile<kRows>::multiply(d, byte_descriptor(own + i * kStepBytes), byte_descriptor(x + i * kStepBytes),
-                                          i > 0);
+            multiply_block(0, b > first), multiply_block(1, true);
             commit_products();
-            if (block + 1 < k.blocks) {
-              begin_products();
-#pragma unroll
-              for (int i = 0; i < 2; i++)
-                Float8Tile<kRows>::multiply(d, byte_descriptor(own + kByteBlock + i * kStepBytes),
-                                            byte_descriptor(x + kRowBlocks * kByteBlock + i * kStepBytes), 1);
-              commit_products();
-            }
-            wait_products<0>();
-            settle(d);
+            wait_products<1>();
           }
-          if (teller < kCluster) barrier_arrive_at(&empty[ring.stage], teller);
-#pragma unroll
-          for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
+          if (b > first) release(last);
+          last = ring.stage;
+          if (group == 0 && b == kAhead * kStep && tile == first_tile && apart)
+            asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
-        if constexpr (!kWhole) {
+        wait_products<0>();
+        settle(d);
+        if (b > first) release(last);
+        if (b < end) {
+          barrier_wait(&full[ring.stage], ring.parity);
+          begin_products();
+          multiply_block(0, b > first);
+          commit_products();
+          wait_products<0>();
+          settle(d);
+          release(ring.stage);
+          b++, ring.next();
+        }
+        if constexpr (kChained) {
 #pragma unroll
-          for (int i = 0; i < kValues; i++) all[i] = __fadd_rn(all[i], total[i]);
+          for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
         }
       }
-      if (!there) continue;
-      if constexpr (kWhole) finish_columns<SumScales::columns_and_rows>(p, rows, first_row, column_block, total);
-      else finish_columns<SumScales::columns_and_rows>(p, rows, first_row, column_block, all);
+      if constexpr (S::kBeside) {
+        asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
+        const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
+        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(S::kColumns) + lane % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; i += 4) {
+          *reinterpret_cast<float2*>(sums + i * 2) = make_float2(d[i], d[i + 1]);
+          *reinterpret_cast<float2*>(sums + i * 2 + 8 * sums_stride(S::kColumns)) = make_float2(d[i + 2], d[i + 3]);
+        }
+      } else {
+        if (!there) continue;
+        const float(&sums)[kColumns / 2] = *[&] {
+          if constexpr (kChained) return &total;
+          else return &d;
+        }();
+        const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
+        const int first_row = end.row + group * kBlock;
+        constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns: their scales stay in registers beside all sums
+#pragma unroll
+        for (int c = 0; c < kColumns; c += kPart) {
+          const int column = end.column + c;
+          float part[kPart / 2];
+          scale_sums<kPart>(p, rows, first_row, column, sums + c / 2, part);
+          if constexpr (!kGated) write_sums<kPart>(p, rows, first_row, column, part);
+          else if (p.bias) write_gated<true, kPart>(p, rows, first_row, column / 2, part);
+          else write_gated<false, kPart>(p, rows, first_row, column / 2, part);
+        }
+      }
     }
   }
   __syncwarp();
-  cluster_barrier();  // other blocks may still tell this one's barriers
+  if constexpr (S::kBeside) {
+    cluster_barrier();
+    const TilePlace at = TilePlace::of<S>(walk, first_tile, down, across);
+    add_beside<S, kGated>(p, rows, at, stages, piece, pieces, rank - piece);
+  }
+  // Other blocks may still tell this one's barriers, or read its sums.
+  if (kSharers > 1 || S::kBeside) cluster_barrier();
 #endif
 }
 
-// How many clusters run at once.
-template <bool kWhole>
-int clusters() {
-  static const int count = [] {
+template <typename S>
+struct Kernel {
+  // How many clusters run at once; pieces: side by side.
+  static int clusters(int pieces) {
+    static int counts[kMostPieces + 1] = {};
+    int& count = counts[pieces];
+    if (count) return count;
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = kCluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    attribute.val.clusterDim.x = S::kSharers * pieces, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(kCluster), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = kShared;
+    config.gridDim = dim3(S::kSharers * pieces), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = S::kShared;
     config.attrs = &attribute, config.numAttrs = 1;
     int found = 0;
-    allow_shared(linear_wide_kernel<kWhole>, kShared);
-    if (cudaOccupancyMaxActiveClusters(&found, linear_wide_kernel<kWhole>, &config) != cudaSuccess) cudaGetLastError();
-    return found > 0 ? found : processors() / kCluster;
-  }();
-  return count;
-}
+    constexpr auto kFunction = linear_wide_kernel<S, false>;
+    allow_shared(kFunction, S::kShared);
+    if (cudaOccupancyMaxActiveClusters(&found, kFunction, &config) != cudaSuccess) cudaGetLastError();
+    return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
+  }
+  static int pieces_of(const Matrix& w) { return S::kBeside ? Pieces(w.k, w.most_pieces).count : 1; }
+  // How often all clusters have a tile.
+  static int turns(const Matrix& w, int rows) {
+    return ceil_div(walk_of<S>(rows, w.n).count(), clusters(pieces_of(w)));
+  }
+  static void start(const Product& p, int rows, const Queue& queue) {
+    const Walk walk = walk_of<S>(rows, p.w.n);
+    const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
+    const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
+    allow_shared(kernel, S::kShared);
+    const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
+    start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
+                   Pieces(p.w.k, p.w.most_pieces), walk);
+    launched("linear in floats of 8 bits, many rows");
+  }
+};
 
-template <bool kWhole>
-void start_wide(const Product& p, int rows, const Queue& queue) {
-  const Walk walk(rows, p.w.n);
-  allow_shared(linear_wide_kernel<kWhole>, kShared);
-  const int most = clusters<kWhole>(), blocks = kCluster * (walk.count() < most ? walk.count() : most);
-  start_clusters(queue, linear_wide_kernel<kWhole>, dim3(blocks), dim3(kCluster), kThreads, kShared, p, rows,
-                 Pieces(p.w.k, p.w.most_pieces), walk);
-  launched("linear in floats of 8 bits, many rows");
+// A kernel, and the nanoseconds that it takes for a step on an H200: what tensor cores need, and what the second-level
+// cache does.
+struct Choice {
+  int columns;
+  Sums sums;
+  int down, across, nanoseconds;
+  int (*turns)(const Matrix& w, int rows);
+  void (*start)(const Product&, int, const Queue&);
+};
+template <int kColumns, Sums kSums, int kDown, int kAcross>
+constexpr Choice choice() {
+  using K = Kernel<Shape<kColumns, kSums, kDown, kAcross>>;
+  constexpr int kMultiply = kColumns * 27 / 10, kCopy = (kRows / kAcross + kColumns / kDown) * kStep * kByteRow / 42;
+  return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
 }
+constexpr Choice kChoices[] = {
+    choice<256, Sums::whole, 2, 1>(),   choice<256, Sums::whole, 2, 2>(),   choice<192, Sums::whole, 2, 1>(),
+    choice<256, Sums::whole, 1, 2>(),   choice<288, Sums::whole, 1, 1>(),   choice<288, Sums::whole, 1, 2>(),
+    choice<144, Sums::whole, 1, 2>(),   choice<192, Sums::chained, 2, 2>(), choice<192, Sums::chained, 2, 1>(),
+    choice<128, Sums::chained, 2, 2>(), choice<128, Sums::chained, 2, 1>(), choice<96, Sums::chained, 2, 2>(),
+    choice<80, Sums::chained, 2, 2>(),  choice<112, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 1, 1>(),
+    choice<160, Sums::beside, 1, 1>(),  choice<192, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 2, 1>(),
+};
+constexpr int kEnd = 2500, kEndBeside = 5000;  // nanoseconds that the end of a tile takes
 
 }  // namespace
 
 void linear_float8_wide(const Product& p, int rows, const Queue& queue) {
-  if (Pieces(p.w.k, p.w.most_pieces).count == 1) start_wide<true>(p, rows, queue);
-  else start_wide<false>(p, rows, queue);
+  // Rows are written whole pieces of 16 bytes at a time.
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_float8_stream(p, rows, queue);
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const Choice* best = nullptr;
+  int64_t least = INT64_MAX;
+  for (const Choice& choice : kChoices) {
+    if ((choice.sums == Sums::whole) != (k.count == 1)) continue;
+    const bool beside = choice.sums == Sums::beside;
+    const int64_t cost =
+        choice.turns(p.w, rows) *
+        ((int64_t)(beside ? k.length : k.blocks) / kStep * choice.nanoseconds + (beside ? kEndBeside : kEnd));
+    if (cost < least) best = &choice, least = cost;
+  }
+  best->start(p, rows, queue);
 }
 
 }  // namespace cuda

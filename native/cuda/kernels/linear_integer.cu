@@ -217,7 +217,6 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
-  if (!p.quantized) quantize_activations(p, rows, queue);
   if (by != By::mma && queue.capability == 90) return linear_integer_stream(p, rows, queue);
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);

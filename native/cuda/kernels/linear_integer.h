@@ -20,9 +20,7 @@ struct Segments {
   int group_blocks, piece_blocks, blocks;
 
   Segments(const Matrix& w, const Pieces& k)
-      : group_blocks(w.codes.floats       ? kFloat8Blocks
-                     : w.codes.groups > 1 ? w.codes.group / kBlock
-                                          : k.blocks),
+      : group_blocks(w.codes.groups > 1 ? w.codes.group / kBlock : k.blocks),
         piece_blocks(k.length),
         blocks(k.blocks) {}
   AS_BOTH int group(int block) const { return block / group_blocks; }
@@ -73,8 +71,6 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-// p.x becomes p.bytes.
-void quantize_activations(const Product& p, int rows, const Queue& queue);
 // By wgmma: any rows, of chips of capability 9.0.
 void linear_integer_stream(const Product& p, int rows, const Queue& queue);
 

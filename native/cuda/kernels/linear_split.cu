@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
   const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
   const int group = warpgroup(), lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
-  let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2 * kCopiers), barrier_init(&empty[i], kGroups * kBeside);
     barriers_are_there();
@@ -98,6 +97,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
             copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
         }
       }
+      // Not before: what comes next would have its own weights brought while these are still on their way, and memory
+      // would idle once they are there.
+      if (!copies_rows) let_next_begin();
     }
     __syncwarp();
     ask();

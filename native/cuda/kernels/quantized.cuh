@@ -9,9 +9,32 @@ namespace cuda {
 
 // To nearest, to even; larger ones become the largest, 448.
 __device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+__device__ inline uint16_t two_e4m3(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
 __device__ inline float from_e4m3(uint8_t code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
+
+// How values between two are quantized in a cache: as the CPU backend does it (cpu/cache.cpp). bad: some are no
+// numbers.
+template <int kBits>
+struct Levels {
+  static constexpr int kMost = (1 << kBits) - 1;
+  float low, step, inverse, half;
+  bool bad, flat;
+
+  __device__ Levels(float low, float high, bool bad) : low(low), bad(bad) {
+    step = (float)(((double)high - low) / kMost);  // in double: the range may pass the largest float
+    flat = bad || step < 1e-37f;                   // equal values, or nearly: the inverse would overflow
+    inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
+  }
+  __device__ int code(float x) const {
+    return flat ? 0 : min(kMost, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x), half), inverse)));
+  }
+  __device__ float scale() const { return bad ? NAN : flat ? 0 : step; }
+  __device__ float minimum() const { return bad ? NAN : low; }
+};
 
 // To the bit what the CPU backend recovers.
 __device__ inline float recovered(uint32_t scales, int code, int bits) {
@@ -26,18 +49,38 @@ __device__ inline float value_of(const Codes& c, int row, int column, int k) {
                    word >> bit_of(c.bits, column) & ((1 << c.bits) - 1), c.bits);
 }
 
+// Two values in bfloat16 side by side.
+__device__ __forceinline__ __nv_bfloat162 pair_of(uint32_t bits) {
+  return reinterpret_cast<const __nv_bfloat162&>(bits);
+}
+__device__ __forceinline__ uint32_t bits_of(const __nv_bfloat162& pair) {
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+// word & mask | with, by one instruction.
+__device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask, uint32_t with) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(word), "r"(mask), "r"(with));
+  return y;
+}
+
 // A row's scale and offset, each twice.
 struct Affine {
   __nv_bfloat162 scale, offset;
 
-  __device__ void set(uint32_t scales) {
-    const uint32_t low = __byte_perm(scales, 0, 0x1010), high = __byte_perm(scales, 0, 0x3232);
-    scale = reinterpret_cast<const __nv_bfloat162&>(low), offset = reinterpret_cast<const __nv_bfloat162&>(high);
+  __device__ __forceinline__ void set(uint32_t scales) {
+    scale = __low2bfloat162(pair_of(scales)), offset = __high2bfloat162(pair_of(scales));
   }
-  // Of two integers, which bfloat16 holds: rounded once.
-  __device__ uint32_t operator()(__nv_bfloat162 centred) const {
-    const __nv_bfloat162 y = __hfma2(scale, centred, offset);
-    return reinterpret_cast<const uint32_t&>(y);
+  // Of codes of 4 bits in the lowest of each half of a word: as the lowest of a fraction of seven they are 128 + code.
+  __device__ __forceinline__ uint32_t low(uint32_t word) const {
+    const __nv_bfloat162 above = pair_of(masked(word, 0x000f000fu, 0x43004300u));
+    return bits_of(__hfma2(scale, __hsub2(above, __float2bfloat162_rn(136)), offset));
+  }
+  // Of codes in the lowest eight bits of bfloat16s that are zero otherwise: such a one is a number as well, code /
+  // 2^133, as the exponents 0 and 1 have one unit. Times 2^127, less two, it is code - middle, but `larger` times as
+  // small: exactly, and so is the product with a scale as much larger, which is finite wherever values are.
+  __device__ __forceinline__ uint32_t tiny(uint32_t pair, float larger) const {
+    const __nv_bfloat162 centred = __hfma2(pair_of(pair), pair_of(0x7f007f00u), __float2bfloat162_rn(-2));
+    return bits_of(__hfma2(__hmul2(scale, __float2bfloat162_rn(larger)), centred, offset));
   }
 };
 
@@ -50,30 +93,19 @@ struct LaneCodes {
   // The 16 columns of step `step`, which the compiler knows, as mma.sync's first operand. rows: those of lane / 4, and
   // of eight further.
   __device__ __forceinline__ void fragment(int step, const Affine (&rows)[2], uint32_t (&a)[4]) const {
-    if constexpr (kBits == 4) {
-      const uint32_t words[2] = {step < 2 ? loaded[0].x : loaded[0].z, step < 2 ? loaded[0].y : loaded[0].w};
+    const uint4& four = loaded[kBits == 4 ? 0 : step / 2];
+    const bool last = kBits == 4 ? step / 2 : step % 2;
+    const uint32_t words[2] = {last ? four.z : four.x, last ? four.w : four.y};
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int below = 0; below < 2; below++) {
-          // 128 + code: the code is the lowest bits of a fraction of seven.
-          const uint32_t pair = (words[below] >> (step % 2 * 2 + half) * 4 & 0x000f000fu) | 0x43004300u;
-          const uint32_t middle = 0x43084308u;  // 136
-          a[half * 2 + below] = rows[below](
-              __hsub2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(middle)));
-        }
-    } else {
-      const uint4& four = loaded[step / 2];
-      const uint32_t words[2] = {step % 2 == 0 ? four.x : four.z, step % 2 == 0 ? four.y : four.w};
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int below = 0; below < 2; below++) {
-          // 2^23 + code: the code is the lowest bits of a fraction of 23.
-          const float low = __uint_as_float(__byte_perm(words[below], 0x4b000000u, 0x7540u + half * 2)),
-                      high = __uint_as_float(__byte_perm(words[below], 0x4b000000u, 0x7541u + half * 2));
-          a[half * 2 + below] = rows[below](__floats2bfloat162_rn(low - 8388736.0f, high - 8388736.0f));
-        }
+    for (int below = 0; below < 2; below++) {
+      const Affine& row = rows[below];
+      if constexpr (kBits == 4) {
+        const uint32_t word = step % 2 ? words[below] >> 8 : words[below];
+        a[below] = row.low(word), a[2 + below] = row.tiny(word & 0x00f000f0u, 4);
+      } else {
+        a[below] = row.tiny(__byte_perm(words[below], 0, 0x4140), 64);
+        a[2 + below] = row.tiny(__byte_perm(words[below], 0, 0x4342), 64);
+      }
     }
   }
 };

@@ -14,6 +14,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/kernels/code_fragments.cuh"
 #include "cuda/kernels/column_sums.cuh"
 #include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/wgmma_registers.cuh"
@@ -44,7 +45,7 @@ struct Integers {
 struct Floats {
   using Sum = float;
   static constexpr int kBits = 8, kRowBytes = kByteRow, kParts = 2, kSets = 0;
-  static constexpr bool kFine = false, kSegments = true, kFloats = true;
+  static constexpr bool kFine = false, kSegments = false, kFloats = true;
   static constexpr SumScales kScales = SumScales::columns_and_rows;
 };
 
@@ -137,20 +138,6 @@ class StreamParts {
   int steps_, length_, begin_, end_, at_, stop_, turn_ = 0;
 };
 
-// The steps of all parts.
-struct StreamCursor {
-  StreamParts parts;
-  StreamPart part;
-  int step;
-  bool there;
-
-  __device__ explicit StreamCursor(const StreamParts& all) : parts(all) { begin(); }
-  __device__ void begin() { there = parts.next(part), step = part.begin; }
-  __device__ void next() {
-    if (++step == part.end) begin();
-  }
-};
-
 __device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
 __device__ inline void take(int* flag) {
   int there = 0;
@@ -165,6 +152,91 @@ __device__ inline int arrive(int* count) {
 __device__ inline void group_barrier(int group) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
 }
+#endif
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kCopyWarps = kGroupThreads / 32;
+// What a warp asks for in each of a block of threads' steps: a group's codes, a group's scales, and some of the rows.
+// All that takes a division is worked out when a part begins: in each step it would take longer than its weights do.
+template <class S>
+class StreamCopies {
+ public:
+  using Format = typename S::Format;
+
+  __device__ StreamCopies(const Product& p, const StreamParts& parts, int rows, const Steps& k, int warp)
+      : p_(p), parts_(parts), k_(k), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
+    begin();
+  }
+  __device__ bool there() const { return there_; }
+  __device__ void next() {
+    if (++step_ == part_.end) return begin();
+    codes_ += kStepBlocks * S::kCodesBytes, x_ += kStepBlocks * kBlock * Format::kRowBytes;
+    if constexpr (Format::kSets) {
+      for (left_ -= kStepBlocks; left_ <= 0; left_ += sets_.blocks) set_ += sets_.each;
+    }
+  }
+  // to: the stage.
+  __device__ void fetch_weights(uint32_t to, uint64_t* full) const {
+    const int blocks = min(kStepBlocks, k_.blocks - step_ * kStepBlocks);
+    int sets = 0;
+    if constexpr (Format::kSets) sets = min(left_ == 1 && blocks > 1 ? 2 * sets_.each : sets_.each, sets_.count - set_);
+    if (warp_ == 0)
+      barrier_expect(full, blocks * (there_rows_ * Format::kRowBytes + S::kSumsBytes + groups_ * S::kCodesBytes) +
+                               groups_ * sets * S::kSetBytes);
+    const uint64_t policy = evicted_first();
+    to += S::kGroupsAt;
+    if (warp_ < groups_) copy_bulk(to + warp_ * S::kGroupBytes, codes_, blocks * S::kCodesBytes, full, policy);
+    if constexpr (Format::kSets)
+      if (scaled() < groups_)
+        copy_bulk(to + scaled() * S::kGroupBytes + S::kSetsAt, scales_ + (size_t)set_ * S::kSetBytes,
+                  sets * S::kSetBytes, full, policy);
+  }
+  __device__ void fetch_rows(uint32_t to, uint64_t* full) const {
+    const int block = step_ * kStepBlocks + warp_ % kStepBlocks, i = warp_ / kStepBlocks;
+    if (block >= k_.blocks) return;
+    if (own_rows_ > 0)
+      copy_bulk(to + warp_ % kStepBlocks * S::kRowsBytes + i * kBlock * Format::kRowBytes, x_,
+                own_rows_ * Format::kRowBytes, full);
+    if (S::kHasSums && i == 1)
+      copy_bulk(to + S::kSumsAt + warp_ % kStepBlocks * S::kSumsBytes,
+                reinterpret_cast<const char*>(p_.bytes.sums + (size_t)block * (blocks_of(rows_) * kBlock) + row_),
+                S::kSumsBytes, full);
+  }
+
+ private:
+  // The group whose scales a warp asks for: of two groups a warp that has no codes.
+  __device__ int scaled() const { return kCopyWarps - 1 - warp_; }
+  __device__ void begin() {
+    there_ = parts_.next(part_);
+    if (!there_) return;
+    step_ = part_.begin;
+    const int row_tiles = (rows_ + S::kRows - 1) / S::kRows, block = step_ * kStepBlocks;
+    const int column_block = part_.tile / row_tiles * S::kGroups, i = warp_ / kStepBlocks;
+    row_ = part_.tile % row_tiles * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
+    own_rows_ = i * kBlock < S::kRows ? min(kBlock, there_rows_ - i * kBlock) : 0;
+    groups_ = min(S::kGroups, blocks_of(p_.w.n) - column_block);
+    const Codes& codes = p_.w.codes;
+    codes_ = reinterpret_cast<const char*>(codes.words) +
+             ((size_t)(column_block + warp_) * k_.blocks + block) * S::kCodesBytes;
+    scales_ =
+        reinterpret_cast<const char*>(codes.scales) + (size_t)(column_block + scaled()) * codes.groups * S::kSetBytes;
+    const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p_.x.tiles)
+                                        : reinterpret_cast<const char*>(p_.bytes.values);
+    x_ = x + (((size_t)(row_ / kBlock + i) * k_.blocks + block + warp_ % kStepBlocks) * kBlock + row_ % kBlock) *
+                 Format::kRowBytes;
+    set_ = sets_.first(block), left_ = sets_.blocks - block % sets_.blocks;
+  }
+
+  const Product& p_;
+  StreamParts parts_;
+  StreamPart part_;
+  const Steps& k_;
+  const ScaleSets sets_;
+  const int rows_, warp_;
+  const char *codes_, *scales_, *x_;
+  int step_, row_, there_rows_, own_rows_, groups_, set_, left_;  // left_: blocks of the set, from the step's first on
+  bool there_;
+};
 #endif
 
 template <typename Sum, int kValues>
@@ -220,7 +292,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int row_tiles = (rows + kRows - 1) / kRows, column_blocks = blocks_of(p.w.n);
   const StreamParts all(k, (column_blocks + kGroups - 1) / kGroups * row_tiles, whole);
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
-  const uint32_t stages = shared_address(shared);
+  uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
+  // The compiler has these in registers: it would work them out again in every step.
+  asm volatile("" : "+r"(stages), "+r"(full_at), "+r"(empty_at));
   const Codes& codes = p.w.codes;
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -231,75 +305,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   Ring<kStages> ring;
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
-    // Issuing a copy takes some 200 cycles: so the warps share them, and one thread of each asks.
-    if (lane != 0) return;
-    constexpr int kWarps = kGroupThreads / 32;
-    const int warp = (threadIdx.x - S::kWorkers) / 32;
-    const int sets = Format::kFine ? kBlock / codes.group : Format::kSets;  // of a block
-    const int group_blocks = codes.groups > 1 ? max(codes.group / kBlock, 1) : k.blocks;
-    const auto first_set = [&](int block) { return Format::kFine ? block * sets : block / group_blocks; };
-    // Whether the sets of a step's blocks lie side by side, in both places.
-    const bool adjacent = sets == Format::kSets && (Format::kFine || group_blocks == 1);
-    const auto rows_there = [&](const StreamCursor& at) { return min(kRows, rows - at.part.tile % row_tiles * kRows); };
-    const int stride = blocks_of(rows) * kBlock;
-    const auto fetch_weights = [&](const StreamCursor& at, int stage) {
-      const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
-      const int column_block = at.part.tile / row_tiles * kGroups, groups = min(kGroups, column_blocks - column_block);
-      if (warp == 0) {
-        int bytes = blocks * (rows_there(at) * Format::kRowBytes + S::kSumsBytes + groups * S::kCodesBytes);
-        if constexpr (Format::kSets)
-          for (int j = 0; j < blocks; j++)
-            bytes += groups * min(sets, codes.groups - first_set(block + j)) * S::kSetBytes;
-        barrier_expect(&full[stage], bytes);
-      }
-      const uint64_t policy = evicted_first();
-      const uint32_t to = stages + stage * S::kStageBytes + S::kGroupsAt;
-      if (warp < groups)
-        copy_bulk(to + warp * S::kGroupBytes,
-                  reinterpret_cast<const char*>(codes.words) +
-                      ((size_t)(column_block + warp) * k.blocks + block) * S::kCodesBytes,
-                  blocks * S::kCodesBytes, &full[stage], policy);
-      if constexpr (Format::kSets) {
-        const int own = kWarps - 1 - warp;  // of two groups by the warps that have no codes
-        if (own >= groups) return;
-        for (int j = 0; j < (adjacent ? 1 : blocks); j++) {
-          const int set = first_set(block + j);
-          copy_bulk(to + own * S::kGroupBytes + S::kSetsAt + j * Format::kSets * S::kSetBytes,
-                    reinterpret_cast<const char*>(codes.scales) +
-                        ((size_t)(column_block + own) * codes.groups + set) * S::kSetBytes,
-                    min(adjacent ? blocks * sets : sets, codes.groups - set) * S::kSetBytes, &full[stage], policy);
-        }
-      }
-    };
-    const auto fetch_rows = [&](const StreamCursor& at, int stage) {
-      const int block = at.step * kStepBlocks, blocks = min(kStepBlocks, k.blocks - block);
-      const int row = at.part.tile % row_tiles * kRows, there = rows_there(at), j = warp % kStepBlocks;
-      if (j >= blocks) return;
-      const uint32_t to = stages + stage * S::kStageBytes;
-      constexpr int kRowBlocks = (kRows + kBlock - 1) / kBlock;
-      const int i = warp / kStepBlocks;
-      if (const int own = min(kBlock, there - i * kBlock); i < kRowBlocks && own > 0) {
-        const char* x = Format::kParts == 4 ? reinterpret_cast<const char*>(p.x.tiles)
-                                            : reinterpret_cast<const char*>(p.bytes.values);
-        copy_bulk(to + j * S::kRowsBytes + i * kBlock * Format::kRowBytes,
-                  x + (((size_t)(row / kBlock + i) * k.blocks + block + j) * kBlock + row % kBlock) * Format::kRowBytes,
-                  own * Format::kRowBytes, &full[stage]);
-      }
-      if (S::kHasSums && i == 1)
-        copy_bulk(to + S::kSumsAt + j * S::kSumsBytes,
-                  reinterpret_cast<const char*>(p.bytes.sums + (size_t)(block + j) * stride + row), S::kSumsBytes,
-                  &full[stage]);
-    };
-    static_assert(kGroups <= kWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kWarps);
+    // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
+    if (!elected()) return;
+    static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
+    StreamCopies<S> ahead(p, all, rows, k, (threadIdx.x - S::kWorkers) / 32);
+    StreamCopies<S> behind = ahead;
     // Weights are on their way before the kernel before this one has made the rows.
-    StreamCursor ahead(all), behind = ahead;
     int begun = 0;
-    for (; begun < kStages && ahead.there; begun++, ahead.next()) fetch_weights(ahead, begun);
+    for (; begun < kStages && ahead.there(); begun++, ahead.next())
+      ahead.fetch_weights(stages + begun * S::kStageBytes, &full[begun]);
     await_previous();
-    for (int i = 0; i < begun; i++, behind.next()) fetch_rows(behind, i);
-    for (ring.parity = 1; ahead.there; ahead.next(), ring.next()) {
+    for (int i = 0; i < begun; i++, behind.next()) behind.fetch_rows(stages + i * S::kStageBytes, &full[i]);
+    for (ring.parity = 1; ahead.there(); ahead.next(), ring.next()) {
+      const uint32_t to = stages + ring.stage * S::kStageBytes;
       barrier_wait(&empty[ring.stage], ring.parity ^ 1);
-      fetch_weights(ahead, ring.stage), fetch_rows(ahead, ring.stage);
+      ahead.fetch_weights(to, &full[ring.stage]), ahead.fetch_rows(to, &full[ring.stage]);
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
@@ -308,9 +328,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     typename Format::Sum d[kValues];
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // a block
-    const auto scales_at = [&](int stage, int j) {
+    const ScaleSets sets(codes, k.blocks);
+    const StepProducts<S> products(sets, sets.regular() ? sets.second(0) : 0, group, warp, lane);
+    // Steps of two whole blocks, of regular sets; others are computed block by block.
+    const int whole_steps = Format::kSegments || !sets.regular() ? 0 : p.w.k / (kStepBlocks * kBlock);
+    // Of block j of a stage, which is `block` of K, its first set.
+    const auto scales_at = [&](int stage, int j, int block) {
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
-             j * Format::kSets * S::kSetBytes + (warp * 8 + lane / 4) * 8;
+             (j ? sets.second(block - 1) : 0) * S::kSetBytes + (warp * 8 + lane / 4) * 8;
     };
     const auto codes_at = [&](int stage, int j) {
       return stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + j * S::kCodesBytes;
@@ -328,12 +353,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
         const int there = p.w.k - block * kBlock;
+        const char* scales = scales_at(stage, j, block);
         Affine affine[2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           if (Format::kFine || i == 0) {
-            const int set = Format::kFine ? i * (kBlock / codes.group) / 4 : 0;
-            const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j) + set * S::kSetBytes);
+            const uint2 two = *reinterpret_cast<const uint2*>(scales + i * sets.each / 4 * S::kSetBytes);
             affine[0].set(two.x), affine[1].set(two.y);
           }
           lanes.fragment(i, affine, a[i]);
@@ -360,15 +385,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
+      if constexpr (Format::kParts == 4) {
+        products.multiply(x, a, d);
+      } else {
 #pragma unroll
-      for (int t = 0; t < kRows / 8; t++) {
-        auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
-#pragma unroll
-        for (int i = 0; i < Format::kParts; i += 2) {
+        for (int t = 0; t < kRows / 8; t++) {
+          auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d[4 * t]);
           uint32_t y[4];
-          load_cores(y, x + t * 8 * Format::kRowBytes +
-                            (S::kHasSums ? byte_piece(lane % 8, lane / 8) : piece_offset(lane % 8, 2 * i + lane / 8)));
-          multiply_add(own, a[i], y[0], y[1]), multiply_add(own, a[i + 1], y[2], y[3]);
+          load_cores(y, x + t * 8 * Format::kRowBytes + byte_piece(lane % 8, lane / 8));
+          multiply_add(own, a[0], y[0], y[1]), multiply_add(own, a[1], y[2], y[3]);
         }
       }
     };
@@ -381,7 +406,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
           for (int i = 0; i < kValues; i++) total[i] = __fadd_rn(total[i], d[i]);
         } else {
-          const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j));
+          const uint2 two = *reinterpret_cast<const uint2*>(scales_at(stage, j, block));
           const float2* of_rows =
               reinterpret_cast<const float2*>(shared + stage * S::kStageBytes + S::kSumsAt + j * S::kSumsBytes);
 #pragma unroll
@@ -424,18 +449,22 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if constexpr (S::kFew) {
         if (!adds) clear(d);
         for (int step = part.begin; step < part.end; step++, ring.next()) {
-          barrier_wait(&full[ring.stage], ring.parity);
+          const int first = step * kStepBlocks;
+          barrier_wait(full_at + ring.stage * 8, ring.parity);
+          if (step < whole_steps) {
+            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
+          } else {
 #pragma unroll
-          for (int j = 0; j < kStepBlocks; j++) {
-            const int block = step * kStepBlocks + j;
-            if (block >= k.blocks) break;
-            uint32_t a[Format::kParts][4];
-            load(ring.stage, j, block, a);
-            multiply_few(ring.stage, j, a);
-            if (end_segment(ring.stage, j, block)) clear(d);
+            for (int j = 0; j < kStepBlocks; j++) {
+              if (first + j >= k.blocks) break;
+              uint32_t a[Format::kParts][4];
+              load(ring.stage, j, first + j, a);
+              multiply_few(ring.stage, j, a);
+              if (end_segment(ring.stage, j, first + j)) clear(d);
+            }
           }
           __syncwarp();
-          if (lane == 0) barrier_arrive(&empty[ring.stage]);
+          if (lane == 0) barrier_arrive(empty_at + ring.stage * 8);
         }
       } else {
         uint32_t a[kStepBlocks][Format::kParts][4];  // one is made while the product of the other is under way

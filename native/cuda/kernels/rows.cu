@@ -1,5 +1,5 @@
 // Ops on rows one by one: embedding, norms, sums, gates.
-#include "cuda/kernels/quantized.cuh"
+#include "cuda/kernels/row_ops.cuh"
 
 namespace as {
 namespace cuda {
@@ -13,18 +13,41 @@ __device__ float value_of(const Matrix& m, int row, int column) {
   return m.values[(size_t)row * m.k + column];
 }
 
-__global__ void embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale,
-                             Rows out) {
+// The token that has been drawn of some parts, by a warp: 0 where there is none.
+__device__ int drawn_token(const Best* parts) {
+  static_assert(kBestParts == 32);
+  Best best = parts[threadIdx.x % 32];
+  for (int step = 1; step < 32; step *= 2) {  // lanes of lower ids keep what both have
+    const Best later = {__shfl_down_sync(0xffffffffu, best.logit, step),
+                        __shfl_down_sync(0xffffffffu, best.token, step),
+                        __shfl_down_sync(0xffffffffu, best.not_finite, step)};
+    add_part(best, later);
+  }
+  return __shfl_sync(0xffffffffu, best.not_finite ? 0 : max(best.token, 0), 0);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(Matrix table, const int* tokens, const Best* drawn, int vocab_begin, float scale, Rows out) {
   after_previous();
   const int row = blockIdx.x;
   int id = tokens[row];
-  if (id < 0) {
-    const Best best = together(drawn + (size_t)~id * kBestParts);
-    id = best.not_finite ? 0 : max(best.token, 0);
-  }
+  if (id < 0) id = drawn_token(drawn + (size_t)~id * kBestParts);
   id -= vocab_begin;
-  for (int i = threadIdx.x; i < table.k; i += kThreads)
-    put(out, row, i, id >= 0 && id < table.n ? value_of(table, id, i) * scale : 0.0f);
+  const bool there = id >= 0 && id < table.n;
+  if (table.tiles) {  // eight columns lie side by side
+    for (int i = threadIdx.x * 8; i < table.k; i += kThreads * 8) {
+      const uint4 eight = there ? *reinterpret_cast<const uint4*>(table.tiles + tile_offset(id, i, blocks_of(table.k)))
+                                : make_uint4(0, 0, 0, 0);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 8; j++) values[j] = from_bf16((uint16_t)(words[j / 2] >> j % 2 * 16)) * scale;
+      put_eight(out, row, i, table.k, values);
+    }
+  } else {
+    for (int i = threadIdx.x; i < table.k; i += kThreads)
+      put(out, row, i, there ? value_of(table, id, i) * scale : 0.0f);
+  }
 }
 
 __global__ void read_row_kernel(Matrix m, int row, float* out) {
@@ -32,39 +55,16 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
-constexpr int kNormThreads = 512;  // of a row
-
-// kEights: how many times eight values of its row a thread keeps in registers.
-template <int kEights>
-__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
-  const int row = blockIdx.x, width = out.width;
-  const float* in = x + (size_t)row * width;
-  float kept[kEights][8], weights[kEights][8];
-  const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
-  float sum = 0;
+// kKept: how many times eight values of its row a thread keeps in registers.
+template <int kKept>
+__global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
+  __shared__ RowShared shared;
+  const RowThreads all{(int)threadIdx.x, kRowThreads};
+  NormWeights<1, kKept> weights;
   let_next_begin();
-#pragma unroll
-  for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
-    read_eight(norm.weight, at(i), width, weights[i]);
+  weights.read(all, norm, out.width);  // no need to wait for the kernel before
   await_previous();
-#pragma unroll
-  for (int i = 0; i < kEights; i++) read_eight(in, at(i), width, kept[i]);
-#pragma unroll
-  for (int i = 0; i < kEights; i++)
-#pragma unroll
-    for (int j = 0; j < 8; j++) sum = fmaf(kept[i][j], kept[i][j], sum);
-  constexpr int kAll = kEights * kNormThreads * 8;
-  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
-  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
-  const float one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-  for (int i = 0; i < kEights; i++) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) kept[i][j] = kept[i][j] * factor * (weights[i][j] + one);
-    put_eight(out, row, at(i), width, kept[i]);
-  }
-  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
-    put(out, row, i, in[i] * factor * (norm.weight[i] + one));
+  norm_row<1, kKept>(all, shared, x, norm, weights, out, blockIdx.x);
 }
 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
@@ -79,12 +79,12 @@ __global__ void scale_kernel(float* x, float factor, size_t count) {
   if (i < count) x[i] *= factor;
 }
 
-__global__ void silu_mul_kernel(const float* in, Rows out) {
+__global__ void silu_mul_kernel(const float* in, Gating gating, Rows out) {
   after_previous();
   const int row = blockIdx.y, i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= out.width) return;
   const float gate = in[(size_t)row * 2 * out.width + i], up = in[(size_t)row * 2 * out.width + out.width + i];
-  put(out, row, i, silu_times(gate, up));
+  put(out, row, i, gated_by(gating, gate, up));
 }
 
 // chosen: which row; null for the same.
@@ -175,8 +175,8 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  const auto kernel = out.width <= 8 * kNormThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
-  start(queue, kernel, rows, kNormThreads, 0, x, norm, out);
+  const auto kernel = out.width <= kRowEight * kRowThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
+  start(queue, kernel, rows, kRowThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 
@@ -190,8 +190,8 @@ void scale(float* x, float factor, size_t count, const Queue& queue) {
   launched("scale");
 }
 
-void silu_mul(const float* in, int rows, const Rows& out, const Queue& queue) {
-  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, out);
+void silu_mul(const float* in, const Gating& gating, int rows, const Rows& out, const Queue& queue) {
+  start(queue, silu_mul_kernel, dim3(ceil_div(out.width, kThreads), rows), kThreads, 0, in, gating, out);
   launched("silu_mul");
 }
 

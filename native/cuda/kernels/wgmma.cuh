@@ -14,9 +14,10 @@ __device__ inline void barrier_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-__device__ inline void barrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void barrier_arrive(uint64_t* barrier) { barrier_arrive(shared_address(barrier)); }
 // At a block of threads of the cluster. What is told is that products have read, not what was written: so a fence of
 // the whole cluster's memory is not wanted.
 __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
@@ -27,16 +28,17 @@ __device__ inline void barrier_arrive_at(uint64_t* barrier, int block) {
       "r"(block)
       : "memory");
 }
-__device__ inline void barrier_wait(uint64_t* barrier, int parity) {
+__device__ inline void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{ .reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni finished;\n"
       "bra.uni again;\n"
-      "finished: }" ::"r"(shared_address(barrier)),
+      "finished: }" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
+__device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
 // Whether what another block of threads wrote before is there.
 __device__ inline void set_flag(int* flag, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
@@ -61,6 +63,17 @@ __device__ inline float4 read_at(uint32_t address, int block) {
       : "r"(address), "r"(block)
       : "memory");
   return v;
+}
+
+// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+__device__ inline bool elected() {
+  int chosen;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(chosen));
+  return chosen;
 }
 
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {

@@ -56,7 +56,7 @@ struct Float8Tile;
                    ", 0;\n"                                                                                         \
                    "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" AS_NAMES_##count "}, %" #a ", %" #b \
                                                                                                  ", p, 1, 1; }"     \
-                   : AS_OPERANDS_##count("+f")                                                                      \
+                   : AS_SUMS_##count                                                                                \
                    : "l"(left), "l"(right), "r"(keeps));                                                            \
     }                                                                                                               \
   };
@@ -64,7 +64,15 @@ AS_TILE(8, 4, 4, 5, 6)
 AS_TILE(16, 8, 8, 9, 10)
 AS_TILE(32, 16, 16, 17, 18)
 AS_TILE(64, 32, 32, 33, 34)
+AS_TILE(80, 40, 40, 41, 42)
+AS_TILE(96, 48, 48, 49, 50)
+AS_TILE(112, 56, 56, 57, 58)
 AS_TILE(128, 64, 64, 65, 66)
+AS_TILE(144, 72, 72, 73, 74)
+AS_TILE(160, 80, 80, 81, 82)
+AS_TILE(192, 96, 96, 97, 98)
+AS_TILE(224, 112, 112, 113, 114)
+AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
 // Of rows of blocks of bytes (linear_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.

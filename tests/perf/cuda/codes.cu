@@ -1,0 +1,173 @@
+// Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
+// reading codes and scales takes, and bits against products of the same values in bfloat16.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
+//        native/cuda/kernels/linear_{quantized,quantized_stream,bf16,split,stream,wide,f32}.cu
+//   codes [check] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64] [shapes=qkv,o,gate_up,down,head]
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/quantized.cuh"
+
+using namespace as::cuda;
+
+static void check(cudaError_t result) {
+  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
+}
+
+template <typename T>
+static T* memory(size_t bytes) {
+  void* data = nullptr;
+  check(cudaMalloc(&data, bytes));
+  check(cudaMemset(data, 0, bytes));
+  return static_cast<T*>(data);
+}
+
+static __device__ uint32_t noise(uint64_t i) {
+  i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
+  return (uint32_t)(i * 0x94D049BB133111EBull >> 32);
+}
+static __global__ void fill_words(uint32_t* words, size_t count) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count) words[i] = noise(i);
+}
+// About 1/64 to 1/32, and offsets around zero.
+static __global__ void fill_scales(uint32_t* scales, size_t count) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count) scales[i] = (0x3c80 | (noise(i) & 0x7f)) | ((noise(i) >> 8 & 0x80ff) | 0x3c00) << 16;
+}
+static __global__ void fill_rows(uint16_t* tiles, int rows, int columns) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < (size_t)rows * columns)
+    tiles[tile_offset(i / columns, i % columns, blocks_of(columns))] = to_bf16((int)(noise(i) >> 8) * 0x1p-24f - 0.5f);
+}
+static __global__ void widen(Codes codes, int n, int k, uint16_t* tiles) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < (size_t)n * k)
+    tiles[tile_offset(i / k, i % k, blocks_of(k))] = to_bf16(value_of(codes, (int)(i / k), (int)(i % k), k));
+}
+static __global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* found) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count && a[i] != b[i]) atomicAdd(found, 1ull);
+}
+
+static std::vector<std::string> split(const char* text) {
+  std::vector<std::string> parts(1);
+  for (; *text; text++) *text == ',' ? (void)parts.emplace_back() : (void)(parts.back() += *text);
+  return parts;
+}
+
+int main(int argc, char** argv) {
+  const struct {
+    const char* name;
+    int n, k;
+    bool gated, adds;
+  } shapes[] = {{"qkv", 4608, 3584, false, false},     {"o", 3584, 3584, false, true},
+                {"gate_up", 37888, 3584, true, false}, {"down", 3584, 18944, false, true},
+                {"head", 152064, 3584, false, false},  {"odd", 1036, 900, false, true},
+                {"small", 2 * 328, 1000, true, false}, {"uneven", 3700, 2944, false, false}};
+  const char *rows_asked = "1,8,16,32", *forms = "4:64,4:128,4:0,8:64", *asked = "qkv,o,gate_up,down,head";
+  bool checks = false;
+  for (int i = 1; i < argc; i++) {
+    if (!std::strcmp(argv[i], "check")) checks = true;
+    else if (!std::strncmp(argv[i], "rows=", 5)) rows_asked = argv[i] + 5;
+    else if (!std::strncmp(argv[i], "forms=", 6)) forms = argv[i] + 6;
+    else if (!std::strncmp(argv[i], "shapes=", 7)) asked = argv[i] + 7;
+  }
+  if (checks && !std::strcmp(asked, "qkv,o,gate_up,down,head")) asked = "qkv,o,gate_up,down,odd,small,uneven";
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Queue queue{stream, 90, {}};
+  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+  constexpr int kMostRows = 128;
+  constexpr size_t kResult = (size_t)kMostRows * 152064 * 4;
+  uint16_t* x = memory<uint16_t>(tiles_bytes(kMostRows, 18944));
+  float *y = memory<float>(kResult), *expected = memory<float>(kResult);
+  auto* found = memory<unsigned long long>(8);
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
+  const auto blocks = [](size_t count) { return dim3(ceil_div(count, 256)); };
+  for (const std::string& form : split(forms))
+    for (const std::string& name : split(asked))
+      for (const auto& shape : shapes) {
+        if (name != shape.name) continue;
+        Codes codes;
+        codes.bits = form[0] - '0', codes.group = std::atoi(form.c_str() + 2);
+        if (codes.group == 0) codes.group = shape.k;
+        codes.groups = (shape.k + codes.group - 1) / codes.group;
+        const size_t word_bytes = codes_bytes(shape.n, shape.k, codes.bits),
+                     set_bytes = scales_bytes(shape.n, codes.groups), bytes = word_bytes + set_bytes;
+        const int copies = checks ? 1 : (int)((400 << 20) / bytes) + 1, launches = copies < 16 ? 16 : copies;
+        std::vector<Codes> weights(copies, codes);
+        for (Codes& w : weights) {
+          w.words = memory<uint32_t>(word_bytes), w.scales = memory<uint32_t>(set_bytes);
+          fill_words<<<blocks(word_bytes / 4), 256, 0, stream>>>(w.words, word_bytes / 4);
+          fill_scales<<<blocks(set_bytes / 4), 256, 0, stream>>>(w.scales, set_bytes / 4);
+        }
+        fill_rows<<<blocks((size_t)kMostRows * shape.k), 256, 0, stream>>>(x, kMostRows, shape.k);
+        Product p;
+        p.w = {shape.n, shape.k, Kind::codes, nullptr, nullptr, weights[0], pieces_of_codes(shape.n, shape.k)};
+        p.adds = shape.adds, p.gated = shape.gated, p.x = {nullptr, x, shape.k};
+        p.y = shape.gated ? Rows{nullptr, reinterpret_cast<uint16_t*>(y), shape.n / 2} : Rows{y, nullptr, shape.n};
+        const size_t result = shape.gated ? tiles_bytes(kMostRows, shape.n / 2) : (size_t)kMostRows * shape.n * 4;
+        uint16_t* tiles = checks ? memory<uint16_t>(tiles_bytes(shape.n, shape.k)) : nullptr;
+        if (checks)
+          widen<<<blocks((size_t)shape.n * shape.k), 256, 0, stream>>>(codes = weights[0], shape.n, shape.k, tiles);
+        std::printf("%-5s %-8s", form.c_str(), shape.name);
+        for (const std::string& text : split(rows_asked)) {
+          const int rows = std::atoi(text.c_str());
+          if (rows < 1 || rows > kMostRows) continue;
+          if (checks) {
+            Product other = p;
+            other.w.kind = Kind::bf16, other.w.tiles = tiles, other.w.codes = {};
+            check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
+            linear_bf16(other, rows, queue, By::mma);
+            check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
+            unsigned long long count[2];
+            for (int i = 0; i < 2; i++) {
+              check(cudaMemsetAsync(y, 0, result, stream));
+              linear_quantized(p, rows, queue, i ? By::mma : By::stream);
+              differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
+              check(cudaMemcpyAsync(&count[i], found, 8, cudaMemcpyDeviceToHost, stream));
+              check(cudaStreamSynchronize(stream));
+            }
+            std::printf("  %d: %llu %llu", rows, count[0], count[1] - count[0]);
+            continue;
+          }
+          const auto run = [&] {
+            for (int i = 0; i < launches; i++) {
+              p.w.codes = weights[i % copies];
+              linear_quantized(p, rows, queue, By::stream);
+            }
+          };
+          run();
+          check(cudaStreamSynchronize(stream));
+          cudaGraph_t graph;
+          cudaGraphExec_t replay;
+          check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+          run();
+          check(cudaStreamEndCapture(stream, &graph));
+          check(cudaGraphInstantiate(&replay, graph, 0));
+          float best = 1e9;
+          for (int i = 0; i < 5; i++) {
+            float ms;
+            check(cudaEventRecord(begin, stream));
+            check(cudaGraphLaunch(replay, stream));
+            check(cudaEventRecord(end, stream));
+            check(cudaEventSynchronize(end));
+            check(cudaEventElapsedTime(&ms, begin, end));
+            best = ms < best ? ms : best;
+          }
+          cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
+          const double us = 1e3 * best / launches;
+          std::printf("  %d: %.1f (%.2f)", rows, us, bytes / 4.44e6 / us);
+        }
+        std::printf("\n");
+        std::fflush(stdout);
+        for (Codes& w : weights) cudaFree(w.words), cudaFree(w.scales);
+        cudaFree(tiles);
+      }
+}

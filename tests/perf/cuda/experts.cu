@@ -1,0 +1,205 @@
+// A layer of Qwen3-30B-A3B between two attentions, in bfloat16, kernel by kernel: microseconds, and the part of what
+// its bytes take, or its products; and whether one row has the same bits by both ways.
+//   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/experts.cu
+//        native/cuda/kernels/{experts*,linear_experts*,linear_few,linear_bf16,linear_split,linear_stream,linear_wide,
+//        linear_f32,rows,pack,ceilings}.cu -o experts
+//   experts [rows,rows... [rows of a tile]]
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "cuda/experts.h"
+
+using namespace as::cuda;
+
+static void check(cudaError_t result) {
+  if (result != cudaSuccess) std::printf("%s\n", cudaGetErrorString(result)), std::exit(1);
+}
+template <typename T>
+static T* memory(size_t bytes) {
+  void* data = nullptr;
+  check(cudaMalloc(&data, bytes));
+  check(cudaMemset(data, 0, bytes));
+  return static_cast<T*>(data);
+}
+
+constexpr int kHidden = 2048, kInner = 768, kHeads = 4096, kQkv = 5120, kExperts = 128, kTop = 8, kLayers = 3;
+constexpr double kBandwidth = 4.44e6, kRate = 792e6;  // bytes, operations in a microsecond
+
+struct Layer {
+  Matrix o, qkv, gate, up, down;
+};
+
+static Matrix bf16(int n, int k, int experts, uint64_t seed, const Queue& queue) {
+  const size_t bytes = tiles_bytes(n, k) * experts;
+  uint16_t* tiles = memory<uint16_t>(bytes);
+  fill_noise(tiles, bytes, 0.035f, seed, queue);
+  Matrix m{n, k, Kind::bf16, nullptr, tiles, {}, most_pieces(n), experts};
+  return m;
+}
+
+int main(int argc, char** argv) {
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Queue queue{stream, 90, {}};
+  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+  std::vector<int> all;
+  for (char* at = std::strtok(argc > 1 ? argv[1] : strdup("1"), ","); at; at = std::strtok(nullptr, ","))
+    all.push_back(std::atoi(at));
+  int most = 1;
+  for (int rows : all) most = rows > most ? rows : most;
+
+  std::vector<Layer> layers;
+  for (int i = 0; i < kLayers; i++) {
+    Layer layer;
+    layer.o = bf16(kHidden, kHeads, 1, 10 * i + 1, queue), layer.qkv = bf16(kQkv, kHidden, 1, 10 * i + 2, queue);
+    layer.up = bf16(2 * kInner, kHidden, kExperts, 10 * i + 3, queue);
+    layer.down = bf16(kHidden, kInner, kExperts, 10 * i + 4, queue);
+    std::vector<float> values(kExperts * kHidden);
+    srand(i);
+    for (float& v : values) v = rand() / (float)RAND_MAX - 0.5f;
+    float* gate = memory<float>(values.size() * 4);
+    check(cudaMemcpy(gate, values.data(), values.size() * 4, cudaMemcpyHostToDevice));
+    layer.gate = {kExperts, kHidden, Kind::f32, gate};
+    layers.push_back(layer);
+  }
+  const size_t entries = (size_t)most * kTop;
+  const Rows context{nullptr, memory<uint16_t>(tiles_bytes(most, kHeads)), kHeads},
+      x{memory<float>((size_t)most * kHidden * 4), nullptr, kHidden},
+      y{memory<float>((size_t)most * kHidden * 4), memory<uint16_t>(tiles_bytes(most, kHidden)), kHidden},
+      qkv{memory<float>((size_t)most * kQkv * 4), nullptr, kQkv},
+      logits{memory<float>((size_t)most * kExperts * 4), nullptr, kExperts},
+      gated{nullptr, memory<uint16_t>(tiles_bytes((int)entries, kInner)), kInner},
+      made{memory<float>(entries * kHidden * 4), nullptr, kHidden};
+  fill_noise(context.tiles, tiles_bytes(most, kHeads), 1, 77, queue);
+  std::vector<float> ones(kHidden, 1.0f), start((size_t)most * kHidden);
+  for (float& v : start) v = rand() / (float)RAND_MAX - 0.5f;
+  float* weight = memory<float>(kHidden * 4);
+  check(cudaMemcpy(weight, ones.data(), kHidden * 4, cudaMemcpyHostToDevice));
+  Routing routing;
+  routing.top = kTop, routing.end = kExperts;
+  place_routing(memory<char>(routing_bytes(most, kTop, kExperts)), most, kExperts, routing);
+  Router router;
+  router.experts = kExperts, router.normalized = true;
+  const Norm norm{weight, 1e-6f, false};
+  check(cudaDeviceSynchronize());
+
+  using Part = std::function<void(const Layer&, int rows)>;
+  const auto product = [](const Matrix& w, const Rows& from, const Rows& to, bool adds, bool gates) {
+    Product p;
+    p.w = w, p.x = from, p.y = to, p.adds = adds, p.gated = gates;
+    return p;
+  };
+  const auto up = [&](const Layer& l) {
+    ExpertProduct e;
+    e.product = product(l.up, y, gated, false, true), e.routing = routing, e.gathers = true;
+    return e;
+  };
+  const auto down = [&](const Layer& l) {
+    ExpertProduct e;
+    e.product = product(l.down, gated, made, false, false), e.routing = routing, e.follows = true;
+    return e;
+  };
+  const int given = argc > 2 ? std::atoi(argv[2]) : 0;
+  const auto tile_rows = [&](int rows) {
+    return given ? given : expert_tile_rows(Kind::bf16, rows * kTop, kExperts, queue);
+  };
+  const ChosenRow chosen{router, logits.values, nullptr};
+  const Combination sum{made.values, routing, true, x, {}, {}}, normed{made.values, routing, true, x, norm, y};
+  const std::pair<const char*, Part> o{
+      "o", [&](const Layer& l, int rows) { linear_bf16(product(l.o, context, x, true, false), rows, queue); }},
+      next{"qkv", [&](const Layer& l, int rows) { linear_bf16(product(l.qkv, y, qkv, false, false), rows, queue); }};
+  using Parts = std::vector<std::pair<const char*, Part>>;
+  const Parts many{
+      o,
+      {"norm", [&](const Layer&, int rows) { rms_norm(x.values, norm, rows, y, queue); }},
+      {"route",
+       [&](const Layer& l, int rows) {
+         route(product(l.gate, y, logits, false, false), router, routing, nullptr, rows, tile_rows(rows), queue);
+       }},
+      {"gate_up", [&](const Layer& l, int rows) { linear_experts(up(l), rows * kTop, tile_rows(rows), queue); }},
+      {"down", [&](const Layer& l, int rows) { linear_experts(down(l), rows * kTop, tile_rows(rows), queue); }},
+      {"combine, norm", [&](const Layer&, int rows) { combine_experts(normed, rows, queue); }},
+      next};
+  const Parts one{o,
+                  {"norm, logits",
+                   [&](const Layer& l, int) {
+                     norm_and_logits(x.values, norm, y, product(l.gate, y, logits, false, false), queue);
+                   }},
+                  {"gate_up", [&](const Layer& l, int) { gate_row(up(l), chosen, queue); }},
+                  {"down, sum", [&](const Layer& l, int) { combine_row(down(l), chosen, sum, queue); }},
+                  {"norm", [&](const Layer&, int rows) { rms_norm(x.values, norm, rows, y, queue); }},
+                  next};
+
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
+  const auto reset = [&] {
+    check(cudaMemcpyAsync(x.values, start.data(), start.size() * 4, cudaMemcpyHostToDevice, stream));
+    check(cudaStreamSynchronize(stream));
+  };
+  // Of a layer, of the first so many parts.
+  const auto time_of = [&](const Parts& parts, size_t count, int rows) {
+    constexpr int kLaunches = 12;
+    reset();
+    cudaGraph_t graph;
+    cudaGraphExec_t replay;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < kLaunches; i++)
+      for (size_t part = 0; part < count; part++) parts[part].second(layers[i % kLayers], rows);
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&replay, graph, 0));
+    float best = 1e9;
+    for (int i = 0; i < 5; i++) {
+      float ms;
+      check(cudaEventRecord(begin, stream));
+      check(cudaGraphLaunch(replay, stream));
+      check(cudaEventRecord(end, stream));
+      check(cudaEventSynchronize(end));
+      check(cudaEventElapsedTime(&ms, begin, end));
+      best = ms < best ? ms : best;
+    }
+    cudaGraphExecDestroy(replay), cudaGraphDestroy(graph);
+    return 1e3 * best / kLaunches;
+  };
+  const auto results = [&](const Parts& parts, int rows) {
+    reset();
+    std::vector<char> found((size_t)rows * (2 * kHidden + kQkv) * 4 * kLayers);
+    char* to = found.data();
+    for (const Layer& layer : layers) {
+      for (const auto& part : parts) part.second(layer, rows);
+      check(cudaStreamSynchronize(stream));
+      for (const Rows& r : {x, y, qkv}) {
+        check(cudaMemcpy(to, r.values, (size_t)rows * r.width * 4, cudaMemcpyDeviceToHost));
+        to += (size_t)rows * r.width * 4;
+      }
+    }
+    return found;
+  };
+  for (int rows : all) {
+    std::vector<const Parts*> ways{&many};
+    if (rows == 1) ways.push_back(&one);
+    for (const Parts* parts : ways) {
+      const std::vector<char> found = results(*parts, rows);
+      double before = 0;
+      std::printf("%d rows:", rows);
+      for (size_t count = 1; count <= parts->size(); count++) {
+        const double us = time_of(*parts, count, rows);
+        std::printf("  %s %.1f", (*parts)[count - 1].first, us - before);
+        before = us;
+      }
+      int tiles = 0;
+      check(cudaMemcpy(&tiles, routing.tile_count, 4, cudaMemcpyDeviceToHost));
+      const double experts = (double)tiles_bytes(2 * kInner, kHidden) + tiles_bytes(kHidden, kInner),
+                   bytes = experts * tiles + tiles_bytes(kQkv, kHidden) + tiles_bytes(kHidden, kHeads) +
+                           4.0 * kExperts * kHidden,
+                   work = 2.0 * rows * kHidden * (3.0 * kInner * kTop + kQkv + kHeads);
+      std::printf("  all %.1f: %.2f of bandwidth with %d tiles, %.2f of products\n", before,
+                  bytes / kBandwidth / before, tiles, work / kRate / before);
+      if (parts == &one) std::printf("  %s\n", found == results(many, rows) ? "the same bits" : "OTHER BITS");
+    }
+  }
+}

@@ -1,0 +1,274 @@
+// Products of floats of 8 bits (native/cuda/kernels/linear_float8_wide.cu) by each tile: their bits against the
+// stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
+// `./wide8 [check] [error] [tiles] [rows=128,8192] [only=gate_up]`
+// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
+//   ../../../native/cuda/kernels/byte_rows.cu -o wide8
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "cuda/kernels/linear_float8_wide.cu"
+#include "cuda/kernels/quantized_stream.cuh"
+
+void as::cuda::linear_float8_stream(const Product& p, int rows, const Queue& queue) {
+  start_quantized_stream<Floats>(p, rows, queue);
+}
+
+using namespace as::cuda;
+#define CHECK(x) must(x, #x)
+void must(cudaError_t e, const char* what) {
+  if (e) printf("%s: %s\n", what, cudaGetErrorString(e)), exit(1);
+}
+
+__device__ float noise(uint64_t i) {  // about normal
+  i = (i + 1) * 0x9E3779B97F4A7C15ull, i ^= i >> 29, i *= 0xBF58476D1CE4E5B9ull, i ^= i >> 32;
+  return ((int)(i & 0xffff) + (int)(i >> 16 & 0xffff) + (int)(i >> 32 & 0xffff) + (int)(i >> 48) - 131070) * 2.6e-5f;
+}
+// A matrix of codes; what is padding of columns has any.
+__global__ void fill(Codes codes, size_t rows, int columns, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i >= rows * columns / 2) return;
+  const int row = i / (columns / 2), column = i % (columns / 2) * 2;
+  const size_t word = word_of(codes, row, column, blocks_of(columns));
+  reinterpret_cast<uint16_t*>(codes.words)[word * 2 + bit_of(8, column) / 16] =
+      to_e4m3(noise(2 * i + seed) * 100) | to_e4m3(noise(2 * i + 1 + seed) * 100) << 8;
+  if (column == 0) codes.scales[scale_of(row, 0, 1)] = __float_as_uint(1e-3f * (1 + row % 7));
+}
+__global__ void fill_floats(float* x, size_t count, uint64_t seed) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count) x[i] = noise(i + seed);
+}
+__global__ void differ(const uint32_t* a, const uint32_t* b, size_t count, unsigned long long* n) {
+  const size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x;
+  if (i < count && a[i] != b[i]) atomicAdd(n, 1ull);
+}
+// Sums in float64 of some of a product: out [rows, columns], and of the sizes of what is summed.
+__global__ void exact(Product p, int columns, double* out) {
+  const int row = blockIdx.x, column = blockIdx.y * blockDim.x + threadIdx.x, blocks = blocks_of(p.w.k);
+  if (column >= columns) return;
+  double sum = 0;
+  for (int k = 0; k < p.w.k; k++) {
+    const size_t at =
+        ((size_t)(row / kBlock) * blocks + k / kBlock) * kByteBlock + byte_piece(row % kBlock, k % kBlock / 16);
+    const int within = (k % 8 / 2) * 4 + k % 16 / 8 * 2 + k % 2;
+    const size_t to =
+        ((size_t)(column / kBlock) * blocks + k / kBlock) * kByteBlock + byte_piece(column % kBlock, k % kBlock / 16);
+    sum += (double)from_e4m3(p.bytes.values[at + within]) *
+           from_e4m3(reinterpret_cast<const uint8_t*>(p.w.codes.words)[to + within]);
+  }
+  out[(size_t)row * columns + column] =
+      sum * __uint_as_float(p.w.codes.scales[scale_of(column, 0, 1)]) * p.bytes.scales[row];
+}
+
+Queue queue{nullptr, 90};
+template <typename T>
+T* memory(size_t bytes) {
+  void* data;
+  CHECK(cudaMalloc(&data, bytes)), CHECK(cudaMemset(data, 0, bytes));
+  return (T*)data;
+}
+
+struct Problem {
+  Product p;
+  int rows;
+  size_t y_bytes;
+  std::vector<uint32_t*> copies;  // of the weights
+  void *y, *x;
+  char* bytes;
+
+  Problem(int n, int k, int rows, bool gated, bool adds, bool bias, int count = 1) : rows(rows) {
+    const int blocks = (rows + 127) / 128 * 128;
+    p.w.n = n, p.w.k = k, p.w.kind = Kind::float8, p.w.most_pieces = pieces_of_codes(n, k, kMostPieces);
+    p.w.codes = {8, k, 1, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
+    for (int i = 0; i < count; i++) {
+      copies.push_back(memory<uint32_t>(codes_bytes(n, k, 8)));
+      p.w.codes.words = copies.back();
+      fill<<<ceil_div((size_t)n * k / 2, 256), 256>>>(p.w.codes, n, k, 1);
+    }
+    x = memory<float>((size_t)rows * k * 4), bytes = memory<char>(byte_rows_bytes(rows, k));
+    fill_floats<<<ceil_div((size_t)rows * k, 256), 256>>>((float*)x, (size_t)rows * k, 77);
+    p.x = {(float*)x, nullptr, k}, p.bytes = byte_rows(bytes, rows, k);
+    quantize_activations(p, rows, queue);
+    const int width = gated ? n / 2 : n;
+    y_bytes = gated ? tiles_bytes(blocks, width) : (size_t)rows * width * 4;
+    y = memory<char>(y_bytes);
+    p.gated = gated, p.adds = adds;
+    p.y = {gated ? nullptr : (float*)y, gated ? (uint16_t*)y : nullptr, width};
+    float* b = nullptr;
+    if (bias) b = memory<float>((n + 1) * 4), fill_floats<<<ceil_div(n, 256), 256>>>(b, n, 5);
+    p.bias = b;
+    reset();
+  }
+  ~Problem() {
+    for (uint32_t* w : copies) CHECK(cudaFree(w));
+    CHECK(cudaFree(p.w.codes.scales)), CHECK(cudaFree(x)), CHECK(cudaFree(y)), CHECK(cudaFree(bytes)),
+        CHECK(cudaFree((void*)p.bias));
+  }
+  void reset() {
+    if (p.gated) CHECK(cudaMemset(y, 0, y_bytes));
+    else fill_floats<<<ceil_div(y_bytes / 4, 256), 256>>>((float*)y, y_bytes / 4, 9);
+  }
+};
+
+struct Way {
+  char name[32];
+  const Choice* choice;
+  void (*start)(const Product&, int, const Queue&);
+};
+std::vector<Way> ways(const Problem& a, bool streams) {
+  std::vector<Way> all;
+  if (streams) {
+    all.push_back({"stream", nullptr, linear_float8_stream});
+    if (a.rows > 64) all.push_back({"s128/4", nullptr, start_stream_tiles<StreamShape<Floats, 128, 4>>});
+  }
+  for (const Choice& c : kChoices) {
+    if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) continue;
+    Way way{"", &c, c.start};
+    snprintf(way.name, sizeof way.name, "%d%s/%dx%d", c.columns, c.sums == Sums::beside ? "b" : "", c.down, c.across);
+    all.push_back(way);
+  }
+  return all;
+}
+
+unsigned long long* counter;
+
+void check(int n, int k, int rows, bool gated, bool adds, bool bias) {
+  Problem a(n, k, rows, gated, adds, bias);
+  linear_float8_stream(a.p, rows, queue);
+  char* expected = memory<char>(a.y_bytes);
+  CHECK(cudaMemcpy(expected, a.y, a.y_bytes, cudaMemcpyDeviceToDevice));
+  const auto found = [&](size_t bytes) {
+    CHECK(cudaMemset(counter, 0, 8));
+    differ<<<ceil_div(bytes / 4, 256), 256>>>((uint32_t*)a.y, (uint32_t*)expected, bytes / 4, counter);
+    unsigned long long count;
+    CHECK(cudaMemcpy(&count, counter, 8, cudaMemcpyDeviceToHost));
+    return count;
+  };
+  printf("%dx%d, %d rows%s%s%s, %d pieces: differ", n, k, rows, gated ? ", gated" : "", adds ? ", adds" : "",
+         bias ? ", bias" : "", Pieces(k, a.p.w.most_pieces).count);
+  if (!gated)
+    for (int few : {1, 9, 20, 64, 100})
+      if (few < rows) {
+        a.reset(), linear_float8_stream(a.p, few, queue);
+        printf(" %d:%llu", few, found((size_t)few * n * 4));
+      }
+  for (const Way& way : ways(a, true)) {
+    a.reset(), way.start(a.p, rows, queue);
+    printf(" %s:%llu", way.name, found(a.y_bytes));
+  }
+  printf("\n");
+  CHECK(cudaFree(expected));
+}
+
+void error(int n, int k) {
+  const int rows = 128, columns = std::min(n, 512);
+  Problem a(n, k, rows, false, false, false);
+  double* expected = memory<double>((size_t)rows * columns * 8);
+  exact<<<dim3(rows, ceil_div(columns, 128)), 128>>>(a.p, columns, expected);
+  linear_float8_wide(a.p, rows, queue);
+  std::vector<double> e((size_t)rows * columns);
+  std::vector<float> y((size_t)rows * n);
+  CHECK(cudaMemcpy(e.data(), expected, e.size() * 8, cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(y.data(), a.y, y.size() * 4, cudaMemcpyDeviceToHost));
+  double square = 0, wrong = 0, most = 0, slope = 0;
+  for (int r = 0; r < rows; r++)
+    for (int c = 0; c < columns; c++) {
+      const double x = e[(size_t)r * columns + c] / (1 + c % 7), d = y[(size_t)r * n + c] / (1. + c % 7) - x;
+      square += x * x, wrong += d * d, slope += d * x, most = std::max(most, std::fabs(d));
+    }
+  const double size = std::sqrt(square / e.size());
+  printf("%dx%d, %d pieces: error rms %.2e, most %.2e of the results' rms; slope %.2e\n", n, k,
+         Pieces(k, a.p.w.most_pieces).count, std::sqrt(wrong / e.size()) / size, most / size, slope / square);
+  CHECK(cudaFree(expected));
+}
+
+// Of a launch, in a graph of some.
+float seconds(const Way& way, Problem& a, int times) {
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  Queue on = queue;
+  on.stream = stream;
+  const auto run = [&](int count) {
+    for (int i = 0; i < count; i++) a.p.w.codes.words = a.copies[i % a.copies.size()], way.start(a.p, a.rows, on);
+  };
+  run(1);
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end)), CHECK(cudaStreamSynchronize(stream));
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  run(times);
+  CHECK(cudaStreamEndCapture(stream, &graph)), CHECK(cudaGraphInstantiate(&replay, graph, 0));
+  float best = 1e9;
+  for (int i = 0; i < 3; i++) {
+    float ms;
+    CHECK(cudaEventRecord(begin, stream)), CHECK(cudaGraphLaunch(replay, stream)), CHECK(cudaEventRecord(end, stream));
+    CHECK(cudaEventSynchronize(end)), CHECK(cudaEventElapsedTime(&ms, begin, end));
+    best = std::min(best, ms);
+  }
+  cudaGraphExecDestroy(replay), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
+  cudaStreamDestroy(stream);
+  return best / times * 1e-3f;
+}
+
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  CHECK(cudaMalloc(&counter, 8));
+  queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
+                   memory<float>(kScratchPieces * 4), memory<int>(kScratchCounts * 4)};
+  const auto asked = [&](const char* what) {
+    for (int i = 1; i < argc; i++)
+      if (!strcmp(argv[i], what)) return true;
+    return false;
+  };
+  const char* only = "";
+  std::vector<int> sizes;
+  for (int i = 1; i < argc; i++) {
+    if (!strncmp(argv[i], "only=", 5)) only = argv[i] + 5;
+    if (!strncmp(argv[i], "rows=", 5))
+      for (char* at = argv[i] + 5; *at; at += *at == ',') sizes.push_back(strtol(at, &at, 10));
+  }
+  if (asked("check")) {
+    check(384, 64, 128, false, false, false), check(384, 3584, 256, false, false, false);
+    check(1152, 3584, 300, false, true, true), check(2 * 1216, 896, 321, true, false, false);
+    check(3584, 18944, 200, false, true, false), check(1036, 900, 301, false, false, true);
+    check(2 * 328, 1000, 130, true, false, true), check(4608, 3584, 700, false, false, true);
+    check(2 * 8232, 1000, 430, true, false, true), check(16900, 900, 301, false, true, false);
+    check(20000, 3584, 1100, false, true, true), check(2 * 18944, 3584, 256, true, false, false);
+  }
+  if (asked("error")) error(3584, 3584), error(17408, 3584), error(3584, 18944), error(17408, 18944);
+  const struct {
+    const char* name;
+    int n, k;
+    bool gated, adds, bias;
+  } shapes[] = {{"qkv", 4608, 3584, false, false, true},
+                {"o", 3584, 3584, false, true, false},
+                {"gate_up", 37888, 3584, true, false, false},
+                {"down", 3584, 18944, false, true, false},
+                {"head", 152064, 3584, false, false, false}};
+  for (int rows : sizes) {
+    double all = 0, work = 0;
+    for (const auto& s : shapes) {
+      if (*only && !strstr(only, s.name)) continue;
+      if (s.n > 100000 && rows > 256) continue;
+      const double operations = 2.0 * rows * s.n * s.k, bytes = (double)s.n * s.k;
+      Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias, (int)std::min(8.0, 200e6 / bytes + 1));
+      const int times = std::clamp((int)(4e-3 / std::max(operations / 1e15, bytes / 4e12)), 3, 60);
+      printf("%d rows, %s:", rows, s.name);
+      double best = 1;
+      if (asked("tiles"))
+        for (const Way& way : ways(a, rows <= 512)) {
+          const float t = seconds(way, a, times);
+          best = std::min(best, (double)t), printf(" %s %.1f", way.name, t * 1e6);
+        }
+      const float t = seconds({"", nullptr, linear_float8_wide}, a, times);
+      printf(" -- %.1f us, %.0f TFLOP/s, %.2f of bandwidth\n", t * 1e6, operations / t / 1e12, bytes / 4.44e12 / t);
+      if (s.n < 100000) all += std::min(best, (double)t), work += operations;
+    }
+    printf("%d rows: %.1f us a layer, %.0f TFLOP/s\n", rows, all * 1e6, work / all / 1e12);
+  }
+  CHECK(cudaDeviceSynchronize());
+}
