@@ -8,7 +8,7 @@ from typing import Protocol, Sequence
 
 from allspark_client.config import AsModelConfig
 from allspark_client.errors import AllSparkError, AsStatus, not_available
-from allspark_server.models.graph import OUTPUT_ROWS, Op
+from allspark_server.models.graph import OUTPUT_ROWS
 from allspark_server.runtime.memory import available_memory, bound_nodes
 from allspark_server.runtime.native import cuda_library, native_library
 from allspark_server.runtime.profile import CeilingMeter, GpuCeilingMeter
@@ -38,8 +38,8 @@ class Device(Protocol):
     largest_cache_share: float
     host_memory: bool
 
-    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str, ops: Sequence[Op]) -> None:
-        """AllSparkError for what is not built yet. forms: of matrices. ops: of the model's graph."""
+    def check(self, config: AsModelConfig, forms: set[WeightFormat], cache_dtype: str) -> None:
+        """AllSparkError for what is not built yet. forms: of matrices."""
 
     def available(self, world: int) -> int:
         """Bytes that this rank may use, now."""
@@ -95,7 +95,7 @@ class Cpus:
         self._cpus, self._threads, self._native = cpus, threads, native_library()
         self.isa = self._native.isa()
 
-    def check(self, config, forms, cache_dtype, ops):
+    def check(self, config, forms, cache_dtype):
         wanted = [f"weight_dtype={form.dtype!r}" for form in forms if form.dtype == "float8"]
         if cache_dtype == "float8":
             wanted.append("cache_dtype='float8'")
@@ -181,9 +181,8 @@ class Gpu:
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 
-    def check(self, config, forms, cache_dtype, ops):
-        missing = ["attention with sinks" for op in ops if op.attrs.get("sinks")]
-        missing += [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
+    def check(self, config, forms, cache_dtype):
+        missing = [f"a matrix of type {form}" for form in sorted(forms, key=str) if not on_gpu(form)]
         if any(form.dtype == "float8" for form in forms) and not self.isa.startswith("sm_90 "):
             missing.append(f"a matrix of type float8 on {self.isa}, which is not sm_90,")
         if cache_dtype not in GPU_CACHES:

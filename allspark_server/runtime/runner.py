@@ -99,7 +99,7 @@ class ModelRunner:
             check_draft(self._draft, model)
             models.append(self._draft)
         for each in models:
-            device.check(config, set(each.formats.values()), each.cache_dtype, each.graph.ops)
+            device.check(config, set(each.formats.values()), each.cache_dtype)
         step = self._rows_of_step(), self._outputs_of_step()
         fixed = sum(each.weight_bytes(device) + device.activation_bytes(each, *step) for each in models)
         self._span_bytes = sum(each.span_bytes(device) for each in models)

@@ -126,7 +126,7 @@ void CudaRunner::allocate_cache() {
   // One more, of zeros: it stands for those that windows have left behind. What is read there has weight zero.
   const size_t spans = limits_.num_spans + (size_t)1;
   size_t bytes = 0, partials = 0;
-  int groups = 0;
+  int groups = 0, most_heads = 0;
   for (const OpNode& op : program_.ops()) {
     if (!op.is("span_attention")) continue;
     LayerCache layer{nullptr, limits_.cache_type, limits_.span_size, op.integer("kv_heads"), op.integer("head_dim"), 0};
@@ -142,6 +142,7 @@ void CudaRunner::allocate_cache() {
                                   " is of another size in another cache group");
     if (fresh) bytes += layer.span_bytes() * spans;
     partials = std::max(partials, partial_floats(layer.head_dim) * layer.kv_heads);
+    most_heads = std::max(most_heads, layer.kv_heads);
   }
   cache_ = Memory(bytes, "the KV cache", Memory::Where::lent);
   char* next = cache_.as();
@@ -154,6 +155,7 @@ void CudaRunner::allocate_cache() {
   }
   const int few = std::min(limits_.max_rows, limits_.max_slots);  // tiles of a step: a sequence has one at most
   partials_ = Memory(partials * few * most_runs_ * sizeof(float), "partial results of attention", Memory::Where::lent);
+  arrivals_ = Memory(few * most_heads * sizeof(int), "partial results of attention");
 }
 
 int CudaRunner::bind(size_t i) {
@@ -440,7 +442,7 @@ int CudaRunner::bind_linear(size_t i) {
 
 void CudaRunner::bind_attention(const OpNode& op) {
   op.allow_only({"layer", "head_dim", "group", "scale", "cache_group", "window", "soft_cap", "q_heads", "kv_heads",
-                 "q_head_begin", "kv_begin"},
+                 "q_head_begin", "kv_begin", "sinks", "alibi", "logn"},
                 kName);
   Attention a;
   a.cache = layers_.at(op.integer("layer")), a.group = group_;
@@ -448,6 +450,10 @@ void CudaRunner::bind_attention(const OpNode& op) {
   a.scale = (float)op.number("scale"), a.soft_cap = (float)op.number("soft_cap"), a.window = op.integer("window");
   a.qkv = in(op).values(), a.width = in(op).rows.width, a.out = out(op).rows;
   a.tables = data_->tables(op.integer("cache_group")), a.partials = partials_.as<float>(), a.most_runs = most_runs_;
+  a.arrivals = arrivals_.as<int>();
+  if (op.flag("sinks")) a.sinks = vector(op, 0);
+  if (op.flag("alibi")) a.slopes = vector(op, op.flag("sinks"));
+  const double logn = op.number("logn");
   const std::optional<Turn> turn = turn_;
   turn_.reset();
   const int* where = data_->where(op.integer("cache_group"));
@@ -456,6 +462,7 @@ void CudaRunner::bind_attention(const OpNode& op) {
   launches_.push_back([=, data = &*data_, queue = device_.queue()](const Size& size) {
     if (!size.rows) return;
     const Turn* turned = turn ? &*turn : nullptr;
+    if (logn) scale_queries(a, data->positions(), logn, size.rows, queue);
     const int tiles = std::max(size.few * a.cache.kv_heads, 1);
     const int splits = size.runs > 1 ? std::clamp(wanted / tiles, 2, std::max(most, 2)) : 1;
     if (size.few && !size.many && store_and_attend(a, turned, data->few(), size.few, splits, queue)) return;

@@ -304,12 +304,14 @@ struct Attention {
   int first = 0, queries = 0;  // this rank's: so many, from that one of the first KV head's on
   float scale = 1, soft_cap = 0;
   int window = 0;
+  const float *slopes = nullptr, *sinks = nullptr;  // of this rank's query heads, or null
   const float* qkv = nullptr;  // [rows, width]: queries, keys, values
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans
   float* partials = nullptr;    // of runs of tiles that are split
   int most_runs = 0;            // of any sequence
+  int* arrivals = nullptr;      // of tiles and KV heads: runs that are done; zero between launches
 };
 constexpr int kRunTokens = 256;  // context is attended to in runs of so many tokens, and these merged in order
 constexpr int kFewPairs = 16;    // pairs of a tile whose runs are shared out
@@ -330,6 +332,8 @@ void attend_few(const Attention& a, const AttentionTile* tiles, int count, int s
 // tiles: of at most kManyPairs. turn: null, or what happens to queries first, if attend_turns().
 void attend_many(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue);
+// Queries at positions from `beyond` on, times log(position + 1) / log(beyond).
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue);
 // store_cache() and attend_few() at once, of a step whose tiles are all few. False, and nothing is done, where there is
 // no kernel for this cache.
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,

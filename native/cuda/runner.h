@@ -175,8 +175,8 @@ class CudaRunner : public QueuedRunner {
   const Adapters* adapters_;
   int calls_ = 0, next_call_ = 0;  // sums over ranks: of a step, and those that are bound
   std::vector<Tensor> tensors_;
-  Memory activations_, rotary_memory_, cache_, partials_, tiles_, widened_, byte_rows_, best_, host_best_, host_logits_,
-      host_hidden_, inner_;
+  Memory activations_, rotary_memory_, cache_, partials_, arrivals_, tiles_, widened_, byte_rows_, best_, host_best_,
+      host_logits_, host_hidden_, inner_;
   Memory* const lent_[4] = {&activations_, &cache_, &partials_, &widened_};
   std::vector<LayerCache> layers_;
   std::map<int, RotaryTable> rotary_;

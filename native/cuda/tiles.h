@@ -23,9 +23,9 @@ constexpr size_t tiles_bytes(int rows, int columns) {
   return (size_t)blocks_of(rows) * blocks_of(columns) * kBlockBytes;
 }
 // Where a value lies, counted in values. column_blocks: of the matrix.
-AS_BOTH inline size_t tile_offset(int row, int column, int column_blocks) {
-  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues + (size_t)(row % kBlock) * kBlock +
-         (column % kBlock / 8 ^ row % 8) * 8 + column % 8;
+AS_BOTH inline size_t tile_offset(unsigned row, unsigned column, unsigned column_blocks) {
+  return ((size_t)(row / kBlock) * column_blocks + column / kBlock) * kBlockValues +
+         (row % kBlock * kBlock + (column % kBlock / 8 ^ row % 8) * 8 + column % 8);
 }
 
 // Where piece `piece` of row `row` is in a block, in bytes.
@@ -43,17 +43,20 @@ struct Pieces {
 
   explicit Pieces(int k, int most = kMostPieces) : blocks(blocks_of(k)) {
     length = (blocks + most - 1) / most;
+    if (most > kMostPieces) length += length % 2;  // of quantized matrices alone: whole pairs
     count = (blocks + length - 1) / length;
   }
 };
 
-// Of quantized matrices: so many pieces that all processors have some, and each of whole pairs of blocks, which kernels
-// take in one step.
-constexpr int kMostCodePieces = 8, kEnoughColumns = 132 * 2 * kBlock;
+// Of quantized matrices: so many pieces that all processors have some, if they can a piece of 256 columns each, and
+// each of whole pairs of blocks, which kernels take in one step.
+constexpr int kMostCodePieces = 10, kProcessors = 132;
 inline int pieces_of_codes(int n, int k, int at_most = kMostCodePieces) {
-  int most = (kEnoughColumns + n - 1) / n;
+  const int tiles = (n + 4 * kBlock - 1) / (4 * kBlock), alone = kProcessors / tiles;
+  int most = (kProcessors * 2 * kBlock + n - 1) / n;
+  if (alone * tiles > kProcessors * 7 / 8) most = alone;
   if (most > at_most) most = at_most;
-  while (most > 1 && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
+  while (most > 1 && most <= kMostPieces && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
   return most;
 }
 

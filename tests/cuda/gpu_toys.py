@@ -16,8 +16,7 @@ def executor(threads: int = 2, device: int = 0, window=None):
 
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
-             outputs: int = 64, slots: int = 8, device: int = 0, window=None, recovers: bool = True,
-             **more):
+             outputs: int = 64, slots: int = 8, device: int = 0, window=None, recovers: bool = True, **more):
     """long: for contexts beyond a thousand; window: of a rank of several; more: of allocate(). recovers: the toy's
     matrices become what the backend recovers of them."""
     found = executor(device=device, window=window)
@@ -28,11 +27,11 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
             assert found.add_vector(values) == handle
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
-        assert found.fill_matrix(handle, values, "F32") == 0
+        assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
         if recovers:
             own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
-    for kind, window in own.cache_groups:
-        found.add_cache_group(kind, window)
+    for kind, seen in own.cache_groups:
+        found.add_cache_group(kind, seen)
     for row_set in own.program.row_sets[2:]:
         found.add_row_set(*row_set)
     for width, rows, _ in own.program.tensors:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from gpu_toys import compiled, executor
-from reference.test_cpu_experts import mlp, routed, stack
+from reference import expert_toys as toys
+from reference.expert_toys import embedded, mlp, routed
 from reference.toy import ALL, OUTPUTS, Toy
-from test_cuda_ops import EXACT, SEED, VOCAB, as_bf16, compare, embedded, seed, step_of, tokens_of, toy
+from test_cuda_ops import EXACT, LENGTHS, SEED, VOCAB, as_bf16, compare, seed, step_of, tokens_of, toy
 
 pytestmark = pytest.mark.cuda
 __all__ = ["seed"]  # a fixture
@@ -61,31 +62,16 @@ KERNELS = [("any", 0), ("mma", 8), ("mma", 16), ("mma", 32), ("mma", 64), ("any"
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
-SIZES = [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 24, 31), (5, 5, 97, 48), (33, 8, 64, 40), (128, 8, 70, 96),
-         (300, 6, 130, 64)]
-
-
-@pytest.mark.parametrize("experts, top, width, inner", SIZES)
+@pytest.mark.parametrize("experts, top, width, inner", [*toys.SIZES, (300, 6, 130, 64)])
 @pytest.mark.parametrize("form, group, tolerance", [*FORMATS, ("int8", 0, 6e-2), ("int4", 0, 6e-2)])
 def test_experts(experts, top, width, inner, form, group, tolerance):
-    own = toy()
-    x = embedded(own, width)
-    rows, scores = routed(own, x, experts, top, normalized=True)
-    own.finish(mlp(own, x, rows, scores, experts, inner, form, group))
-    compare(own, tolerance)
+    compare(toys.normalized(toy(), experts, top, width, inner, form, group), tolerance)
 
 
-@pytest.mark.parametrize("router", [
-    {"normalized": True}, {}, {"scale": 2.5}, {"scores": "sigmoid"}, {"scores": "sigmoid", "normalized": True},
-    {"groups": 4, "top_groups": 2}, {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}])
+@pytest.mark.parametrize("router", toys.ROUTERS)
 @pytest.mark.parametrize("corrected", [True, False])
 def test_routers(router, corrected):
-    own = toy()
-    x = embedded(own, 19)
-    correction = (own.vector(own.rng.normal(size=12) * 0.1),) if corrected else ()
-    rows, scores = routed(own, x, 12, 5, correction, **router)
-    own.finish(mlp(own, x, rows, scores, 12, 9))
-    compare(own)
+    compare(toys.with_router(toy(), router, corrected))
 
 
 @pytest.mark.parametrize("experts, top, width, inner, first, count", [
@@ -111,55 +97,28 @@ def test_one_row_has_the_bits_of_many(experts, top, width, inner, first, count, 
 
 
 def test_all_rows_to_one_expert_and_experts_without_rows():
-    own = toy()
-    x = embedded(own, 21)
-    far = own.vector(np.where(np.arange(9) == 4, 1000.0, 0.0))
-    rows, scores = routed(own, x, 9, 1, (far,), scores="sigmoid")
-    own.finish(mlp(own, x, rows, scores, 9, 48))
-    compare(own)
+    compare(toys.all_to_one(toy()))
 
 
 def test_equal_logits_go_to_the_lowest_experts():
-    own = toy()
-    x = embedded(own, 8)
-    rows, scores = routed(own, x, 6, 3, spread=0.0, normalized=True)
-    own.finish(mlp(own, x, rows, scores, 6, 5))
-    compare(own)
+    compare(toys.equal_logits(toy()))
 
 
 @pytest.mark.parametrize("form, group, tolerance", FORMATS)
-@pytest.mark.parametrize("first, count", [(0, 4), (3, 5), (9, 1), (0, 10)])
+@pytest.mark.parametrize("first, count", toys.WHOLE)
 def test_whole_experts_of_a_rank(first, count, form, group, tolerance):
-    own = toy()
-    x = embedded(own, 24)
-    rows, scores = routed(own, x, 10, 2, normalized=True)
-    own.finish(own.op("add", (x, mlp(own, x, rows, scores, count, 32, form, group, first))))
-    compare(own, tolerance)
+    compare(toys.of_a_rank(toy(), first, count, form, group), tolerance)
 
 
-@pytest.mark.parametrize("gated, attributes", [("silu_mul", {}), ("clamped_silu_mul", {"alpha": 1.702, "limit": 0.9})])
+@pytest.mark.parametrize("gates, attributes", [("silu_mul", {}), ("clamped_silu_mul", {"alpha": 1.702, "limit": 0.9})])
 @pytest.mark.parametrize("form, group, tolerance", FORMATS)
-def test_biases_and_a_row_set_of_two_layers(form, group, tolerance, gated, attributes):
-    own = toy()
-    x = embedded(own, 40)
-    rows, scores = routed(own, x, 7, 3, normalized=True)
-    for _ in range(2):
-        bias = own.vector(7 * 62), own.vector(7 * 40)
-        both = own.op("expert_linear", (x,), 62, (stack(own, 7, 62, 40, form, group), bias[0]), rows, experts=7)
-        y = own.op("expert_linear", (own.op(gated, (both,), 31, **attributes),), 40,
-                   (stack(own, 7, 40, 31, form, group), bias[1]), experts=7)
-        own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
-    own.finish(x)
-    compare(own, 2 * tolerance)
+def test_biases_and_a_row_set_of_two_layers(form, group, tolerance, gates, attributes):
+    compare(toys.with_biases(toy(), 31, form, group, gates, **attributes), 2 * tolerance)
 
 
 @pytest.mark.parametrize("width", [1, 7, 96])
 def test_sigmoid_mul(width):
-    own = toy()
-    x = embedded(own, width)
-    own.op("sigmoid_mul", (x, own.op("linear", (x,), 1, (own.matrix(1, width),))))
-    own.finish(x)
-    compare(own)
+    compare(toys.gated_by_one(toy(), width))
 
 
 def layers(form: str) -> Toy:
@@ -205,50 +164,15 @@ def test_same_request_same_bytes(form):
 
 
 def test_rows_that_are_no_numbers():
-    from reference.test_cpu_ops import prompts, step_of
-
-    own = toy()
-    x = embedded(own, 16)
-    rows, scores = routed(own, x, 6, 2, normalized=True)
-    own.finish(mlp(own, x, rows, scores, 6, 12))
-    expected = compiled(own).step(step_of(prompts()), True)
-    broken = prompts()[1][-1]
-    gpu = executor()
-    for handle, (n, k, form, group) in enumerate(own.program.weights):
-        values = own.weights[handle].astype(np.float32)
-        if handle == 0:
-            values[broken] = np.nan
-        experts = 6 if handle > 1 else 1
-        assert gpu.add_matrix(n, k, form, group, experts) == handle
-        gpu.fill_matrix(handle, values, "F32")
-    for row_set in own.program.row_sets[2:]:
-        gpu.add_row_set(*row_set)
-    for width, row_set, _ in own.program.tensors:
-        gpu.add_tensor(width, row_set)
-    for op in own.program.ops:
-        gpu.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    gpu.allocate(256, 8, 128, 16, 64, "float32", 64)
-    found = gpu.step(step_of(prompts()), True)
-    bad = np.array([p[-1] == broken for p in prompts()])
-    assert ((found.status != 0) == bad).all()
-    np.testing.assert_array_equal(found.logits[~bad], expected.logits[~bad])
+    rng = np.random.default_rng(SEED + 1)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in LENGTHS]
+    toys.check_rows_that_are_no_numbers(toy(), compiled, step_of(prompts), [p[-1] for p in prompts])
 
 
 def test_what_cannot_be_is_refused():
-    own = toy()
-    x = embedded(own, 8)
-    rows, scores = routed(own, x, 4, 2)
-    both = own.op("expert_linear", (x,), 6, (stack(own, 2, 6, 8),), rows, experts=2)
-    y = own.op("expert_linear", (both,), VOCAB, (stack(own, 2, VOCAB, 6),), experts=2, expert_begin=1)
-    own.finish(own.op("combine_experts", (y, scores), VOCAB, rows=ALL))
-    with pytest.raises(ValueError, match="other experts than those before"):
-        compiled(own)
-    own = toy()
-    rows, scores = routed(own, embedded(own, 8), 4, 2)
-    y = own.op("expert_linear", (0,), VOCAB, (stack(own, 3, VOCAB, 8),), rows, experts=3, expert_begin=2)
-    own.finish(own.op("combine_experts", (y, scores), VOCAB, rows=ALL))
-    with pytest.raises(ValueError, match=r"experts 2...4, the router has 4"):
-        compiled(own)
+    for own, problem in toys.contradictions(toy):
+        with pytest.raises(ValueError, match=problem):
+            compiled(own)
     own = toy()
     x = embedded(own, 64)
     rows, scores = routed(own, x, 4, 2)
@@ -259,7 +183,8 @@ def test_what_cannot_be_is_refused():
 
 # -- whole models ------------------------------------------------------------------------------------------------------
 def names() -> list[str]:
-    return ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen2-moe-normalized", "mixtral", "mixtral-many"]
+    return ["qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen2-moe-normalized", "mixtral", "mixtral-many",
+            "gpt-oss"]
 
 
 @pytest.mark.parametrize("name", names())
@@ -336,13 +261,3 @@ def test_ranks(name, ranks):
         alone = [together(gpu, [p], 1 << 20)[0] for p in prompts]
         for row, wanted in zip(together(gpu, prompts, 37), alone):
             np.testing.assert_array_equal(row, wanted)
-
-
-def test_gpt_oss_is_refused_by_name():
-    pytest.importorskip("transformers")
-    from allspark_client.errors import AllSparkError
-    from checkpoints import checkpoint
-    from driver import Driver
-
-    with pytest.raises(AllSparkError, match="attention with sinks on CUDA"):
-        Driver(checkpoint("gpt-oss"), **UNIT)

@@ -15,6 +15,7 @@ from allspark_launch.serving import shipped_model  # noqa: E402
 from checkpoints import (CONFIGS, STORED, check_greedy, check_logits, checkpoint, prompt_of,  # noqa: E402
                          reference_greedy, reference_logits)
 from driver import Driver  # noqa: E402
+from published import PUBLISHED, Published, write  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 UNIT = {"compute_unit": "CUDA:0"}
@@ -31,6 +32,17 @@ def test_logits_and_greedy_ids_in_float32(name):
             check_logits(gpu.generate(prompt, 1)[1][0], reference_logits(directory, prompt))
         prompt = prompt_of(64)
         check_greedy(gpu.generate(prompt, 24)[0], reference_greedy(directory, prompt, 24))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_families_that_transformers_does_not_have(name, tmp_path):
+    """Among them ALiBi's slopes, and queries that grow with the logarithm of their position."""
+    write(tmp_path / name, PUBLISHED[name], 3)
+    reference = Published(tmp_path / name)
+    with Driver(tmp_path / name, weight_dtype="float32", **UNIT) as gpu:
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            check_logits(gpu.generate(prompt, 1)[1][0], reference.logits(prompt)[-1])
 
 
 @pytest.mark.parametrize("name", [name for name, spec in STORED.items() if spec.dtype == "bfloat16"])

@@ -10,8 +10,8 @@ import pytest
 from allspark_client import AllSparkError, AsModelConfig, AsStatus
 from allspark_launch.serving import shipped_model
 from allspark_server import Engine
-from allspark_server.models.graph import Op
 from allspark_server.runtime import device, native
+from allspark_server.weights.formats import WeightFormat
 
 
 def config(**fields) -> AsModelConfig:
@@ -116,7 +116,7 @@ def test_float8_is_for_gpus():
 
 def test_what_a_gpu_has_of_formats():
     from allspark_server.runtime.device import on_gpu
-    from allspark_server.weights.formats import ScaleLayout, WeightFormat
+    from allspark_server.weights.formats import ScaleLayout
 
     assert on_gpu(WeightFormat("bfloat16")) and on_gpu(WeightFormat("int4", 64)) and on_gpu(WeightFormat("int8", 0))
     assert on_gpu(WeightFormat("float8"))
@@ -125,9 +125,11 @@ def test_what_a_gpu_has_of_formats():
     assert not on_gpu(WeightFormat("int4", 128, ScaleLayout("float16", "points")))
 
 
-@pytest.mark.parametrize("op, refused", [(Op("clamped_silu_mul"), "op clamped_silu_mul on CUDA"),
-                                         (Op("span_attention", attrs={"sinks": 1}), "attention with sinks on CUDA")])
-def test_what_models_lack_on_a_gpu_is_told_by_name(op, refused):
+def test_what_a_gpu_lacks_is_told_by_name():
     gpu = device.Gpu.__new__(device.Gpu)  # without one
-    with pytest.raises(AllSparkError, match=refused):
-        gpu.check(config(), set(), "bfloat16", [Op("rms_norm"), op])
+    gpu.isa = "sm_80 (without a name)"
+    for forms, cache, refused in ((["e4m3"], "bfloat16", "a matrix of type e4m3 on CUDA"),
+                                  (["float8"], "bfloat16", "a matrix of type float8 on sm_80 .*, which is not sm_90"),
+                                  ([], "float16", "a cache of type float16 on CUDA")):
+        with pytest.raises(AllSparkError, match=refused):
+            gpu.check(config(), {WeightFormat(form) for form in forms}, cache)

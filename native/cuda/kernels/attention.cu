@@ -95,10 +95,7 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
         low = fminf(low, x[i][j]), high = fmaxf(high, x[i][j]), bad |= !isfinite(x[i][j]);
       }
   low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
-  constexpr int kLevels = (1 << kBits) - 1;
-  const float step = (float)(((double)high - low) / kLevels);  // in double: the range may pass the largest float
-  const bool flat = bad || step < 1e-37f;                      // equal values, or nearly: the inverse would overflow
-  const float inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
+  const Levels<kBits> levels(low, high, bad);
   char* to = const_cast<char*>(head_of(cache, at / size, head));
   uint8_t* codes = reinterpret_cast<uint8_t*>(to + (value * size + at % size) * cache.row_bytes());
 #pragma unroll
@@ -107,16 +104,13 @@ __global__ void __launch_bounds__(32) store_quantized_kernel(Attention a, const 
     if (2 * pair >= cache.padded_dim) continue;
     int q[2];
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-      q[j] = flat || 2 * pair + j >= dim
-                 ? 0
-                 : min(kLevels, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x[i][j]), half), inverse)));
+    for (int j = 0; j < 2; j++) q[j] = 2 * pair + j < dim ? levels.code(x[i][j]) : 0;
     if (kBits == 4) codes[pair] = (uint8_t)(q[0] | q[1] << 4);
     else codes[2 * pair] = (uint8_t)q[0], codes[2 * pair + 1] = (uint8_t)q[1];
   }
   if (lane) return;
   float* scales = reinterpret_cast<float*>(to + cache.scales_at()) + 2 * value * size + at % size;
-  scales[0] = bad ? NAN : flat ? 0 : step, scales[size] = bad ? NAN : low;
+  scales[0] = levels.scale(), scales[size] = levels.minimum();
 }
 
 // What a pair has of some positions: the greatest score, the sum of weights, and a lane's features of the values.
@@ -133,7 +127,7 @@ struct Seen {
 
 // One run: 32 positions at a time, one a lane as far as scores and weights go.
 template <CacheType kType>
-__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run,
+__device__ Seen see_run(const Attention& a, const int* table, int kv_head, int position, int run, int head,
                         const float (&query)[kFeatures]) {
   const int lane = threadIdx.x % 32, dim = a.cache.head_dim, size = a.cache.span_size;
   const int least = a.window ? max(0, position - a.window + 1) : 0;
@@ -150,6 +144,7 @@ __device__ Seen see_run(const Attention& a, const int* table, int kv_head, int p
         if (i * 32 + lane < dim) product = fmaf(query[i], key[i * 32 + lane], product);
       product = warp_sum(product);
       if (j == lane && at >= least) score = capped(a, product);
+      if (j == lane && at >= least && a.slopes) score = sloped(a, head, score, at - position);
     }
     const float now = fmaxf(seen.most, warp_max(score) * factor);
     const float by = shrunk(seen.most, now), weight = weight_of(score, factor, now);
@@ -184,7 +179,7 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
       query[i] = i * 32 + lane < dim ? a.qkv[(size_t)row * a.width + (size_t)head * dim + i * 32 + lane] : 0.0f;
     if (few && rows.first_run < rows.last_run) {
       for (int run = rows.first_run + blockIdx.z; run <= rows.last_run; run += gridDim.z) {
-        const Seen seen = see_run<kType>(a, table, kv_head, position, run, query);
+        const Seen seen = see_run<kType>(a, table, kv_head, position, run, head, query);
         float* to = partial_of(a, blockIdx.x, kv_head, run);
         if (lane == 0) to[pair] = seen.most, to[kFewPairs + pair] = seen.sum;
 #pragma unroll
@@ -196,10 +191,11 @@ __global__ void __launch_bounds__(32 * kWarps) attend_kernel(Attention a, const 
     if (blockIdx.z) continue;
     Seen total;
     for (int run = rows.first_run; run <= rows.last_run; run++)
-      total.merge(see_run<kType>(a, table, kv_head, position, run, query));
+      total.merge(see_run<kType>(a, table, kv_head, position, run, head, query));
+    const float sum = with_sink(a, head, total.sum, total.most);
 #pragma unroll
     for (int i = 0; i < kFeatures; i++)
-      if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], total.sum));
+      if (i * 32 + lane < dim) put(a.out, row, head * dim + i * 32 + lane, share(total.values[i], sum));
   }
 }
 
@@ -226,10 +222,26 @@ __global__ void merge_kernel(Attention a, const AttentionTile* tiles) {
       most = now, sum = merged(sum, by, its_sum[j], run_by), value = merged(value, by, its_value[j], run_by);
     }
   }
-  put(a.out, rows.row(pair), rows.head(pair, kv_head) * dim + i % dim, share(value, sum));
+  const int head = rows.head(pair, kv_head);
+  put(a.out, rows.row(pair), head * dim + i % dim, share(value, with_sink(a, head, sum, most)));
+}
+
+__global__ void scale_queries_kernel(Attention a, const int* positions, double beyond) {
+  after_previous();
+  const int row = blockIdx.x, position = positions[row];
+  if (position + 1 <= beyond) return;
+  const float factor = (float)(log(position + 1.0) / log(beyond));
+  float* queries = const_cast<float*>(a.qkv) + (size_t)row * a.width;
+  for (int i = threadIdx.x; i < a.queries * a.cache.head_dim; i += blockDim.x)
+    queries[i] = __fmul_rn(queries[i], factor);
 }
 
 }  // namespace
+
+void scale_queries(const Attention& a, const int* positions, double beyond, int rows, const Queue& queue) {
+  start(queue, scale_queries_kernel, rows, 256, 0, a, positions, beyond);
+  launched("scaling of queries");
+}
 
 size_t partial_floats(int head_dim) { return kFewPairs * (2 + (size_t)head_dim); }
 
@@ -270,14 +282,20 @@ auto attend_kernel_of(CacheType type) {
   return type == CacheType::int8 ? attend_kernel<CacheType::int8> : attend_kernel<CacheType::uint4>;
 }
 
+bool attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
+                    const Queue& queue) {
+  const bool quantized = has_attend_quantized(a);
+  if (!quantized && !has_attend_mma(a)) return false;
+  (quantized ? attend_few_quantized : attend_few_bf16)(a, tiles, count, splits > 1, own, turn, queue);
+  launched("attention of few rows");
+  return true;
+}
+
 }  // namespace
 
 void attend_few(const Attention& a, const AttentionTile* tiles, int count, int splits, const Queue& queue) {
-  if (count == 0) return;
-  const dim3 grid(count, a.cache.kv_heads, splits);
-  if (has_attend_mma(a)) attend_few_mma(a, tiles, count, splits, false, nullptr, queue);
-  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, true, splits, queue);
-  else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, true);
+  if (count == 0 || attend_few_mma(a, tiles, count, splits, false, nullptr, queue)) return;
+  start(queue, attend_kernel_of(a.cache.type), dim3(count, a.cache.kv_heads, splits), 32 * kWarps, 0, a, tiles, true);
   launched("attention of few rows");
   if (splits > 1) merge(a, tiles, count, queue);  // of a single run there is nothing to merge
 }
@@ -287,7 +305,7 @@ void attend_many(const Attention& a, const AttentionTile* tiles, int count, cons
   const dim3 grid(count, a.cache.kv_heads);
   if (has_attend_wgmma(a, queue)) attend_wgmma(a, tiles, count, turn, queue);
   else if (has_attend_mma(a)) attend_many_mma(a, tiles, count, queue);
-  else if (has_attend_quantized(a)) attend_quantized(a, tiles, count, false, 1, queue);
+  else if (has_attend_quantized(a)) attend_many_quantized(a, tiles, count, queue);
   else start(queue, attend_kernel_of(a.cache.type), grid, 32 * kWarps, 0, a, tiles, false);
   launched("attention of many rows");
 }
@@ -301,11 +319,7 @@ bool attend_turns(const Attention& a, const Turn& turn, const Queue& queue) {
 
 bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile* tiles, int count, int splits,
                       const Queue& queue) {
-  if (!has_attend_mma(a)) return false;
-  attend_few_mma(a, tiles, count, splits, true, turn, queue);
-  launched("attention");
-  if (splits > 1) merge(a, tiles, count, queue);
-  return true;
+  return attend_few_mma(a, tiles, count, splits, true, turn, queue);
 }
 
 }  // namespace cuda

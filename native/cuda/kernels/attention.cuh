@@ -20,6 +20,7 @@ struct TileRows {
   int first_run, last_run;  // that any of the pairs sees
   int first_head, heads;    // of the first KV head those that others have; this rank's
 
+  TileRows() = default;
   __device__ TileRows(const Attention& a, const AttentionTile& t, int most)
       : tile(t), group(a.group), first_head(a.first), heads(a.queries) {
     count = max(0, min(most, t.count * a.group - t.first));
@@ -50,6 +51,10 @@ __device__ inline float power_of_two(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// A score of a position so far from the query's (negative: before it), with its head's slope.
+__device__ inline float sloped(const Attention& a, int head, float score, int distance) {
+  return __fmaf_rn(a.slopes[head] / (a.soft_cap > 0 ? a.soft_cap : a.scale), (float)distance, score);
+}
 // The weight of what has this score (before the factor), relative to the greatest (after it); none: of what is not
 // seen.
 __device__ inline float weight_of(float score, float factor, float most) {
@@ -58,8 +63,17 @@ __device__ inline float weight_of(float score, float factor, float most) {
 
 // What is left of sums whose maximum was `old` when it becomes `now`.
 __device__ inline float shrunk(float old, float now) { return now == -INFINITY ? 0.0f : power_of_two(old - now); }
+// The sum of a run's weights: of each 64 positions those of either half by themselves, then both, added to what was
+// there. Four threads have some of them each, and their sums are added up at the end of the run.
+__device__ inline float summed(float sum, float by, const float (&halves)[2]) {
+  return __fmaf_rn(sum, by, __fadd_rn(halves[0], halves[1]));
+}
 __device__ inline float merged(float total, float by, float run, float run_by) {
   return __fmaf_rn(run, run_by, __fmul_rn(total, by));
+}
+// The sum of all weights, and of the head's sink: a score without a value.
+__device__ inline float with_sink(const Attention& a, int head, float sum, float most) {
+  return a.sinks ? __fadd_rn(sum, power_of_two(__fmaf_rn(a.sinks[head], kLog2E, -most))) : sum;
 }
 // A sum that is no number stays none.
 __device__ inline float share(float value, float sum) { return sum == 0 ? 0.0f : value / sum; }

@@ -7,11 +7,15 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = 64, kPairs = 16, kWarps = 4;    // positions at a time; pairs of a warp
-constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile
+constexpr int kTokens = 64, kWarps = 4;  // positions at a time
 
 template <int kDim>
-constexpr int kShared = 2 * 2 * WarpPairs<kDim>::kTensor;  // bytes: two stages of keys and values
+constexpr int kGroups = kWarps / WarpPairs<kDim>::kShare;  // of warps that have the same pairs
+template <int kDim>
+constexpr int kPairs = kGroups<kDim> * WarpPairs<kDim>::kPairs;  // of a block of threads
+template <int kDim>
+constexpr int kShared = 2 * 2 * WarpPairs<kDim>::kTensor +
+                        kGroups<kDim> * WarpPairs<kDim>::kQueries;  // bytes: two stages of keys and values, and queries
 
 template <int kDim>
 __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, const AttentionTile* tiles) {
@@ -20,14 +24,17 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   AttentionTile tile = tiles[blockIdx.x];
-  tile.first += blockIdx.z * kWarps * kPairs;
-  const TileRows rows(a, tile, kWarps * kPairs);
+  tile.first += blockIdx.z * kPairs<kDim>;
+  const TileRows rows(a, tile, kPairs<kDim>);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
   const int last = rows.position(rows.count - 1);
-  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs, true);
-
   const uint32_t base = shared_address(shared);
+  using Pairs = WarpPairs<kDim>;
+  const int group = warp / Pairs::kShare;
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
+              base + 4 * kTensor + group * Pairs::kQueries);
+
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
     // Which spans the block has, at most four: one read by as many lanes, not one for each token.
@@ -67,20 +74,24 @@ __global__ void __launch_bounds__(32 * kWarps) attend_mma_kernel(Attention a, co
 template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   allow_shared(attend_mma_kernel<kDim>, kShared<kDim>);
-  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kParts), 32 * kWarps, kShared<kDim>, a, tiles);
+  start(queue, attend_mma_kernel<kDim>, dim3(count, a.cache.kv_heads, kManyPairs / kPairs<kDim>), 32 * kWarps,
+        kShared<kDim>, a, tiles);
 }
 
 }  // namespace
 
 bool has_attend_mma(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.type == CacheType::bf16 && (dim == 64 || dim == 96 || dim == 128);
+  return a.cache.type == CacheType::bf16 &&
+         (dim == 64 || dim == 80 || dim == 96 || dim == 128 || (dim == 256 && kShared<256> <= most_shared()));
 }
 
 void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
   if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 80) start_dim<80>(a, tiles, count, queue);
   else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
-  else start_dim<128>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  else start_dim<256>(a, tiles, count, queue);
 }
 
 }  // namespace cuda

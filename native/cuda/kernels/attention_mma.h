@@ -5,17 +5,18 @@
 namespace as {
 namespace cuda {
 
-// Whether there is a kernel for this cache: bfloat16, heads of 64, 96 or 128 features.
+// Whether there are kernels for this cache: bfloat16, or quantized; heads of 64, 96, 128 or 256 features, of bfloat16
+// also 80.
 bool has_attend_mma(const Attention& a);
-// attend_few() but for merging what tiles leave, and attend_many(). own: rows enter the cache, too.
-void attend_few_mma(const Attention& a, const AttentionTile* tiles, int count, int splits, bool own, const Turn* turn,
-                    const Queue& queue);
-void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
-
-// The same of quantized caches: heads of 64, 96 or 128 features.
 bool has_attend_quantized(const Attention& a);
-void attend_quantized(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits,
-                      const Queue& queue);
+// attend_few() by these. several: tiles may have several runs. own: rows enter the cache, too, as store_cache() has it.
+void attend_few_bf16(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+                     const Turn* turn, const Queue& queue);
+void attend_few_quantized(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own,
+                          const Turn* turn, const Queue& queue);
+// attend_many() by these.
+void attend_many_mma(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
+void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

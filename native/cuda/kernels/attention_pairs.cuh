@@ -9,16 +9,19 @@ namespace cuda {
 template <int kDim>
 class WarpPairs {
  public:
+  // Warps that have the same pairs: all scores, but each a part of the features of the values.
+  static constexpr int kShare = kDim > 128 ? 2 : 1;
   static constexpr int kPairs = 16, kTokens = 64;                            // positions at a time
   static constexpr int kStride = kDim + 8, kTensor = kTokens * kStride * 2;  // values of a row, which lie in different
                                                                              // banks; bytes of keys, or of values
-  // first: of the tile's pairs; computes: whether the warp has any.
-  __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, bool computes)
-      : a_(a), rows_(rows), kv_head_(kv_head), first_(first), factor_(score_factor(a)) {
+  static constexpr int kQueries = kDim > 128 ? kPairs* kStride * 2 : 0;  // bytes of shared memory, of a warp's pairs
+  // first: of the tile's pairs; part: of the features. queries: where they stay, once all threads have met.
+  __device__ WarpPairs(const Attention& a, const TileRows& rows, int kv_head, int first, int part, uint32_t queries)
+      : a_(a), rows_(rows), kv_head_(kv_head), first_(first), part_(part), queries_(queries), factor_(score_factor(a)) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int own = pair(h);
-      const bool there = computes && own < rows.count && rows.has(own, kv_head);
+      const bool there = own < rows.count && rows.has(own, kv_head);
       positions_[h] = there ? rows.position(own) : -1;
       least_[h] = a.window ? positions_[h] - a.window + 1 : 0;
       const float* from =
@@ -28,7 +31,9 @@ class WarpPairs {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           const int at = s * 16 + half * 8 + threadIdx.x % 4 * 2;
-          query_[s][h + 2 * half] = there ? two_bf16(from[at], from[at + 1]) : 0;
+          const uint32_t two = there ? two_bf16(from[at], from[at + 1]) : 0;
+          if constexpr (!kQueries) query_[s][h + 2 * half] = two;
+          else if (s % kShare == part) store_shared(queries + ((threadIdx.x % 32 / 4 + 8 * h) * kStride + at) * 2, two);
         }
     }
     clear(total_, total_most_, total_sum_);
@@ -39,16 +44,28 @@ class WarpPairs {
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, int begin) {
     const int lane = threadIdx.x % 32;
     float scores[kTokens / 8][4];
+    const auto multiply = [&](int t, int s, const uint32_t(&query)[4]) {
+      uint32_t k[4];
+      load_cores(k, keys + (((t + lane / 16) * 8 + lane % 8) * kStride + s * 16 + lane / 8 % 2 * 8) * 2);
+      multiply_add(scores[t], query, k[0], k[1]);
+      multiply_add(scores[t + 1], query, k[2], k[3]);
+    };
 #pragma unroll
-    for (int t = 0; t < kTokens / 8; t += 2) {
+    for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) scores[t][i] = scores[t + 1][i] = 0;
+      for (int i = 0; i < 4; i++) scores[t][i] = 0;
+    if constexpr (!kQueries) {
 #pragma unroll
+      for (int t = 0; t < kTokens / 8; t += 2)
+#pragma unroll
+        for (int s = 0; s < kSteps; s++) multiply(t, s, query_[s]);
+    } else {
+#pragma unroll 4
       for (int s = 0; s < kSteps; s++) {
-        uint32_t k[4];
-        load_cores(k, keys + (((t + lane / 16) * 8 + lane % 8) * kStride + s * 16 + lane / 8 % 2 * 8) * 2);
-        multiply_add(scores[t], query_[s], k[0], k[1]);
-        multiply_add(scores[t + 1], query_[s], k[2], k[3]);
+        uint32_t query[4];
+        load_cores(query, queries_ + (lane % 16 * kStride + s * 16 + lane / 16 * 8) * 2);
+#pragma unroll
+        for (int t = 0; t < kTokens / 8; t += 2) multiply(t, s, query);
       }
     }
     if (a_.soft_cap > 0) {
@@ -57,7 +74,17 @@ class WarpPairs {
 #pragma unroll
         for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
     }
-    float now[2] = {-INFINITY, -INFINITY};
+    if (a_.slopes) {
+#pragma unroll
+      for (int t = 0; t < kTokens / 8; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = begin + t * 8 + lane % 4 * 2 + i % 2, h = i / 2;
+          if (positions_[h] >= 0)
+            scores[t][i] = sloped(a_, rows_.head(pair(h), kv_head_), scores[t][i], at - positions_[h]);
+        }
+    }
+    float now[2] = {-INFINITY, -INFINITY}, by[2];
 #pragma unroll
     for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
@@ -71,19 +98,21 @@ class WarpPairs {
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
       now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
       now[h] = fmaxf(most_[h], now[h] * factor_);
-      const float by = shrunk(most_[h], now[h]);
-      most_[h] = now[h], sum_[h] = __fmul_rn(sum_[h], by);
+      by[h] = shrunk(most_[h], now[h]), most_[h] = now[h];
 #pragma unroll
-      for (int v = 0; v < kValues; v++) out_[v][2 * h] *= by, out_[v][2 * h + 1] *= by;
+      for (int v = 0; v < kValues; v++) out_[v][2 * h] *= by[h], out_[v][2 * h + 1] *= by[h];
     }
+    float halves[2][2] = {};
 #pragma unroll
     for (int t = 0; t < kTokens / 8; t++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int h = i / 2;
         scores[t][i] = weight_of(scores[t][i], factor_, most_[h]);
-        sum_[h] += scores[t][i];
+        halves[h][t / (kTokens / 16)] += scores[t][i];
       }
+#pragma unroll
+    for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by[h], halves[h]);
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++) {
       const uint32_t weights[4] = {
@@ -92,7 +121,8 @@ class WarpPairs {
 #pragma unroll
       for (int v = 0; v < kValues; v += 2) {
         uint32_t x[4];
-        load_cores_transposed(x, values + ((s * 16 + lane / 8 % 2 * 8 + lane % 8) * kStride + (v + lane / 16) * 8) * 2);
+        load_cores_transposed(
+            x, values + ((s * 16 + lane / 8 % 2 * 8 + lane % 8) * kStride + (part_ * kValues + v + lane / 16) * 8) * 2);
         multiply_add(out_[v], weights, x[0], x[1]);
         multiply_add(out_[v + 1], weights, x[2], x[3]);
       }
@@ -106,8 +136,7 @@ class WarpPairs {
     }
   }
 
-  // A run becomes a part of the total, which is then written; or is written as if it were the total; or is left in
-  // `to` for the merge (partial_of()).
+  // A run becomes a part of the total, which is then written.
   __device__ __forceinline__ void add_run() {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -120,25 +149,24 @@ class WarpPairs {
         for (int i = 2 * h; i < 2 * h + 2; i++) total_[v][i] = merged(total_[v][i], by, out_[v][i], run_by);
     }
   }
-  __device__ __forceinline__ void write_total() const { write(total_, total_sum_); }
-  __device__ __forceinline__ void write_run() const { write(out_, sum_); }
-  __device__ __forceinline__ void leave_run(float* to) const {
-    const int quarter = threadIdx.x % 4;
+  __device__ __forceinline__ void write_total() const {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int own = pair(h);
-      if (own >= rows_.count) continue;
-      if (quarter == 0) to[own] = most_[h], to[kFewPairs + own] = sum_[h];
+      if (own >= rows_.count || !rows_.has(own, kv_head_)) continue;
+      const int row = rows_.row(own), head = rows_.head(own, kv_head_);
+      const int column = head * kDim + part_ * kValues * 8 + threadIdx.x % 4 * 2;
+      const float sum = with_sink(a_, head, total_sum_[h], total_most_[h]);
 #pragma unroll
       for (int v = 0; v < kValues; v++)
-        *reinterpret_cast<float2*>(to + 2 * kFewPairs + own * kDim + v * 8 + quarter * 2) =
-            make_float2(out_[v][2 * h], out_[v][2 * h + 1]);
+#pragma unroll
+        for (int i = 0; i < 2; i++) put(a_.out, row, column + v * 8 + i, share(total_[v][2 * h + i], sum));
     }
   }
 
  private:
-  static constexpr int kSteps = kDim / 16, kValues = kDim / 8;
-  // Of a thread's two pairs: values[v][2 h] and the next are features 8 v + 2 (lane % 4) and the next.
+  static constexpr int kSteps = kDim / 16, kValues = kDim / 8 / kShare;
+  // Of a thread's two pairs: values[v][2 h] and the next are features 8 v + 2 (lane % 4) of the part, and the next.
   using Values = float[kValues][4];
 
   __device__ __forceinline__ int pair(int h) const { return first_ + threadIdx.x % 32 / 4 + 8 * h; }
@@ -150,25 +178,13 @@ class WarpPairs {
 #pragma unroll
       for (int i = 0; i < 4; i++) values[v][i] = 0;
   }
-  __device__ __forceinline__ void write(const Values& values, const float (&sum)[2]) const {
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int own = pair(h);
-      if (own >= rows_.count || !rows_.has(own, kv_head_)) continue;
-      const int row = rows_.row(own), column = rows_.head(own, kv_head_) * kDim + threadIdx.x % 4 * 2;
-#pragma unroll
-      for (int v = 0; v < kValues; v++)
-#pragma unroll
-        for (int i = 0; i < 2; i++) put(a_.out, row, column + v * 8 + i, share(values[v][2 * h + i], sum[h]));
-    }
-  }
-
   const Attention& a_;
   const TileRows& rows_;
-  const int kv_head_, first_;
+  const int kv_head_, first_, part_;
+  const uint32_t queries_;
   const float factor_;
   int positions_[2], least_[2];
-  uint32_t query_[kSteps][4];
+  uint32_t query_[kQueries ? 1 : kSteps][4];
   Values out_, total_;
   float most_[2], sum_[2], total_most_[2], total_sum_[2];
 };

@@ -1,6 +1,6 @@
 // Attention over quantized caches by mma.sync: as attention_mma.cu, but what 64 positions have in the cache is copied
-// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Of few pairs the
-// first warp has all, and the runs are shared by gridDim.z blocks.
+// as it is, ahead, and then widened into bfloat16 in shared memory by all warps of a block of threads. Few pairs:
+// attention_few.cuh.
 #include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels/attention_pairs.cuh"
 #include "cuda/kernels/quantized.cuh"
@@ -9,9 +9,7 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr int kTokens = 64, kPairs = 16;  // positions at a time; pairs of a warp
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kParts = kManyPairs / (kWarps * kPairs);  // blocks of threads of a tile of many pairs
+constexpr int kTokens = 64, kWarps = 4, kThreads = 32 * kWarps;  // positions at a time
 
 template <int kDim, CacheType kType>
 struct Shape {
@@ -19,8 +17,11 @@ struct Shape {
   static constexpr int kRow = kDim * kBits / 8;  // bytes of a key, or a value, in the cache
   static constexpr bool kScaled = kType != CacheType::float8;
   static constexpr int kRaw = 2 * kTokens * kRow + (kScaled ? 4 * kTokens * 4 : 0);
-  static constexpr int kStride = WarpPairs<kDim>::kStride, kTensor = WarpPairs<kDim>::kTensor;  // widened
-  static constexpr int kShared = 2 * kTensor + 2 * kRaw;  // and two stages as they are in the cache
+  using Pairs = WarpPairs<kDim>;
+  static constexpr int kGroups = kWarps / Pairs::kShare;                    // of warps that have the same pairs
+  static constexpr int kStride = Pairs::kStride, kTensor = Pairs::kTensor;  // widened
+  static constexpr int kQueries = 2 * kTensor + 2 * kRaw;  // where they are: behind two stages as they are in the cache
+  static constexpr int kShared = kQueries + kGroups * Pairs::kQueries;
 };
 
 // Eight codes, a row's from a multiple of eight on.
@@ -49,7 +50,7 @@ __device__ uint4 widened_eight(const char* from, float scale, float minimum) {
   return make_uint4(two_bf16(x[0], x[1]), two_bf16(x[2], x[3]), two_bf16(x[4], x[5]), two_bf16(x[6], x[7]));
 }
 
-template <int kDim, CacheType kType, bool kFew>
+template <int kDim, CacheType kType>
 __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a, const AttentionTile* tiles) {
   after_previous();
   using S = Shape<kDim, kType>;
@@ -57,17 +58,17 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
   extern __shared__ __align__(128) char shared[];
   const int kv_head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   AttentionTile tile = tiles[blockIdx.x];
-  if (!kFew) tile.first += blockIdx.z * kWarps * kPairs;
-  const TileRows rows(a, tile, kFew ? kFewPairs : kWarps * kPairs);
+  tile.first += blockIdx.z * S::kGroups * S::Pairs::kPairs;
+  const TileRows rows(a, tile, S::kGroups * S::Pairs::kPairs);
   if (rows.count == 0) return;
   const int* table = a.tables + rows.tile.table;
-  const int first_run = rows.first_run + (kFew ? blockIdx.z : 0), run_step = kFew ? gridDim.z : 1;
-  if (first_run > rows.last_run) return;
   const int last = rows.position(rows.count - 1);
-  const bool computes = !kFew || warp == 0;
-  WarpPairs<kDim> pairs(a, rows, kv_head, warp * kPairs, computes);
-
   const uint32_t base = shared_address(shared);
+  using Pairs = typename S::Pairs;
+  const int group = warp / Pairs::kShare;
+  Pairs pairs(a, rows, kv_head, group * Pairs::kPairs, warp % Pairs::kShare,
+              base + S::kQueries + group * Pairs::kQueries);
+
   const int size = a.cache.span_size;
   const auto fetch = [&](int begin, int stage) {
     if (begin <= last) {
@@ -111,62 +112,53 @@ __global__ void __launch_bounds__(kThreads) attend_quantized_kernel(Attention a,
       *reinterpret_cast<uint4*>(shared + value * kTensor + (token * kStride + eight * 8) * 2) = wide;
     }
   };
-  // Positions of the blocks, run by run.
-  const auto after = [&](int begin) {
-    const int next = begin + kTokens;
-    return next % kRunTokens || !kFew ? next : next + (run_step - 1) * kRunTokens;
-  };
-
-  int begin = first_run * kRunTokens, stage = 0;
-  fetch(begin, 0), fetch(after(begin), 1);
-  for (int run = first_run; run <= rows.last_run; run += run_step) {
+  int begin = rows.first_run * kRunTokens, stage = 0;
+  fetch(begin, 0), fetch(begin + kTokens, 1);
+  for (int run = rows.first_run; run <= rows.last_run; run++) {
     pairs.begin_run();
-    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin = after(begin), stage ^= 1) {
+    for (const int end = min((run + 1) * kRunTokens, last + 1); begin < end; begin += kTokens, stage ^= 1) {
       wait_copies<1>();
       __syncthreads();  // nobody reads what was widened before any more
       widen(begin, stage);
       __syncthreads();
-      fetch(after(after(begin)), stage);
-      if (computes) pairs.attend(base, base + kTensor, begin);
+      fetch(begin + 2 * kTokens, stage);
+      pairs.attend(base, base + kTensor, begin);
     }
     pairs.end_run();
-    if constexpr (!kFew) {
-      pairs.add_run();
-    } else if (computes) {
-      if (rows.first_run == rows.last_run) pairs.write_run();  // there is no other
-      else pairs.leave_run(partial_of(a, blockIdx.x, kv_head, run));
-    }
+    pairs.add_run();
   }
-  if constexpr (!kFew) pairs.write_total();
+  pairs.write_total();
 }
 
 template <int kDim, CacheType kType>
-void start_type(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  constexpr int kShared = Shape<kDim, kType>::kShared;
-  const auto kernel = few ? attend_quantized_kernel<kDim, kType, true> : attend_quantized_kernel<kDim, kType, false>;
-  allow_shared(kernel, kShared);
-  start(queue, kernel, dim3(count, a.cache.kv_heads, few ? splits : kParts), kThreads, kShared, a, tiles);
+void start_type(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  using S = Shape<kDim, kType>;
+  constexpr int kShared = S::kShared, kParts = kManyPairs / (S::kGroups * S::Pairs::kPairs);
+  allow_shared(attend_quantized_kernel<kDim, kType>, kShared);
+  start(queue, attend_quantized_kernel<kDim, kType>, dim3(count, a.cache.kv_heads, kParts), kThreads, kShared, a,
+        tiles);
 }
 
 template <int kDim>
-void start_dim(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits, const Queue& queue) {
-  if (a.cache.type == CacheType::int8) start_type<kDim, CacheType::int8>(a, tiles, count, few, splits, queue);
-  else if (a.cache.type == CacheType::uint4) start_type<kDim, CacheType::uint4>(a, tiles, count, few, splits, queue);
-  else start_type<kDim, CacheType::float8>(a, tiles, count, few, splits, queue);
+void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.type == CacheType::int8) start_type<kDim, CacheType::int8>(a, tiles, count, queue);
+  else if (a.cache.type == CacheType::uint4) start_type<kDim, CacheType::uint4>(a, tiles, count, queue);
+  else start_type<kDim, CacheType::float8>(a, tiles, count, queue);
 }
 
 }  // namespace
 
 bool has_attend_quantized(const Attention& a) {
   const int dim = a.cache.head_dim;
-  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128);
+  return a.cache.bits() <= 8 && (dim == 64 || dim == 96 || dim == 128 ||
+                                 (dim == 256 && Shape<256, CacheType::int8>::kShared <= most_shared()));
 }
 
-void attend_quantized(const Attention& a, const AttentionTile* tiles, int count, bool few, int splits,
-                      const Queue& queue) {
-  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, few, splits, queue);
-  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, few, splits, queue);
-  else start_dim<128>(a, tiles, count, few, splits, queue);
+void attend_many_quantized(const Attention& a, const AttentionTile* tiles, int count, const Queue& queue) {
+  if (a.cache.head_dim == 64) start_dim<64>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 96) start_dim<96>(a, tiles, count, queue);
+  else if (a.cache.head_dim == 128) start_dim<128>(a, tiles, count, queue);
+  else start_dim<256>(a, tiles, count, queue);
 }
 
 }  // namespace cuda

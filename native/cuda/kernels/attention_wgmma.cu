@@ -114,7 +114,10 @@ template <int kDim, bool kCapped>
 class Attender {
  public:
   __device__ Attender(const Attention& a, const TileRows& rows, int first, uint32_t queries)
-      : a_(a), rows_(rows), queries_(queries), pair_(first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
+      : a_(a),
+        rows_(rows),
+        queries_(descriptor(queries)),
+        pair_(first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int pair = pair_ + 8 * h;
@@ -129,7 +132,7 @@ class Attender {
 #pragma unroll
     for (int s = 0; s < kDim / 16; s++) {
       const int at = s / 4 * kBlockBytes + s % 4 * kStepBytes;
-      Tile<kTokens>::multiply(scores_, descriptor(queries_ + at), descriptor(keys + at), s > 0);
+      Tile<kTokens>::multiply(scores_, further(queries_, at), further(descriptor(keys), at), s > 0);
     }
     commit_products();
   }
@@ -160,14 +163,17 @@ class Attender {
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 1));
       now = fmaxf(now, __shfl_xor_sync(0xffffffffu, now, 2));
       now = fmaxf(most_[h], now * factor), by_[h] = shrunk(most_[h], now);
-      most_[h] = now, sum_[h] = __fmul_rn(sum_[h], by_[h]);
+      most_[h] = now;
     }
+    float halves[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i++) {
       const int h = i % 4 / 2;
       scores_[i] = weight_of(scores_[i], factor, most_[h]);
-      sum_[h] += scores_[i];
+      halves[h][i / (kScores / 2)] += scores_[i];
     }
+#pragma unroll
+    for (int h = 0; h < 2; h++) sum_[h] = summed(sum_[h], by_[h], halves[h]);
   }
   // Once no products with the weights before are under way. first: of a run, whose values begin anew.
   __device__ void take_weights(bool first) {
@@ -182,7 +188,7 @@ class Attender {
     begin_products();
 #pragma unroll
     for (int s = 0; s < kTokens / 16; s++)
-      WeighedTile<kDim>::multiply(values_, weights_[s], descriptor_of_columns(values + s * 16 * kRowBytes),
+      WeighedTile<kDim>::multiply(values_, weights_[s], further(descriptor_of_columns(values), s * 16 * kRowBytes),
                                   s > 0 || !first);
     commit_products();
   }
@@ -250,7 +256,7 @@ class Attender {
   }
   const Attention& a_;
   const TileRows& rows_;
-  const uint32_t queries_;
+  const uint64_t queries_;
   const int pair_;
   int positions_[2], least_[2];
   float scores_[kScores], values_[kValues], total_[kValues];
@@ -278,7 +284,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Tiles that see most come first: what is left for the end is short.
   const TileRows rows(a, tiles[gridDim.x - 1 - blockIdx.x], kManyPairs);
   if (rows.count == 0) return;
-  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1), group = threadIdx.x / 128 - 1;
+  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1);
+  const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
   int begin = rows.first_run * kRunTokens;
   if (group < 0) {
@@ -304,6 +311,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_wait(&barriers.full[ring.stage], ring.parity);
         written_for_products();
       };
+      // Warpgroups, if both have pairs, begin products by turns: so that weights of one are computed while products of
+      // the other are.
+      const bool turns_taken = rows.count > kBlock;
+      const auto await_turn = [&] {
+        if (turns_taken) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+      };
+      const auto give_turn = [&] {
+        if (turns_taken) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
+      };
+      if (group == 1) give_turn();
       await();
       attender.begin_scores(stages);
       attender.template wait_scores<false>();
@@ -317,12 +334,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
         if (goes_on) {
           await();
+          await_turn();
           attender.begin_scores(stages + ring.stage * S::kStageBytes);
           attender.begin_values(values, first);
+          give_turn();
           attender.template wait_scores<true>();
           attender.weigh(begin, ends);
         } else {
+          await_turn();
           attender.begin_values(values, first);
+          if (group == 0) give_turn();
         }
         attender.wait_values();
         release(stage);
@@ -346,7 +367,7 @@ void start_dim(const Attention& a, const AttentionTile* tiles, int count, const 
 
 bool has_attend_wgmma(const Attention& a, const Queue& queue) {
   return queue.capability == 90 && a.cache.type == CacheType::bf16 &&
-         (a.cache.head_dim == 64 || a.cache.head_dim == 128);
+         (a.cache.head_dim == 64 || a.cache.head_dim == 128) && !a.slopes && !a.sinks;
 }
 
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {

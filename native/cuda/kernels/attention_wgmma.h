@@ -5,7 +5,8 @@
 namespace as {
 namespace cuda {
 
-// Whether there is a kernel for this cache on this chip: bfloat16, heads of 64 or 128 features, capability 9.0.
+// Whether there is a kernel for this cache on this chip: bfloat16, heads of 64 or 128 features without slopes
+// and sinks, capability 9.0.
 bool has_attend_wgmma(const Attention& a, const Queue& queue);
 void attend_wgmma(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue);
 

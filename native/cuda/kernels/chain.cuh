@@ -12,7 +12,7 @@
 #include <cstdlib>
 
 #include "cuda/chain.h"
-#include "cuda/kernels/chain_rows.cuh"
+#include "cuda/kernels/chain_own_rows.cuh"
 #include "cuda/kernels/quantized_stream.cuh"
 
 namespace as {
@@ -24,6 +24,17 @@ struct Plain {
   static constexpr int kBits = 16, kRowBytes = cuda::kRowBytes, kParts = 4, kSets = 0;
   static constexpr bool kFine = false, kSegments = false, kFloats = false;
   static constexpr SumScales kScales = SumScales::none;
+};
+
+// A shape of quantized_stream.cuh, with room behind its stages for rows that a block of threads makes for itself.
+template <class Format, int kRows, int kGroups>
+struct ChainShape : StreamShape<Format, kRows, kGroups> {
+  using Base = StreamShape<Format, kRows, kGroups>;
+  static constexpr bool kOwns =
+      kRows == kMostOwnRows && Base::kWorkers == 32 * kOwnWarps && (Format::kParts == 4 || Format::kFloats);
+  static constexpr int kOwnBytes = kOwns ? kMostOwnColumns / kBlock * Base::kRowsBytes : 0;
+  static constexpr int kMost = ((216 << 10) - kOwnBytes) / Base::kStageBytes, kStages = kMost < 16 ? kMost : 16;
+  static constexpr int kOwnAt = kStages * Base::kStageBytes, kShared = kOwnAt + kOwnBytes;
 };
 
 // K in steps of two blocks, the last of a piece perhaps of one.
@@ -42,15 +53,16 @@ struct ChainSteps {
 // of them than blocks of threads.
 enum class ShareOf { steps, pieces };
 
-// An op as the kernel has it. blocks: of threads that take part.
+// An op as the kernel has it. blocks: of threads that take part; none: the op after it makes its rows, by each of them
+// for itself. after: the op whose end it waits for, own: the one whose rows it makes; -1: none.
 struct ChainLink {
   ChainOp op;
   ChainSteps k;
   Segments segments{{}, Pieces(1)};
   ShareOf share = ShareOf::steps;
-  int tiles = 0, blocks = 0;
+  int tiles = 0, blocks = 0, after = -1, own = -1;
 };
-struct ChainLinks {
+struct alignas(16) ChainLinks {
   int count = 0, rows = 0;
   Scratch scratch;
   ChainLink links[kMostChained];
@@ -147,7 +159,7 @@ template <typename S>
 struct ChainRing {
   char* shared;
   uint32_t stages;
-  uint64_t *full, *empty;
+  uint64_t *full, *empty, *made;  // made: rows are, as one thread of those that ask for them has seen
 };
 
 constexpr int kWeightWarps = 2, kFetchRowWarps = kStepBlocks;
@@ -206,6 +218,7 @@ template <typename S>
 __device__ inline void fetch_rows(const ChainLinks& chain, const ChainRing<S>& at, int own) {
   using Format = typename S::Format;
   Ring<S::kStages> ring;
+  int made = 0;  // parity
   await_previous();
   for (int i = 0; i < chain.count; i++) {
     const ChainLink& link = chain.links[i];
@@ -214,16 +227,20 @@ __device__ inline void fetch_rows(const ChainLinks& chain, const ChainRing<S>& a
     const char* x = reinterpret_cast<const char*>(Format::kParts == 4 ? (const void*)p.x.tiles : p.bytes.values);
     const int row_bytes = chain.rows * Format::kRowBytes, stride = blocks_of(chain.rows) * kBlock;
     ChainParts parts(link, blockIdx.x);
-    bool there = i == 0;
+    bool there = link.after < 0 || link.own >= 0;
     for (ChainPart part; parts.next(part);) {
-      if (!there) await_done(chain.scratch.barriers + i - 1, chain.links[i - 1].blocks), fence_copies();
-      there = true;
+      if (!there) {
+        if (own == 0)
+          await_done(chain.scratch.barriers + link.after, chain.links[link.after].blocks), barrier_arrive(at.made);
+        else barrier_wait(at.made, made), made ^= 1;
+        fence_copies(), there = true;
+      }
       int block = part.block + own;
       for (int step = part.begin; step < part.end; step++, block += kStepBlocks, ring.next()) {
         uint64_t* barrier = &at.full[ring.stage];
         const uint32_t to = at.stages + ring.stage * S::kStageBytes;
         barrier_wait(&at.empty[ring.stage], ring.parity ^ 1);
-        if (block >= part.block_end) {
+        if (block >= part.block_end || link.own >= 0) {
           barrier_arrive(barrier);
           continue;
         }
@@ -249,6 +266,7 @@ class ChainWorker {
   __device__ void multiply(const ChainLink& link, int rows, const Scratch& scratch) {
     const Product& p = link.op.product;
     const int column_blocks = blocks_of(p.w.n);
+    owns_ = link.own >= 0;
     ChainParts parts(link, blockIdx.x);
     for (ChainPart part; parts.next(part);) {
       const int column_block = part.tile * kGroups + group_;
@@ -332,8 +350,10 @@ class ChainWorker {
     return at_.shared + stage * S::kStageBytes + S::kGroupsAt + group_ * S::kGroupBytes + S::kSetsAt +
            j * Format::kSets * S::kSetBytes + (warp_ * 8 + lane_ / 4) * 8;
   }
-  __device__ uint32_t rows_at(int stage, int j) const {
-    return at_.stages + stage * S::kStageBytes + j * S::kRowsBytes;
+  // block: of K, which is number j of a stage.
+  __device__ uint32_t rows_at(int stage, int j, int block) const {
+    return at_.stages +
+           (S::kOwns && owns_ ? S::kOwnAt + block * S::kRowsBytes : stage * S::kStageBytes + j * S::kRowsBytes);
   }
 
   // Products of a part's steps, added to the sums that there are if it has been begun.
@@ -356,26 +376,26 @@ class ChainWorker {
           if (j && !both) break;
           Operand a;
           load(p, stage, j, block + j, a);
-          multiply_few(stage, j, a);
+          multiply_few(rows_at(stage, j, block + j), a);
           if (end_segment(stage, j, block + j, segments, segment_end)) clear(d_);
         }
       } else if constexpr (kDirect) {
         Operand none;
-        multiply_block(stage, 0, adds, none);
-        if (both) multiply_block(stage, 1, true, none);  // of the same segment
+        multiply_block(rows_at(stage, 0, block), stage, 0, adds, none);
+        if (both) multiply_block(rows_at(stage, 1, block + 1), stage, 1, true, none);  // of the same segment
         wait_products<0>();
         settle(d_);
         adds = !end_segment(stage, both, block + both, segments, segment_end);
       } else {
         Operand a[kStepBlocks];  // one is made while the product of the other is under way
         load(p, stage, 0, block, a[0]);
-        multiply_block(stage, 0, adds, a[0]);
+        multiply_block(rows_at(stage, 0, block), stage, 0, adds, a[0]);
         if (both) load(p, stage, 1, block + 1, a[1]);
         wait_products<0>();
         settle(d_);
         adds = !end_segment(stage, 0, block, segments, segment_end);
         if (both) {
-          multiply_block(stage, 1, adds, a[1]);
+          multiply_block(rows_at(stage, 1, block + 1), stage, 1, adds, a[1]);
           wait_products<0>();
           settle(d_);
           adds = !end_segment(stage, 1, block + 1, segments, segment_end);
@@ -416,8 +436,8 @@ class ChainWorker {
       }
     }
   }
-  __device__ void multiply_block(int stage, int j, bool adds, Operand& a) {
-    const uint32_t x = rows_at(stage, j), own = at_.stages + codes_at(stage, j);
+  __device__ void multiply_block(uint32_t x, int stage, int j, bool adds, Operand& a) {
+    const uint32_t own = at_.stages + codes_at(stage, j);
     begin_products();
 #pragma unroll
     for (int i = 0; i < Format::kParts; i++) {
@@ -433,8 +453,7 @@ class ChainWorker {
     }
     commit_products();
   }
-  __device__ void multiply_few(int stage, int j, const Operand& a) {
-    const uint32_t x = rows_at(stage, j);
+  __device__ void multiply_few(uint32_t x, const Operand& a) {
 #pragma unroll
     for (int t = 0; t < S::kRows / 8; t++) {
       auto& own = reinterpret_cast<typename Format::Sum(&)[4]>(d_[4 * t]);
@@ -476,6 +495,7 @@ class ChainWorker {
   const int group_ = threadIdx.x / kGroupThreads, thread_ = threadIdx.x % kGroupThreads, warp_ = thread_ / 32,
             lane_ = threadIdx.x % 32;
   Ring<S::kStages> ring_;
+  bool owns_ = false;  // rows of the product
   typename Format::Sum d_[kValues];
   float total_[Format::kSegments ? kValues : 1];
 };
@@ -488,36 +508,52 @@ AS_BOTH constexpr RowBytes row_bytes_of() {
 }
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_constant__ ChainLinks chain) {
+__global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_constant__ ChainLinks parameters) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ uint64_t full[kStages], empty[kStages], made;
   __shared__ int arrived[S::kGroups];
   constexpr RowBytes kBytes = row_bytes_of<typename S::Format>();
   __shared__ ChainRowsShared<kBytes> rows_shared;
+  __shared__ RowShared own_shared[S::kOwns ? kOwnWarps : 1];
+  __shared__ __align__(16) char links_shared[sizeof(ChainLinks)];
+  constexpr int kCopyBarrier = kWorkersBarrier<S> + 1, kOwnBarrier = kCopyBarrier + 1;
+  const auto copied = [&] {
+    asm volatile("bar.sync %0, %1;" ::"n"(kCopyBarrier), "n"(S::kWorkers + 32 * kFetchRowWarps) : "memory");
+  };
   let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++)
       barrier_init(&full[i], kWeightWarps + kFetchRowWarps), barrier_init(&empty[i], 4 * S::kGroups);
+    barrier_init(&made, 1);
     barriers_are_there();
   }
-  for (int i = 0; i < chain.count; i++)
-    if (chain.links[i].op.kind != ChainOp::Kind::product && (int)blockIdx.x < chain.links[i].blocks)
-      prefetch_norm(chain.links[i].op);
   __syncthreads();
-  const ChainRing<S> ring{shared, shared_address(shared), full, empty};
+  const ChainRing<S> ring{shared, shared_address(shared), full, empty, &made};
+  const ChainLinks& chain = *reinterpret_cast<const ChainLinks*>(links_shared);
   if (threadIdx.x >= S::kWorkers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // Issuing a copy takes some 200 cycles: so warps share them, and one thread of each asks.
     static_assert(kWeightWarps + kFetchRowWarps == kGroupThreads / 32);
-    if (threadIdx.x % 32 != 0) return;
     const int warp = (threadIdx.x - S::kWorkers) / 32;
-    if (warp < kWeightWarps) fetch_weights<S>(chain, ring, warp);
+    if (warp >= kWeightWarps) copied();
+    if (threadIdx.x % 32 != 0) return;
+    if (warp < kWeightWarps) fetch_weights<S>(parameters, ring, warp);
     else fetch_rows<S>(chain, ring, warp - kWeightWarps);
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kRegisters));
+  // Every line of parameters that is read for the first time is waited for: so all at once, and not by way of the cache
+  // of constants, which has one address at a time.
+  const uint4* from = reinterpret_cast<const uint4*>(&parameters);
+  asm volatile("" : "+l"(from));
+  for (int i = threadIdx.x; i < (int)(sizeof(ChainLinks) / 16); i += S::kWorkers)
+    reinterpret_cast<uint4*>(links_shared)[i] = from[i];
+  copied();
+  for (int i = 0; i < chain.count; i++)
+    if (chain.links[i].op.kind != ChainOp::Kind::product && (int)blockIdx.x < chain.rows)
+      prefetch_norm(chain.links[i].op);
   await_previous();
   int* const barriers = chain.scratch.barriers;
   const RowThreads threads{(int)threadIdx.x, S::kWorkers, kWorkersBarrier<S>};
@@ -525,11 +561,23 @@ __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_cons
   for (int i = 0; i < chain.count; i++) {
     const ChainLink& link = chain.links[i];
     if ((int)blockIdx.x >= link.blocks) continue;
+    const auto await_rows = [&] {
+      if (threadIdx.x == 0 && link.after >= 0) await_done(barriers + link.after, chain.links[link.after].blocks);
+      workers_barrier<S>();
+    };
     if (link.op.kind == ChainOp::Kind::product) {
+      if constexpr (S::kOwns)
+        if (link.own >= 0) {
+          const ChainOp& op = chain.links[link.own].op;
+          touch_norm(op);
+          await_rows();
+          make_own_rows<kBytes>(own_shared, kOwnBarrier, op, chain.rows, shared + S::kOwnAt);
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          workers_barrier<S>();
+        }
       worker.multiply(link, chain.rows, chain.scratch);
     } else {
-      if (threadIdx.x == 0 && i) await_done(barriers + i - 1, chain.links[i - 1].blocks);
-      workers_barrier<S>();
+      await_rows();
       do_rows<S::kWorkers, kBytes>(threads, rows_shared, link.op, link.segments, chain.rows, blockIdx.x, link.blocks);
     }
     if (i + 1 == chain.count) break;
@@ -545,6 +593,22 @@ __global__ void __launch_bounds__(S::kThreads, 1) chain_kernel(const __grid_cons
 }
 static_assert(kMostChained < kScratchBarriers);
 
+// Whether ops[i], a product, has its rows from the op before it, and nobody later has.
+inline bool reads_alone(const ChainOp* ops, int count, int i) {
+  const ChainOp& maker = ops[i - 1];
+  const Product& own = ops[i].product;
+  if (maker.kind == ChainOp::Kind::bytes) {
+    if (own.bytes.values != maker.product.bytes.values) return false;
+    return i + 1 == count || ops[i + 1].kind != ChainOp::Kind::product || !ops[i + 1].product.w.takes_bytes();
+  }
+  if (!maker.y.tiles || maker.y.values || own.x.tiles != maker.y.tiles) return false;
+  for (int later = i + 1; later < count; later++) {
+    if (ops[later].kind == ChainOp::Kind::norm && ops[later].y.tiles == maker.y.tiles) break;
+    if (ops[later].product.x.tiles == maker.y.tiles && ops[later].kind != ChainOp::Kind::norm) return false;
+  }
+  return true;
+}
+
 // The ops as the kernel has them, for blocks of threads that are so many.
 template <typename S>
 ChainLinks links_of(const ChainOp* ops, int count, int rows, int blocks, const Scratch& scratch) {
@@ -552,7 +616,7 @@ ChainLinks links_of(const ChainOp* ops, int count, int rows, int blocks, const S
   chain.count = count, chain.rows = rows, chain.scratch = scratch;
   for (int i = 0; i < count; i++) {
     ChainLink& link = chain.links[i];
-    link.op = ops[i];
+    link.op = ops[i], link.after = i - 1;
     const Matrix& w = ops[i].product.w;
     if (w.k) link.k = ChainSteps(Pieces(w.k, w.most_pieces)), link.segments = Segments(w, Pieces(w.k, w.most_pieces));
     if (ops[i].kind != ChainOp::Kind::product) {
@@ -566,6 +630,8 @@ ChainLinks links_of(const ChainOp* ops, int count, int rows, int blocks, const S
     const bool whole = pieces <= blocks && link.k.length <= (steps + blocks - 1) / blocks + kLittle;
     link.share = whole ? ShareOf::pieces : ShareOf::steps;
     link.blocks = std::min(blocks, whole ? pieces : steps);
+    if (S::kOwns && i && link.blocks >= rows && may_own(ops[i - 1], rows) && reads_alone(ops, count, i))
+      link.own = i - 1, link.after = i - 2, chain.links[i - 1].blocks = 0;
   }
   return chain;
 }

@@ -7,9 +7,9 @@ namespace {
 
 template <int kBits>
 void start(const ChainOp* ops, int count, int rows, const Queue& queue) {
-  if (rows <= 8) start_chain<StreamShape<Integers<kBits>, 8, 4>>(ops, count, rows, queue);
-  else if (rows <= 16) start_chain<StreamShape<Integers<kBits>, 16, 4>>(ops, count, rows, queue);
-  else start_chain<StreamShape<Integers<kBits>, 32, 4>>(ops, count, rows, queue);
+  if (rows <= 8) start_chain<ChainShape<Integers<kBits>, 8, 4>>(ops, count, rows, queue);
+  else if (rows <= 16) start_chain<ChainShape<Integers<kBits>, 16, 4>>(ops, count, rows, queue);
+  else start_chain<ChainShape<Integers<kBits>, 32, 4>>(ops, count, rows, queue);
 }
 
 }  // namespace

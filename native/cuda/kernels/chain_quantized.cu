@@ -8,9 +8,9 @@ namespace {
 template <int kBits, bool kFine>
 void start(const ChainOp* ops, int count, int rows, const Queue& queue) {
   using Format = Rounded<kBits, kFine>;
-  if (rows <= 8) start_chain<StreamShape<Format, 8, 4>>(ops, count, rows, queue);
-  else if (rows <= 16) start_chain<StreamShape<Format, 16, 4>>(ops, count, rows, queue);
-  else start_chain<StreamShape<Format, 32, 4>>(ops, count, rows, queue);
+  if (rows <= 8) start_chain<ChainShape<Format, 8, 4>>(ops, count, rows, queue);
+  else if (rows <= 16) start_chain<ChainShape<Format, 16, 4>>(ops, count, rows, queue);
+  else start_chain<ChainShape<Format, 32, 4>>(ops, count, rows, queue);
 }
 
 }  // namespace

@@ -13,17 +13,16 @@ struct ScaleSets {
       : each(codes.groups > 1 && codes.group < kBlock ? kBlock / codes.group : 1),
         blocks(codes.groups > 1 ? (codes.group > kBlock ? codes.group / kBlock : 1) : k_blocks),
         count(codes.groups) {}
-  AS_BOTH int first(int block) const { return block / blocks * each; }
   // Whether the second blocks of steps of two are all alike: of a set of their own, or of the first block's.
   AS_BOTH bool regular() const { return blocks == 1 || blocks % 2 == 0 || count == 1; }
-  // How many sets further the second block of a step has its first one than the first, which is `block`, has.
-  AS_BOTH int second(int block) const {
-    if (regular()) return blocks == 1 && count > 1 ? each : 0;
-    return (block + 1) % blocks == 0 ? each : 0;
-  }
+  // How many sets further the second block of a step has its first one than the first, which is `block`, has; as a
+  // rule, if there is one.
+  AS_BOTH int second() const { return blocks == 1 && count > 1 ? each : 0; }
+  AS_BOTH int second(int block) const { return regular() ? second() : (block + 1) % blocks == 0 ? each : 0; }
 };
 
-// What a warp does to steps of two blocks of K that lie in shared memory as S says: 16 columns by S::kRows rows.
+// What a warp does to steps of two blocks of K that lie in shared memory as S says: 16 columns by S::kRows rows. Sums
+// are those of one chain of products in ascending order.
 template <class S>
 class StepProducts {
  public:
@@ -31,39 +30,32 @@ class StepProducts {
   static constexpr int kBits = Format::kBits, kSets = Format::kFine ? 4 : 1;
 
   // group: of 64 columns, of which a warp has a quarter. second: how many sets further than the first block's the
-  // second one's are.
+  // second one's are, as a rule.
   __device__ StepProducts(const ScaleSets& sets, int second, int group, int warp, int lane)
       : codes_(S::kGroupsAt + group * S::kGroupBytes + (warp * LaneCodes<kBits>::kLoads * 32 + lane) * 16),
         scales_(S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt + (warp * 8 + lane / 4) * 8),
+        second_(scales_ + second * S::kSetBytes),
         each_(sets.each),
-        second_(second * S::kSetBytes),
-        x_{piece_offset(lane % 8, lane / 8), piece_offset(lane % 8, 4 + lane / 8)} {
+        x_{(uint32_t)piece_offset(lane % 8, lane / 8), (uint32_t)piece_offset(lane % 8, 4 + lane / 8)} {
     keep(codes_), keep(scales_), keep(second_), keep(x_[0]), keep(x_[1]);
   }
 
-  // d += a step of two whole blocks, whose sets are regular; stage: where it is. All codes are asked for first, and the
-  // second block's become values while the first one's products are under way.
+  // The weights of block j of a step, mma.sync's first operands; stage: where the step is; further: how many sets
+  // further than the first block's these are, if not as a rule.
+  __device__ __forceinline__ void weights(uint32_t stage, int j, uint32_t (&a)[4][4]) const {
+    weights(read(stage, j, j ? second_ : scales_), a);
+  }
+  __device__ __forceinline__ void weights(uint32_t stage, int j, int further, uint32_t (&a)[4][4]) const {
+    weights(read(stage, j, scales_ + further * S::kSetBytes), a);
+  }
+  // d += a step of two whole blocks. All that the warp has of it is asked for first, and the second block's codes
+  // become values while the first one's products are under way.
   __device__ __forceinline__ void multiply(uint32_t stage, float (&d)[S::kRows / 2]) const {
-    LaneCodes<kBits> codes[2];
-    uint2 scales[2][kSets];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-#pragma unroll
-      for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-        codes[j].loaded[i] = load_16(stage + codes_ + j * S::kCodesBytes + i * 512);
-#pragma unroll
-      for (int i = 0; i < kSets; i++)
-        scales[j][i] = load_8(stage + scales_ + j * second_ + (kSets > 1 ? i * each_ / 4 * S::kSetBytes : 0));
-    }
+    const Block blocks[2] = {read(stage, 0, scales_), read(stage, 1, second_)};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       uint32_t a[4][4];
-      Affine rows[2];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        if (i < kSets) rows[0].set(scales[j][i].x), rows[1].set(scales[j][i].y);
-        codes[j].fragment(i, rows, a[i]);
-      }
+      weights(blocks[j], a);
       multiply(stage + j * S::kRowsBytes, a, d);
     }
   }
@@ -82,15 +74,35 @@ class StepProducts {
   }
 
  private:
+  struct Block {
+    LaneCodes<kBits> codes;
+    uint2 scales[kSets];
+  };
+
   // The compiler has these in registers: it would work them out again in every step.
-  template <typename T>
-  static __device__ __forceinline__ void keep(T& x) {
-    asm volatile("" : "+r"(x));
+  static __device__ __forceinline__ void keep(uint32_t& x) { asm volatile("" : "+r"(x)); }
+  __device__ __forceinline__ Block read(uint32_t stage, int j, uint32_t scales) const {
+    Block block;
+#pragma unroll
+    for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+      block.codes.loaded[i] = load_16(stage + codes_ + j * S::kCodesBytes + i * 512);
+#pragma unroll
+    for (int i = 0; i < kSets; i++)
+      block.scales[i] = load_8(stage + scales + (kSets > 1 ? i * each_ / 4 * S::kSetBytes : 0));
+    return block;
+  }
+  static __device__ __forceinline__ void weights(const Block& block, uint32_t (&a)[4][4]) {
+    Affine rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i < kSets) rows[0].set(block.scales[i].x), rows[1].set(block.scales[i].y);
+      block.codes.fragment(i, rows, a[i]);
+    }
   }
 
-  uint32_t codes_, scales_;  // of a lane, from where a stage begins on
-  int each_, second_;
-  int x_[2];
+  uint32_t codes_, scales_, second_;  // of a lane, from where a stage begins on
+  int each_;
+  uint32_t x_[2];
 };
 
 }  // namespace cuda

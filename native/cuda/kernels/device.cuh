@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -23,7 +24,7 @@ inline void launched(const char* kernel) {
 template <typename... Parameters, typename... Arguments>
 void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
                     size_t shared, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
@@ -34,6 +35,11 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = queue.stream, config.attrs = attributes;
   config.numAttrs = queue.capability < 90 ? 0 : alone ? 1 : 2;
+  static const bool largest = std::getenv("ALLSPARK_CARVEOUT");
+  if (largest && queue.capability >= 90) {
+    attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attributes[config.numAttrs++].val.sharedMemCarveout = 100;
+  }
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 template <typename... Parameters, typename... Arguments>
@@ -113,6 +119,10 @@ __device__ inline float warp_max(float x) {
 }
 
 __device__ inline uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+__device__ inline void store_shared(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 
 // 16 bytes from global memory, or zeros.
 __device__ inline void copy_16(uint32_t to, const void* from, bool there = true) {

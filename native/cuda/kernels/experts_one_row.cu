@@ -54,13 +54,12 @@ struct Chosen {
   float shares[kMostTop];
 };
 
-// By a block of threads. scratch: two numbers of each expert.
+// By a block of threads. scratch: as route_row_together() has it.
 __device__ void choose(const ChosenRow& row, const Routing& r, float* scratch, Chosen& chosen) {
   __shared__ int all[kMostTop];
   __shared__ float shares[kMostTop];
+  route_row_together(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch, all, shares);
   if (threadIdx.x < 32) {
-    route_row(row.logits, row.router, r.top, !row.where || __ldcg(row.where) >= 0, scratch,
-              scratch + row.router.experts, all, shares);
     __syncwarp();
     const int lane = threadIdx.x, expert = lane < r.top ? all[lane] - r.begin : -1;
     const bool own = expert >= 0 && expert < r.end - r.begin;
@@ -271,7 +270,7 @@ void start_gates(const ExpertProduct& e, const ChosenRow& row, const Queue& queu
   const auto kernel = gate_row_kernel<S, kStages>;
   const int tiles = ceil_div(e.product.w.n, kTileRows);
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * kMostExperts);
+  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
   const int grid = std::min(ceil_div((size_t)tiles * e.routing.top, kWarps), processors());
   start(queue, kernel, grid, 32 * kWarps, shared, e, row, tiles, bytes_of_expert(e.product.w));
@@ -284,7 +283,7 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
   const int tiles = ceil_div(e.product.w.n, kTileRows), each = std::min(e.routing.top, kWarps);
   const int at_once = std::min(kWarps / each, ceil_div(tiles, processors()));
   constexpr size_t shared = kWarps * kStages * kStageBytes<S>;
-  static_assert(shared >= 2 * sizeof(float) * kMostExperts);
+  static_assert(shared >= 2 * sizeof(float) * (kMostExperts + 3));
   allow_shared(kernel, shared);
   start(queue, kernel, std::min(ceil_div(tiles, at_once), processors()), 32 * kWarps, shared, e, row, c, tiles, each,
         at_once, bytes_of_expert(e.product.w));

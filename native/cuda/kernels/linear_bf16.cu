@@ -192,8 +192,8 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   // Pieces, if there are several, need a cluster of blocks of threads each, or a warp; a stream has one.
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
-    constexpr int64_t kSmall = 24 << 20;  // values of a matrix that is there before clusters have begun
-    if (rows > 256) by = By::wide;
+    constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
+    if (rows > 256 || (rows > 128 && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
     else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
   }

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < 0) {
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     // A thread of each warp copies some parts of a tile: one alone would take longer to ask for them than they take.
-    if (threadIdx.x % 32 == 0) {
+    if (elected()) {
       constexpr int kCopies = (Own<S>::kCopies + kCopiers - 1) / kCopiers;  // of a thread
       const int warp = threadIdx.x / 32;
       uint16_t beside = 0, above = 0;  // blocks that share rows, and columns
@@ -290,6 +290,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int tile = first_tile; tile < tiles; tile += stride) {
       const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+      if (!kGated && !S::kBeside && p.adds && there)
+        ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
       if constexpr (kChained) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
@@ -356,7 +358,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }();
         const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
         const int first_row = end.row + group * kBlock;
-        constexpr int kPart = kColumns % 64 ? 48 : 64;  // columns: their scales stay in registers beside all sums
+        constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns: their scales stay in registers beside all sums
 #pragma unroll
         for (int c = 0; c < kColumns; c += kPart) {
           const int column = end.column + c;
@@ -432,12 +434,12 @@ constexpr Choice choice() {
   return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
 }
 constexpr Choice kChoices[] = {
-    choice<256, Sums::whole, 2, 2>(),   choice<256, Sums::whole, 2, 1>(),   choice<256, Sums::whole, 4, 1>(),
-    choice<192, Sums::whole, 2, 1>(),   choice<192, Sums::whole, 2, 2>(),   choice<288, Sums::whole, 1, 1>(),
-    choice<288, Sums::whole, 1, 2>(),   choice<144, Sums::whole, 1, 2>(),   choice<192, Sums::chained, 2, 2>(),
-    choice<192, Sums::chained, 2, 1>(), choice<128, Sums::chained, 2, 2>(), choice<128, Sums::chained, 2, 1>(),
-    choice<112, Sums::beside, 1, 1>(),  choice<112, Sums::beside, 1, 2>(),  choice<144, Sums::beside, 1, 1>(),
-    choice<224, Sums::beside, 2, 1>(),  choice<144, Sums::beside, 2, 1>(),
+    choice<256, Sums::whole, 2, 1>(),   choice<256, Sums::whole, 2, 2>(),   choice<192, Sums::whole, 2, 1>(),
+    choice<256, Sums::whole, 1, 2>(),   choice<288, Sums::whole, 1, 1>(),   choice<288, Sums::whole, 1, 2>(),
+    choice<144, Sums::whole, 1, 2>(),   choice<192, Sums::chained, 2, 2>(), choice<192, Sums::chained, 2, 1>(),
+    choice<128, Sums::chained, 2, 2>(), choice<128, Sums::chained, 2, 1>(), choice<96, Sums::chained, 2, 2>(),
+    choice<80, Sums::chained, 2, 2>(),  choice<112, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 1, 1>(),
+    choice<160, Sums::beside, 1, 1>(),  choice<192, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 2, 1>(),
 };
 constexpr int kEnd = 2500, kEndBeside = 5000;  // nanoseconds that the end of a tile takes
 

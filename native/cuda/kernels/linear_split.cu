@@ -40,9 +40,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
   // Of a cluster's blocks of threads those of the same columns are adjacent.
   const int beside = blockIdx.y % kBeside, first_rank = beside * k.count;
   const int first = piece * k.length, blocks = min(k.length, k.blocks - first);
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int group = warpgroup(), lane = threadIdx.x % 32;
   const uint32_t stages = shared_address(shared);
-  let_next_begin();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) barrier_init(&full[i], 2 * kCopiers), barrier_init(&empty[i], kGroups * kBeside);
     barriers_are_there();
@@ -98,6 +97,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
             copy_bulk(stage + i * kBlockBytes, from + i * stride, kBlockBytes, barrier);
         }
       }
+      // Not before: what comes next would have its own weights brought while these are still on their way, and memory
+      // would idle once they are there.
+      if (!copies_rows) let_next_begin();
     }
     __syncwarp();
     ask();
@@ -112,8 +114,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
       begin_products();
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        Tile<kRows>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
-                              step > 0 || b > 0);
+        Tile<kRows>::multiply(d, further(descriptor(own), step * kStepBytes),
+                              further(descriptor(theirs), step * kStepBytes), step > 0 || b > 0);
       commit_products();
       wait_products<1>();
       if (const int teller = threadIdx.x % 128; b > 0 && teller < kBeside) {

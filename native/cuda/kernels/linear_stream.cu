@@ -51,17 +51,6 @@ struct Parts {
   }
 };
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-__device__ void set_flag(int* flag, int value) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ int get_flag(const int* flag) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-#endif
-
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     linear_stream_kernel(const __grid_constant__ Product p, int rows, Pieces k, Scratch scratch) {
@@ -79,7 +68,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     barriers_are_there();
   }
   __syncthreads();
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const int group = warpgroup(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
 
   // Copies, of which the first thread of each warpgroup knows: it has the group's weights copied, and every so many
   // blocks of the rows. One for all would take longer to ask for them than they take.
@@ -155,8 +144,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       begin_products();
 #pragma unroll
       for (int step = 0; step < 4; step++)
-        Tile<kRows>::multiply(d, descriptor(weights + step * kStepBytes), descriptor(x + step * kStepBytes),
-                              step > 0 || b > 0);
+        Tile<kRows>::multiply(d, further(descriptor(weights), step * kStepBytes),
+                              further(descriptor(x), step * kStepBytes), step > 0 || b > 0);
       commit_products();
       if (thread == 0 && before >= 0 && ahead.number < count) {  // what was computed with before
         barrier_wait(&empty[before], before_turn);

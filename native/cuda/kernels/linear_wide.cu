@@ -1,12 +1,14 @@
 // Products in bfloat16 by wgmma for many rows.
 //
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time, and
-// there are no more blocks than run at once: each computes one tile after the other. Four threads have blocks of both
-// sides copied into shared memory, several stages ahead and on into the next tile while this one is written; two
-// warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of the
-// pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
+// there are no more blocks than run at once: each computes one tile after the other, and an equal part of those that
+// are left for the end. Who begins a tile does so long before the other, who goes on from its sums. Four threads have
+// blocks of both sides copied into shared memory, several stages ahead and on into the next tile while this one is
+// written; two warpgroups multiply, each 64 rows with all columns. Sums of a piece of K (tiles.h) are added to those of
+// the pieces before in registers. Blocks of threads that have adjacent tiles of rows and of columns are a cluster: each
 // copies a part of what they share for all, as what the second-level cache delivers is the limit.
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/kernels/linear_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -37,45 +39,108 @@ struct Shape {
   static_assert(kColumns % (8 * kDown) == 0 && kRows % (8 * kAcross) == 0);
 };
 
-// The tiles of a product, cluster by cluster.
+// The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
+// tile at least. Parts are of so many blocks of K as a piece has: none is cut.
 struct Walk {
-  int down, across;  // clusters' tiles
+  int down, across, whole, unit;
 
-  int count() const { return down * across; }
+  AS_BOTH int count() const { return down * across; }
 };
 template <typename S>
-Walk walk_of(int rows, int columns) {
-  return {ceil_div(rows, S::kDown * kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+Walk walk_of(int rows, const Pieces& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, k.length};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // The number, which the compiler takes as new: so what is made of it is not kept in registers through the products.
-__device__ int afresh(int x) {
+__device__ unsigned afresh(unsigned x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
-// A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
-struct TilePlace {
-  int row, column;
-
-  template <typename S>
-  __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
-    const int first = tile / (S::kBand * walk.across) * S::kBand, there = min(S::kBand, walk.down - first);
-    const int within = tile - first * walk.across;
-    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
-  }
+// A part of a tile of a block of threads: where it is, and blocks [begin, end) of K.
+struct TilePart {
+  int row, column, begin, end;
 };
 
-// What a block of threads shares beside stages. Where tiles are is said by who copies: it takes divisions, and nobody
-// multiplies meanwhile. More tiles than these are never on their way: each has a stage at least.
+// The parts of tiles that a cluster has, in the order in which it computes them. Of tiles that are shared that which
+// another goes on with comes first, and that which goes on from another's sums last.
+template <typename S>
+class Parts {
+ public:
+  __device__ Parts(const Walk& walk, const Pieces& k)
+      : walk_(walk), blocks_(k.blocks), units_((k.blocks + walk.unit - 1) / walk.unit) {
+    const int cluster = blockIdx.x / S::kCluster, clusters = gridDim.x / S::kCluster;
+    const int64_t shared = (int64_t)(walk.count() - walk.whole) * units_;
+    turns_ = (walk.whole - cluster + clusters - 1) / clusters;
+    begin_ = (int)(shared * cluster / clusters), end_ = (int)(shared * (cluster + 1) / clusters);
+  }
+  __device__ int count() const {
+    return turns_ + (end_ % units_ != 0) + end_ / units_ - (begin_ + units_ - 1) / units_ + (begin_ % units_ != 0);
+  }
+  __device__ TilePart operator[](int i) const {
+    if (i < turns_) return part(i * (gridDim.x / S::kCluster) + blockIdx.x / S::kCluster, 0, units_);
+    i -= turns_;
+    if (end_ % units_ && i-- == 0) return part(walk_.whole + end_ / units_, 0, end_ % units_);
+    const int whole = (begin_ + units_ - 1) / units_ + i;
+    if (whole < end_ / units_) return part(walk_.whole + whole, 0, units_);
+    return part(walk_.whole + begin_ / units_, begin_ % units_, units_);
+  }
+
+ private:
+  // In tiles' order some of rows take one of columns after the other.
+  __device__ TilePart part(int tile, int begin, int end) const {
+    const int down = blockIdx.x % S::kCluster / S::kAcross, across = blockIdx.x % S::kAcross;
+    const int first = tile / (S::kBand * walk_.across) * S::kBand, there = min(S::kBand, walk_.down - first);
+    const int within = tile - first * walk_.across;
+    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns,
+            begin * walk_.unit, min(end * walk_.unit, blocks_)};
+  }
+  const Walk& walk_;
+  const int blocks_, units_;
+  int turns_, begin_, end_;  // of units of what is shared
+};
+
+// What a block of threads shares beside stages. Which parts it has is said by who copies: that takes divisions, and
+// nobody multiplies meanwhile. More than these are never on their way: each has a stage at least.
 template <int kStages>
 struct Barriers {
-  static constexpr int kPlaces = 16;
-  static_assert(kPlaces >= kStages + 2);
+  static constexpr int kParts = 16;
+  static_assert(kParts >= kStages + 2);
   uint64_t full[kStages], empty[kStages];
-  TilePlace places[kPlaces];
+  TilePart parts[kParts];
 };
+
+// Of a warpgroup: sums that another goes on with, and those to go on from.
+template <int kCount>
+__device__ void hand_over(const Scratch& scratch, int group, const float (&sums)[kCount]) {
+  static_assert(kGroups * 128 * kCount <= kScratchFloats && kGroups <= kScratchFlags);
+  const int thread = threadIdx.x % 128;
+  float4* to = reinterpret_cast<float4*>(scratch.sums + blockIdx.x * kScratchFloats + group * 128 * kCount) + thread;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; i++)
+    __stcg(to + i * 128, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+  if (thread == 0) set_flag(scratch.flags + blockIdx.x * kScratchFlags + group, 1);
+}
+template <int kCount>
+__device__ void go_on_from(const Scratch& scratch, int block, int group, float (&sums)[kCount]) {
+  const int thread = threadIdx.x % 128;
+  if (thread == 0) {
+    int* flag = scratch.flags + block * kScratchFlags + group;
+    while (!get_flag(flag)) {}
+    set_flag(flag, 0);
+  }
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory");
+  const float4* from =
+      reinterpret_cast<const float4*>(scratch.sums + block * kScratchFloats + group * 128 * kCount) + thread;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; i++) {
+    const float4 four = __ldcg(from + i * 128);
+    sums[4 * i] = four.x, sums[4 * i + 1] = four.y, sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
+  }
+}
 
 // What a block copies of rows that several of the cluster have in common.
 struct Share {
@@ -112,13 +177,6 @@ struct Part {
   }
 };
 
-// The next products begin anew: what is there need not be kept until then.
-template <int kValues>
-__device__ void forget(float (&d)[kValues]) {
-#pragma unroll
-  for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
-}
-
 // What sums are in the end.
 template <bool kWhole, int kValues, int kTotals>
 __device__ const auto& of_pieces(const float (&piece)[kValues], const float (&total)[kTotals]) {
@@ -133,18 +191,18 @@ template <bool kBias, int kColumns>
 __device__ void write_gated(const Product& p, int rows, int first_row, int first_column,
                             const float (&sums)[kColumns / 2]) {
   constexpr int kEights = kColumns / 16;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4, width = p.y.width,
-            blocks = blocks_of(width);
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, quarter = lane % 4;
+  const int width = p.y.width, blocks = blocks_of(width);
   const auto gate_of = [&](int i, int j, const float* gates) {
     if constexpr (!kBias) return silu_times(gates[j], gates[4 + j]);
-    const int column = first_column + i * 8 + 2 * quarter + j;
+    const int column = first_column + i * 8 + 2 * (int)quarter + j;
     const bool there = column < width;  // with -0 a sum is what is added
     return silu_times(__fadd_rn(gates[j], there ? p.bias[column] : -0.0f),
                       __fadd_rn(gates[4 + j], there ? p.bias[width + column] : -0.0f));
   };
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    const int row = first_row + thread / 32 * 16 + lane / 4 + 8 * h;
+    const int row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
 #pragma unroll
     for (int first = 0; first < kEights; first += 4) {
       uint32_t words[4] = {};
@@ -154,8 +212,8 @@ __device__ void write_gated(const Product& p, int rows, int first_row, int first
         words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
       }
       exchange(words);
-      const int column = first_column + (first + quarter) * 8;
-      if (row >= rows || first + quarter >= kEights || column >= width) continue;
+      const int column = first_column + (first + (int)quarter) * 8;
+      if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
       if (column + 8 > width) {  // columns from the width on are padding, which is zero
 #pragma unroll
         for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
@@ -178,64 +236,78 @@ __device__ void ask_for_added(const Product& p, int rows, int first_row, int fir
   }
 }
 
+// Four values, or zeros: asked for where this stands in the program.
+__device__ float4 read_if(const float* from, bool there) {
+  float4 v;
+  asm volatile(
+      "{ .reg .pred there;\n"
+      "setp.ne.b32 there, %5, 0;\n"
+      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
+      "@there ld.global.v4.f32 {%0, %1, %2, %3}, [%4]; }"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(from), "r"((int)there));
+  return v;
+}
+
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
-// each has four adjacent ones. All that is read of a row comes before anything is written.
+// each has four adjacent ones. Of some of these at a time what they are added to is asked for while those before are
+// computed with: for all there are no registers, and one after the other would wait for each.
 template <int kColumns>
 __device__ void write_sums(const Product& p, int rows, int first_row, int first_column,
                            const float (&sums)[kColumns / 2]) {
-  constexpr int kSixteens = kColumns / 16;
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2, width = p.y.width;
-  const int column = first_column + 8 * odd + lane % 4 / 2 * 4, row = first_row + thread / 32 * 16 + lane / 4;
+  constexpr int kSixteens = kColumns / 16, kAsked = 4, kSteps = (kSixteens + kAsked - 1) / kAsked;
+  const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
+  const int width = p.y.width, column = first_column + (int)(8 * odd + lane % 4 / 2 * 4),
+            row = first_row + (int)(thread / 32 * 16 + lane / 4);
   const int left = p.w.n - column;  // of the columns that there are
+  const float* added = p.adds ? p.y.values + (size_t)row * width : p.bias;
+  const int stride = p.adds ? 8 * width : 0;
+  float4 asked[2][kAsked];
+  const auto ask = [&](int step) {
+    const int h = step / kSteps;
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    float4 values[kSixteens];
+    for (int i = 0; i < kAsked; i++)
+      if (const int at = step % kSteps * kAsked + i; at < kSixteens)
+        asked[step % 2][i] =
+            read_if(added + (size_t)h * stride + column + 16 * at, added && row + 8 * h < rows && 16 * at < left);
+  };
+  ask(0);
 #pragma unroll
-    for (int i = 0; i < kSixteens; i++) {
-      const float *low = sums + 8 * i + 2 * h, *high = low + 4;
+  for (int step = 0; step < 2 * kSteps; step++) {
+    if (step + 1 < 2 * kSteps) ask(step + 1);
+    const int h = step / kSteps;
+#pragma unroll
+    for (int i = 0; i < kAsked; i++) {
+      const int at = step % kSteps * kAsked + i;
+      if (at >= kSixteens) continue;
+      const float *low = sums + 8 * at + 2 * h, *high = low + 4;
       const float first = __shfl_xor_sync(0xffffffffu, odd ? low[0] : high[0], 1),
                   second = __shfl_xor_sync(0xffffffffu, odd ? low[1] : high[1], 1);
-      values[i] = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
+      float4 four = odd ? make_float4(first, second, high[0], high[1]) : make_float4(low[0], low[1], first, second);
+      if (row + 8 * h >= rows || 16 * at >= left) continue;
+      if (p.adds && p.bias) four = sum_of(four, *reinterpret_cast<const float4*>(p.bias + column + 16 * at));
+      if (added) four = sum_of(asked[step % 2][i], four);
+      if (p.y.tiles)
+        *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * at, blocks_of(width))) =
+            make_uint2(two_bf16(four.x, four.y), two_bf16(four.z, four.w));
+      else *reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column + 16 * at) = four;
     }
-    if (row + 8 * h >= rows) continue;
-    if (p.bias) {
-#pragma unroll
-      for (int i = 0; i < kSixteens; i++)
-        if (16 * i < left) values[i] = sum_of(values[i], *reinterpret_cast<const float4*>(p.bias + column + 16 * i));
-    }
-    if (p.y.tiles) {
-#pragma unroll
-      for (int i = 0; i < kSixteens; i++)
-        if (16 * i < left)
-          *reinterpret_cast<uint2*>(p.y.tiles + tile_offset(row + 8 * h, column + 16 * i, blocks_of(width))) =
-              make_uint2(two_bf16(values[i].x, values[i].y), two_bf16(values[i].z, values[i].w));
-      continue;
-    }
-    float4* to = reinterpret_cast<float4*>(p.y.values + (size_t)(row + 8 * h) * width + column);
-    if (p.adds) {
-      float4 before[kSixteens];
-#pragma unroll
-      for (int i = 0; i < kSixteens; i++) before[i] = 16 * i < left ? to[4 * i] : make_float4(0, 0, 0, 0);
-#pragma unroll
-      for (int i = 0; i < kSixteens; i++) values[i] = sum_of(before[i], values[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < kSixteens; i++)
-      if (16 * i < left) to[4 * i] = values[i];
   }
 }
 #endif
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Pieces k,
+                       const __grid_constant__ Walk walk, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kCluster = S::kCluster;
   constexpr bool kWhole = S::kWhole;
   extern __shared__ __align__(1024) char shared[];
   __shared__ Barriers<S::kStages> barriers;
   const int rank = blockIdx.x % kCluster, down = rank / kAcross, across = rank % kAcross;
-  const int first_tile = blockIdx.x / kCluster, step = gridDim.x / kCluster, tiles = walk.down * walk.across;
+  const Parts<S> parts(walk, k);
+  const int count = parts.count();
   const uint32_t stages = shared_address(shared);
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -247,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   cluster_barrier();
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   Ring<S::kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -258,9 +330,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       const uint16_t beside = ((1 << kAcross) - 1) << (down * kAcross);
       uint16_t above = 0;
       for (int i = 0; i < kDown; i++) above |= 1 << (i * kAcross + across);
-      for (int tile = first_tile; tile < tiles; tile += step) {
-        const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
-        if (warp == 0) barriers.places[tile / step % barriers.kPlaces] = at;
+      for (int number = 0; number < count; number++) {
+        const TilePart at = parts[number];
+        if (warp == 0) barriers.parts[number % barriers.kParts] = at;
         const Share weights(p.w.tiles, at.column, p.w.n, kColumns, k.blocks, down, kDown);
         const Share own(p.x.tiles, at.row, rows, kRows, k.blocks, across, kAcross);
         const auto part_of = [&](int n, bool& of_rows) {
@@ -279,9 +351,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           else copy_bulk(to, part.from, part.bytes, barrier);
           part.from += kBlockBytes;
         };
+        first.from += (size_t)at.begin * kBlockBytes, second.from += (size_t)at.begin * kBlockBytes;
         // Weights are on their way before the kernel before this one has made the rows.
-        if (tile != first_tile || of_rows[0] || of_rows[1]) await_previous();
-        for (int b = 0; b < k.blocks; b++, ring.next()) {
+        if (number || of_rows[0] || of_rows[1]) await_previous();
+        for (int left = at.end - at.begin; left > 0; left--, ring.next()) {
           barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
           // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
           if (warp == 0) barrier_expect(&barriers.full[ring.stage], weights.bytes + own.bytes);
@@ -294,46 +367,66 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     await_previous();
-    float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
     // All blocks of the cluster are told, by a thread each: if only those were that copy for this one, one with nothing
     // to wait for (a tile beyond the last) could tell twice what another has not told once.
     const int teller = threadIdx.x % 128;
     const auto release = [&](int stage) {
       if (teller < kCluster) barrier_arrive_at(&barriers.empty[stage], teller);
     };
-    if (group == 1 && k.blocks > kAhead) asm volatile("bar.sync 1, 256;" ::: "memory");
-    int number = 0;
-    for (int tile = first_tile; tile < tiles; tile += step, number++) {
+    const TilePart begun = parts[0];
+    const bool staggered = begun.end - begun.begin > kAhead;
+    const auto let_other_begin = [&] {
+      if (group == 0 && staggered) asm volatile("bar.arrive 1, 256;" ::: "memory");
+    };
+    if (group == 1 && staggered) asm volatile("bar.sync 1, 256;" ::: "memory");
+    for (int number = 0; number < count; number++) {
       barrier_wait(&barriers.full[ring.stage], ring.parity);
-      const TilePlace& place = barriers.places[number % barriers.kPlaces];
-      const bool there = place.row + group * kBlock < rows && place.column < p.w.n;
-      if (!kGated && p.adds && there) ask_for_added<kColumns>(p, rows, place.row + group * kBlock, place.column);
-      if constexpr (!kWhole) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
-      }
-      for (int piece = 0, b = 0; piece < k.count; piece++) {
-        const int first = b, end = min(b + k.length, k.blocks);
-        int last = 0;
-        forget(d);
-#pragma unroll 1
-        for (; b < end; b++, ring.next()) {
+      const TilePart& part = barriers.parts[number % barriers.kParts];
+      const int last_block = part.end;
+      int b = part.begin;
+      if (part.row + group * kBlock >= rows || part.column >= p.w.n) {
+        if (number == 0) let_other_begin();
+        for (; b < last_block; b++, ring.next()) {
           barrier_wait(&barriers.full[ring.stage], ring.parity);
-          if (there) {
-            const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
-                           theirs = stage + kRows * kRowBytes;
-            begin_products();
-#pragma unroll
-            for (int step = 0; step < 4; step++)
-              Tile<kColumns>::multiply(d, descriptor(own + step * kStepBytes), descriptor(theirs + step * kStepBytes),
-                                       step > 0 || b > first);
-            commit_products();
-            wait_products<1>();
-          }
-          if (b > first) release(last);
-          last = ring.stage;
-          if (group == 0 && b == kAhead && tile == first_tile) asm volatile("bar.arrive 1, 256;" ::: "memory");
+          release(ring.stage);
         }
+        continue;
+      }
+      float d[kColumns / 2], total[kWhole ? 1 : kColumns / 2];
+      if constexpr (!kWhole) {
+        if (b > 0) {
+          go_on_from(scratch, blockIdx.x - kCluster, group, total);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+        }
+      }
+      if (!kGated && p.adds && last_block == k.blocks)
+        ask_for_added<kColumns>(p, rows, part.row + group * kBlock, part.column);
+      do {
+        const int end = kWhole ? last_block : min(b + k.length, last_block);
+        int last = -1;
+        // anew: std::true_type if sums begin with these products, so that registers need not be kept for them before.
+        const auto multiply = [&](auto anew) {
+          barrier_wait(&barriers.full[ring.stage], ring.parity);
+          const uint32_t stage = stages + ring.stage * S::kStageBytes, own = stage + group * kBlockBytes,
+                         theirs = stage + kRows * kRowBytes;
+          begin_products();
+#pragma unroll
+          for (int step = 0; step < 4; step++)
+            Tile<kColumns>::multiply(d, further(descriptor(own), step * kStepBytes),
+                                     further(descriptor(theirs), step * kStepBytes),
+                                     step > 0 || !decltype(anew)::value);
+          commit_products();
+          wait_products<1>();
+          if (last >= 0) release(last);
+          last = ring.stage;
+          if (number == 0 && b == begun.begin + kAhead) let_other_begin();
+          b++, ring.next();
+        };
+        multiply(std::true_type());
+#pragma unroll 1
+        while (b < end) multiply(std::false_type());
         wait_products<0>();
         release(last);
         settle(d);
@@ -341,10 +434,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
           for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
         }
-      }
-      if (!there) continue;
+      } while (!kWhole && b < last_block);
       const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
-      const TilePlace end = barriers.places[afresh(number) % barriers.kPlaces];
+      const TilePart end = barriers.parts[afresh(number) % barriers.kParts];
+      if constexpr (!kWhole) {
+        if (end.end < k.blocks) {
+          hand_over(scratch, group, total);
+          continue;
+        }
+      }
       const int first_row = end.row + group * kBlock;
       if constexpr (kGated) {
         if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, sums);
@@ -358,6 +456,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster_barrier();  // other blocks may still tell this one's barriers
 #endif
 }
+
+// Nanoseconds that the end of a tile takes, and that a cluster waits for sums which it goes on from and leaves others.
+constexpr int kEnd = 2500, kHandOver = 4000;
 
 template <typename S>
 struct Kernel {
@@ -379,15 +480,32 @@ struct Kernel {
     }();
     return count;
   }
-  // How often all clusters have a tile.
-  static int turns(int rows, int columns) { return ceil_div(walk_of<S>(rows, columns).count(), clusters()); }
-  static void start(const Product& p, int rows, const Queue& queue) {
-    const Walk walk = walk_of<S>(rows, p.w.n);
+  // How tiles are shared out, and how many nanoseconds that takes if a block of K takes so many. Where the last turn of
+  // all clusters would leave many idle, its tiles and those of the one before are shared.
+  static int64_t plan(int rows, const Matrix& w, const Pieces& k, int nanoseconds, Walk* walk) {
+    *walk = walk_of<S>(rows, k, w.n);
+    const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
+    const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
+    if (S::kWhole || count < clusters() || over == 0 || clusters() * S::kCluster > kScratchBlocks) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((size_t)(clusters() + over) * units, clusters());
+    const int64_t shared = (turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
+    if (shared >= whole) return whole;
+    walk->whole = count - clusters() - over;
+    return shared;
+  }
+  static int64_t cost(int rows, const Matrix& w, const Pieces& k, int nanoseconds) {
+    Walk walk;
+    return plan(rows, w, k, nanoseconds, &walk);
+  }
+  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+    const Pieces k(p.w.k, p.w.most_pieces);
+    Walk walk;
+    plan(rows, p.w, k, nanoseconds, &walk);
     const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int blocks = S::kCluster * (walk.count() < clusters() ? walk.count() : clusters());
-    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk);
+    start_clusters(queue, kernel, dim3(blocks), dim3(S::kCluster), kThreads, S::kShared, p, rows, k, walk,
+                   queue.scratch);
     launched("linear in bfloat16, many rows");
   }
 };
@@ -396,20 +514,31 @@ struct Kernel {
 // what tensor cores and shared memory can do, not measured one by one.
 struct Choice {
   int columns, down, across, nanoseconds;
-  int (*turns)(int rows, int columns);
-  void (*start)(const Product&, int, const Queue&);
+  int64_t (*cost)(int rows, const Matrix& w, const Pieces& k, int nanoseconds);
+  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
 };
 template <int kColumns, bool kWhole, int kDown, int kAcross>
 constexpr Choice choice(int nanoseconds) {
   using K = Kernel<Shape<kColumns, kWhole, kDown, kAcross>>;
-  return {kColumns, kDown, kAcross, nanoseconds, K::turns, K::start};
+  return {kColumns, kDown, kAcross, nanoseconds, K::cost, K::start};
 }
-constexpr Choice kByPieces[] = {choice<192, false, 2, 2>(540), choice<160, false, 2, 2>(460),
-                                choice<128, false, 2, 2>(375), choice<112, false, 2, 2>(335)};
-constexpr Choice kByOne[] = {choice<256, true, 4, 2>(660), choice<256, true, 2, 2>(720), choice<192, true, 2, 2>(540)};
-constexpr int kEnd = 2500;  // nanoseconds that the end of a tile takes
+constexpr Choice kByPieces[] = {choice<192, false, 2, 1>(590), choice<160, false, 2, 1>(510),
+                                choice<128, false, 2, 1>(440), choice<128, false, 2, 2>(425),
+                                choice<112, false, 2, 2>(370)};
+constexpr Choice kByOne[] = {choice<256, true, 2, 1>(760), choice<256, true, 2, 2>(780), choice<192, true, 2, 1>(620)};
 
 }  // namespace
+
+bool wide_is_best(const Product& p, int rows) {
+  const Pieces k(p.w.k, p.w.most_pieces);
+  if (k.count > 1) {  // clusters of linear_split.cu would take a second turn, for few
+    const int blocks = ceil_div(p.w.n, 2 * kBlock) * k.count;
+    return blocks > processors() && 4 * blocks < 5 * processors();
+  }
+  using K = Kernel<Shape<256, true, 2, 1>>;  // all turns but for a tenth of one are full
+  const int count = walk_of<Shape<256, true, 2, 1>>(rows, k, p.w.n).count();
+  return 10 * count >= 9 * ceil_div(count, K::clusters()) * K::clusters();
+}
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {
   // Rows are written whole pieces of 16 bytes at a time.
@@ -418,14 +547,14 @@ void linear_wide(const Product& p, int rows, const Queue& queue) {
   const Choice* best = nullptr;
   int64_t least = INT64_MAX;
   const auto consider = [&](const Choice& choice) {
-    const int64_t cost = choice.turns(rows, p.w.n) * ((int64_t)k.blocks * choice.nanoseconds + kEnd);
+    const int64_t cost = choice.cost(rows, p.w, k, choice.nanoseconds);
     if (cost < least) best = &choice, least = cost;
   };
   if (k.count == 1)
     for (const Choice& choice : kByOne) consider(choice);
   else
     for (const Choice& choice : kByPieces) consider(choice);
-  best->start(p, rows, queue);
+  best->start(p, rows, best->nanoseconds, queue);
 }
 
 }  // namespace cuda

@@ -9,9 +9,32 @@ namespace cuda {
 
 // To nearest, to even; larger ones become the largest, 448.
 __device__ inline uint8_t to_e4m3(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
+__device__ inline uint16_t two_e4m3(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
 __device__ inline float from_e4m3(uint8_t code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
+
+// How values between two are quantized in a cache: as the CPU backend does it (cpu/cache.cpp). bad: some are no
+// numbers.
+template <int kBits>
+struct Levels {
+  static constexpr int kMost = (1 << kBits) - 1;
+  float low, step, inverse, half;
+  bool bad, flat;
+
+  __device__ Levels(float low, float high, bool bad) : low(low), bad(bad) {
+    step = (float)(((double)high - low) / kMost);  // in double: the range may pass the largest float
+    flat = bad || step < 1e-37f;                   // equal values, or nearly: the inverse would overflow
+    inverse = flat ? 0 : __fdiv_rn(2.0f, step), half = __fmul_rn(0.5f, low);
+  }
+  __device__ int code(float x) const {
+    return flat ? 0 : min(kMost, __float2int_rn(__fmul_rn(__fsub_rn(__fmul_rn(0.5f, x), half), inverse)));
+  }
+  __device__ float scale() const { return bad ? NAN : flat ? 0 : step; }
+  __device__ float minimum() const { return bad ? NAN : low; }
+};
 
 // To the bit what the CPU backend recovers.
 __device__ inline float recovered(uint32_t scales, int code, int bits) {

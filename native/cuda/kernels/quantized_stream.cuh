@@ -17,12 +17,12 @@
 #include "cuda/kernels/code_fragments.cuh"
 #include "cuda/kernels/column_sums.cuh"
 #include "cuda/kernels/linear_integer.h"
+#include "cuda/kernels/stream_parts.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
 
 namespace as {
 namespace cuda {
 
-constexpr int kStepBlocks = 2;  // of K
 constexpr int kGroupThreads = 128;
 
 // Formats: of weights of so many bits, and of what they are multiplied with.
@@ -80,64 +80,7 @@ struct StreamShape {
   static int tiles(int n, int rows) { return (blocks_of(n) + kGroups - 1) / kGroups * ((rows + kRows - 1) / kRows); }
 };
 
-// K in steps.
-struct Steps {
-  int blocks, count, pieces, length;  // length: steps of a piece
-
-  explicit Steps(const Pieces& k)
-      : blocks(k.blocks),
-        count((k.blocks + kStepBlocks - 1) / kStepBlocks),
-        pieces(k.count),
-        length((k.length + kStepBlocks - 1) / kStepBlocks) {}
-};
-
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// A part of a piece: steps [begin, end) of [first, last), which the piece has.
-struct StreamPart {
-  int tile, piece, begin, end, first, last;
-};
-// The parts that a block of threads has, in the order in which it computes them; positions count steps of all tiles.
-class StreamParts {
- public:
-  // whole: tiles are not shared.
-  __device__ StreamParts(const Steps& k, int tiles, bool whole) : steps_(k.count), length_(k.length) {
-    const int64_t all = whole ? tiles : (int64_t)tiles * steps_;
-    const int each = whole ? steps_ : 1;
-    begin_ = (int)(all * blockIdx.x / gridDim.x) * each, end_ = (int)(all * (blockIdx.x + 1) / gridDim.x) * each;
-    at_ = begin_of(begin_) == begin_ ? begin_ : end_of(begin_), stop_ = begin_of(end_);
-  }
-  // False: there are no more.
-  __device__ bool next(StreamPart& part) {
-    if (turn_ == 0) {
-      turn_ = 1;
-      if (stop_ < end_) return set(part, stop_, end_), true;
-    }
-    if (turn_ == 1) {
-      const int from = at_;
-      if (from < stop_) return at_ = end_of(from), set(part, from, at_), true;
-      turn_ = 2;
-      if (begin_of(begin_) != begin_) return set(part, begin_, end_of(begin_)), true;
-    }
-    return false;
-  }
-
- private:
-  __device__ int begin_of(int position) const {  // where the piece begins that has it
-    const int tile = position / steps_ * steps_;
-    return tile + (position - tile) / length_ * length_;
-  }
-  __device__ int end_of(int position) const {
-    return min(begin_of(position) + length_, position / steps_ * steps_ + steps_);
-  }
-  __device__ void set(StreamPart& part, int from, int to) const {
-    part.tile = from / steps_, part.begin = from - part.tile * steps_, part.end = to - part.tile * steps_;
-    part.piece = part.begin / length_, part.first = part.piece * length_;
-    part.last = min(part.first + length_, steps_);
-  }
-
-  int steps_, length_, begin_, end_, at_, stop_, turn_ = 0;
-};
-
 __device__ inline void leave(int* flag) { asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory"); }
 __device__ inline void take(int* flag) {
   int there = 0;
@@ -163,8 +106,9 @@ class StreamCopies {
  public:
   using Format = typename S::Format;
 
-  __device__ StreamCopies(const Product& p, const StreamParts& parts, int rows, const Steps& k, int warp)
-      : p_(p), parts_(parts), k_(k), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
+  __device__ StreamCopies(const Product& p, const StreamParts& parts, int rows, const Steps& k,
+                          const Divisor& row_tiles, int warp)
+      : p_(p), parts_(parts), k_(k), row_tiles_(row_tiles), sets_(p.w.codes, k.blocks), rows_(rows), warp_(warp) {
     begin();
   }
   __device__ bool there() const { return there_; }
@@ -210,9 +154,9 @@ class StreamCopies {
     there_ = parts_.next(part_);
     if (!there_) return;
     step_ = part_.begin;
-    const int row_tiles = (rows_ + S::kRows - 1) / S::kRows, block = step_ * kStepBlocks;
-    const int column_block = part_.tile / row_tiles * S::kGroups, i = warp_ / kStepBlocks;
-    row_ = part_.tile % row_tiles * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
+    const int tile = row_tiles_(part_.tile), column_block = tile * S::kGroups;
+    const int block = step_ * kStepBlocks, i = warp_ / kStepBlocks;
+    row_ = (part_.tile - tile * row_tiles_.by()) * S::kRows, there_rows_ = min(S::kRows, rows_ - row_);
     own_rows_ = i * kBlock < S::kRows ? min(kBlock, there_rows_ - i * kBlock) : 0;
     groups_ = min(S::kGroups, blocks_of(p_.w.n) - column_block);
     const Codes& codes = p_.w.codes;
@@ -224,13 +168,17 @@ class StreamCopies {
                                         : reinterpret_cast<const char*>(p_.bytes.values);
     x_ = x + (((size_t)(row_ / kBlock + i) * k_.blocks + block + warp_ % kStepBlocks) * kBlock + row_ % kBlock) *
                  Format::kRowBytes;
-    set_ = sets_.first(block), left_ = sets_.blocks - block % sets_.blocks;
+    if constexpr (Format::kSets) {
+      const int before = sets_.blocks == 1 ? block : block / sets_.blocks;
+      set_ = before * sets_.each, left_ = (before + 1) * sets_.blocks - block;
+    }
   }
 
   const Product& p_;
   StreamParts parts_;
   StreamPart part_;
   const Steps& k_;
+  const Divisor& row_tiles_;
   const ScaleSets sets_;
   const int rows_, warp_;
   const char *codes_, *scales_, *x_;
@@ -277,11 +225,11 @@ __device__ inline void add_pieces(const float* from, int pieces, float (&sums)[k
   }
 }
 
-// whole: tiles are not shared, and a block of threads' pieces of all its tiles have one place.
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    quantized_stream_kernel(const __grid_constant__ Product p, int rows, Steps k, Segments segments, Scratch scratch,
-                            bool whole) {
+    quantized_stream_kernel(const __grid_constant__ Product p, int rows, const __grid_constant__ Steps k,
+                            const __grid_constant__ Divisor row_tiles, Segments segments, Scratch scratch,
+                            const __grid_constant__ StreamShares shares) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Format = typename S::Format;
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kStages = S::kStages, kValues = S::kValues,
@@ -289,8 +237,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ int arrived[kGroups];
-  const int row_tiles = (rows + kRows - 1) / kRows, column_blocks = blocks_of(p.w.n);
-  const StreamParts all(k, (column_blocks + kGroups - 1) / kGroups * row_tiles, whole);
+  const int column_blocks = blocks_of(p.w.n);
+  const StreamParts all(k, shares);
   const int group = threadIdx.x / kGroupThreads, lane = threadIdx.x % 32;
   uint32_t stages = shared_address(shared), full_at = shared_address(full), empty_at = shared_address(empty);
   // The compiler has these in registers: it would work them out again in every step.
@@ -306,9 +254,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (group == kGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kCopyRegisters));
     // Of each copy that there is to ask for in a step a warp has its own, one thread of it.
-    if (lane != 0) return;
+    if (!elected()) return;
     static_assert(kGroups <= kCopyWarps && kRows <= 2 * kBlock && kStepBlocks * 2 == kCopyWarps);
-    StreamCopies<S> ahead(p, all, rows, k, (threadIdx.x - S::kWorkers) / 32);
+    StreamCopies<S> ahead(p, all, rows, k, row_tiles, (threadIdx.x - S::kWorkers) / 32);
     StreamCopies<S> behind = ahead;
     // Weights are on their way before the kernel before this one has made the rows.
     int begun = 0;
@@ -329,9 +277,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     float total[Format::kSegments ? kValues : 1];
     int segment_end = 0;  // a block
     const ScaleSets sets(codes, k.blocks);
-    const StepProducts<S> products(sets, sets.regular() ? sets.second(0) : 0, group, warp, lane);
+    const bool regular = sets.regular();
+    const StepProducts<S> products(sets, sets.second(), group, warp, lane);
     // Steps of two whole blocks, of regular sets; others are computed block by block.
-    const int whole_steps = Format::kSegments || !sets.regular() ? 0 : p.w.k / (kStepBlocks * kBlock);
+    const int whole_steps = Format::kSegments || !regular ? 0 : p.w.k / (kStepBlocks * kBlock);
     // Of block j of a stage, which is `block` of K, its first set.
     const auto scales_at = [&](int stage, int j, int block) {
       return shared + stage * S::kStageBytes + S::kGroupsAt + group * S::kGroupBytes + S::kSetsAt +
@@ -343,27 +292,19 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     // Block j of a stage, which is `block` of K, as the product's first operand.
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
       if constexpr (Format::kFloats) return;  // products read them themselves
-      const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
-      LaneCodes<kBits> lanes;
-#pragma unroll
-      for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-        lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
       if constexpr (Format::kSegments) {
+        const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
+        LaneCodes<kBits> lanes;
+#pragma unroll
+        for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
+          lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
 #pragma unroll
         for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
       } else {
-        const int there = p.w.k - block * kBlock;
-        const char* scales = scales_at(stage, j, block);
-        Affine affine[2];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          if (Format::kFine || i == 0) {
-            const uint2 two = *reinterpret_cast<const uint2*>(scales + i * sets.each / 4 * S::kSetBytes);
-            affine[0].set(two.x), affine[1].set(two.y);
-          }
-          lanes.fragment(i, affine, a[i]);
-        }
-        if (there < kBlock) {
+        const uint32_t at = stages + stage * S::kStageBytes;
+        if (j == 0 || regular) products.weights(at, j, a);
+        else products.weights(at, j, sets.second(block - 1), a);
+        if (const int there = p.w.k - block * kBlock; there < kBlock) {
 #pragma unroll
           for (int i = 0; i < 4; i++) cut_fragment(a[i], there - i * 16);
         }
@@ -385,7 +326,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     const auto multiply_few = [&](int stage, int j, const uint32_t(&a)[Format::kParts][4]) {
       const uint32_t x = stages + stage * S::kStageBytes + j * S::kRowsBytes;
-      if constexpr (!Format::kSegments) {
+      if constexpr (Format::kParts == 4) {
         products.multiply(x, a, d);
       } else {
 #pragma unroll
@@ -423,7 +364,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto left_by = [&](int block) { return scratch.sums + block * kScratchFloats + threadIdx.x; };
     StreamParts parts = all;
     for (StreamPart part; parts.next(part);) {
-      const int column_block = part.tile / row_tiles * kGroups + group, row = part.tile % row_tiles * kRows;
+      const int tile = row_tiles(part.tile), column_block = tile * kGroups + group;
+      const int row = (part.tile - tile * row_tiles.by()) * kRows;
       const bool own = column_block < column_blocks;  // else the columns are beyond the last
       if (part.begin > part.first) {
         int* flag = scratch.flags + (blockIdx.x - 1) * kScratchFlags + group;
@@ -452,7 +394,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           const int first = step * kStepBlocks;
           barrier_wait(full_at + ring.stage * 8, ring.parity);
           if (step < whole_steps) {
-            if constexpr (!Format::kSegments) products.multiply(stages + ring.stage * S::kStageBytes, d);
+            if constexpr (Format::kParts == 4) products.multiply(stages + ring.stage * S::kStageBytes, d);
           } else {
 #pragma unroll
             for (int j = 0; j < kStepBlocks; j++) {
@@ -515,7 +457,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         else sums[i] = d[i];
       }
       if (k.pieces > 1) {
-        const int place = whole ? blockIdx.x : part.tile;
+        const int place = shares.of == ShareOf::tiles ? blockIdx.x : part.tile;
         float* to = scratch.pieces + ((size_t)place * k.pieces + part.piece) * S::kSums + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < kValues; i++) __stcg(to + i * S::kWorkers, sums[i]);
@@ -538,18 +480,20 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 template <typename S>
 void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
-  const Pieces pieces(p.w.k, p.w.most_pieces);
-  const Steps k(pieces);
-  const int tiles = S::tiles(p.w.n, rows);
-  const size_t tile_sums = S::kSums * k.pieces;
-  int blocks = processors() < kScratchBlocks ? processors() : kScratchBlocks;
-  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones.
-  const bool whole = k.pieces > 1 && tiles * tile_sums > kScratchPieces;
-  if (whole) blocks = std::min({blocks, tiles, (int)(kScratchPieces / tile_sums)});
-  else blocks = (int)std::min<int64_t>(blocks, std::max<int64_t>(1, (int64_t)tiles * k.count / k.length));
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int tiles = S::tiles(p.w.n, rows), most = std::min(processors(), kScratchBlocks);
+  const size_t tile_sums = S::kSums * k.count;
+  // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
+  // shared is by two.
+  ShareOf of = ShareOf::steps;
+  int blocks = (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * k.blocks / (k.length + 1)));
+  if (k.count > 1 && tiles * tile_sums > kScratchPieces)
+    of = ShareOf::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
+  else if (tiles * k.count <= most) of = ShareOf::pieces;
+  const StreamShares shares(of, tiles, k, blocks);
   allow_shared(quantized_stream_kernel<S>, S::kShared);
-  start(queue, quantized_stream_kernel<S>, dim3(blocks), S::kThreads, S::kShared, p, rows, k, Segments(p.w, pieces),
-        queue.scratch, whole);
+  start(queue, quantized_stream_kernel<S>, dim3(shares.blocks), S::kThreads, S::kShared, p, rows, Steps(k),
+        Divisor((rows + S::kRows - 1) / S::kRows), Segments(p.w, k), queue.scratch, shares);
   launched("linear with quantized weights, streaming");
 }
 
@@ -557,7 +501,9 @@ void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
 template <class Format, int kRows, int kMostGroups>
 void start_stream_rows(const Product& p, int rows, const Queue& queue) {
   using Wide = StreamShape<Format, kRows, kMostGroups>;
-  if (Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
+  const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
+  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
+  if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
   else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
 }
 

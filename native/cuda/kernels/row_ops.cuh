@@ -203,6 +203,53 @@ struct PieceWeights {
   }
 };
 
+// What a row's values are multiplied with to become bytes, and its scale; top: the greatest of them, infinite if any is
+// not finite.
+struct ByteScale {
+  float scale, inverse;
+};
+template <bool kFloats>
+__device__ inline ByteScale byte_scale(float top) {
+  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
+  if (!isfinite(top)) return {NAN, 0};
+  if (!(top > 1e-34f)) return {0, 0};
+  return {__fdiv_rn(top, kMost), __fdiv_rn(kMost, top)};
+}
+template <bool kTiles>
+__device__ inline void look_at(const Piece<kTiles>& x, float& top) {
+#pragma unroll
+  for (int i = 0; i < kRowPiece; i++) top = isfinite(x[i]) ? fmaxf(top, fabsf(x[i])) : INFINITY;
+}
+// A piece's bytes, in the order in which products want them; adds integers to the sum.
+template <bool kFloats, bool kTiles>
+__device__ inline uint4 bytes_of(const Piece<kTiles>& x, float inverse, int& sum) {
+  uint32_t words[4] = {};
+  if (inverse != 0) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const float low = __fmul_rn(x[j * 4 + i * 2], inverse), high = __fmul_rn(x[j * 4 + i * 2 + 1], inverse);
+        if constexpr (kFloats) {
+          words[i] |= (uint32_t)two_e4m3(low, high) << j * 8;
+        } else {
+          const int a = __float2int_rn(low), b = __float2int_rn(high);
+          words[i] |= (uint32_t)((a & 0xff) | (b & 0xff) << 8) << j * 8, sum += a + b;
+        }
+      }
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ inline void add_squares(const Piece<false>& x, float& sum) {
+#pragma unroll
+  for (int i = 0; i < kRowPiece; i++) sum = fmaf(x[i], x[i], sum);
+}
+__device__ inline void scale_piece(Piece<false>& x, float factor, const Norm& norm, const float (&weights)[kRowPiece]) {
+  const float one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kRowPiece; i++) x.values[i] = x.values[i] * factor * (weights[i] + one);
+}
+
 // Row `row` of `in` becomes bytes: a = x / scale to nearest, scale = the greatest / 127, as the CPU backend has them,
 // or / 448 of floats: a NaN or an infinity makes the scale NaN, and so the row's results; a row of (nearly) zeros is
 // zeros. kTiles: `in` is in tiles. kKept: pieces that a thread keeps in registers; kNorms: the row is normed first, and
@@ -212,14 +259,9 @@ template <bool kFloats, bool kNorms, bool kTiles, int kKept>
 __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, const Rows& in, int stride,
                           const Segments& segments, const ByteRows& out, const Norm& norm,
                           const PieceWeights<kNorms, kKept>& weights, int row) {
-  constexpr float kMost = kFloats ? kLargestFloat8 : 127.0f;
   const int pieces = segments.blocks * (kBlock / kRowPiece), k = in.width;
   Piece<kTiles> kept[kKept];
   float top = 0;
-  const auto look = [&](const Piece<kTiles>& x) {
-#pragma unroll
-    for (int i = 0; i < kRowPiece; i++) top = isfinite(x[i]) ? fmaxf(top, fabsf(x[i])) : INFINITY;
-  };
 #pragma unroll
   for (int i = 0; i < kKept; i++) kept[i].read(in, row, (i * t.count + t.thread) * kRowPiece);
   if (!kFloats) {
@@ -227,52 +269,30 @@ __device__ void bytes_row(const RowThreads& t, RowShared& shared, int* sums, con
     for (int i = t.thread; i < segments.blocks; i += t.count) sums[i] = 0;
   }
   if constexpr (kNorms) {
-    float squares[kKept];
+    float squares[kKept] = {};
 #pragma unroll
-    for (int i = 0; i < kKept; i++) {
-      squares[i] = 0;
+    for (int i = 0; i < kKept; i++) add_squares(kept[i], squares[i]);
+    const float factor = norm_factor(row_sum(squares, t, shared), norm, k);
 #pragma unroll
-      for (int j = 0; j < kRowPiece; j++) squares[i] = fmaf(kept[i][j], kept[i][j], squares[i]);
-    }
-    const float factor = norm_factor(row_sum(squares, t, shared), norm, k), one = norm.unit_offset ? 1.0f : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kKept; i++)
-#pragma unroll
-      for (int j = 0; j < kRowPiece; j++) kept[i].values[j] = kept[i].values[j] * factor * (weights.values[i][j] + one);
+    for (int i = 0; i < kKept; i++) scale_piece(kept[i], factor, norm, weights.values[i]);
   }
 #pragma unroll
-  for (int i = 0; i < kKept; i++) look(kept[i]);
+  for (int i = 0; i < kKept; i++) look_at(kept[i], top);
   if constexpr (!kNorms)
     for (int piece = kKept * t.count + t.thread; piece < pieces; piece += t.count) {
       Piece<kTiles> x;
       x.read(in, row, piece * kRowPiece);
-      look(x);
+      look_at(x, top);
     }
   top = row_max(top, t, shared);
-  float scale = __fdiv_rn(top, kMost), inverse = __fdiv_rn(kMost, top);
-  if (!isfinite(top)) scale = NAN, inverse = 0;
-  else if (!(top > 1e-34f)) scale = inverse = 0;
-  if (t.thread == 0) out.scales[row] = scale;
+  const ByteScale found = byte_scale<kFloats>(top);
+  if (t.thread == 0) out.scales[row] = found.scale;
   const auto store = [&](int piece, const Piece<kTiles>& x) {
-    uint32_t words[4] = {};
     int sum = 0;
-    if (inverse != 0) {
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const float scaled = __fmul_rn(x[j / 2 * 8 + i * 2 + j % 2], inverse);
-          if constexpr (kFloats) {
-            words[i] |= (uint32_t)to_e4m3(scaled) << j * 8;
-          } else {
-            const int a = __float2int_rn(scaled);
-            words[i] |= (uint32_t)(a & 0xff) << j * 8, sum += a;
-          }
-        }
-    }
+    const uint4 bytes = bytes_of<kFloats>(x, found.inverse, sum);
     const int block = piece / 4;
     *reinterpret_cast<uint4*>(out.values + ((size_t)(row / kBlock) * segments.blocks + block) * kByteBlock +
-                              byte_piece(row % kBlock, piece % 4)) = make_uint4(words[0], words[1], words[2], words[3]);
+                              byte_piece(row % kBlock, piece % 4)) = bytes;
     if (!kFloats) atomicAdd(&sums[segments.end(block)], sum);
   };
 #pragma unroll

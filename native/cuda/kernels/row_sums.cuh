@@ -52,6 +52,18 @@ __device__ inline void write_gated(const Product& p, int rows, int first_row, in
   }
 }
 
+// What a warpgroup's sums of 64 rows are added to is on its way into the second-level cache.
+template <int kColumns>
+__device__ inline void ask_for_added(const Product& p, int rows, int first_row, int first_column) {
+  constexpr int kLine = 32;  // values
+  const int count = min(kColumns, p.w.n - first_column), width = p.y.width;
+  for (int i = threadIdx.x % 128; i < kBlock * (kColumns / kLine); i += 128) {
+    const int row = first_row + i / (kColumns / kLine), column = i % (kColumns / kLine) * kLine;
+    if (row < rows && column < count)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(p.y.values + (size_t)row * width + first_column + column));
+  }
+}
+
 // Likewise as they are, with a bias, or added to what is there. Lanes exchange two values of each 16 columns, so that
 // each has four adjacent ones. All that is read of a row comes before anything is written.
 template <int kColumns>

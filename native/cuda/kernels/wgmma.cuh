@@ -39,6 +39,15 @@ __device__ inline void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 __device__ inline void barrier_wait(uint64_t* barrier, int parity) { barrier_wait(shared_address(barrier), parity); }
+// Whether what another block of threads wrote before is there.
+__device__ inline void set_flag(int* flag, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ inline int get_flag(const int* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
 // All threads of a cluster's blocks, what they wrote included.
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -54,6 +63,17 @@ __device__ inline float4 read_at(uint32_t address, int block) {
       : "r"(address), "r"(block)
       : "memory");
   return v;
+}
+
+// Of a warp's threads one: the compiler knows so, and asks for copies with no loop over those that might.
+__device__ inline bool elected() {
+  int chosen;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(chosen));
+  return chosen;
 }
 
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint64_t* barrier) {
@@ -83,6 +103,10 @@ __device__ inline void copy_bulk_to(uint32_t to, const char* from, int bytes, ui
       : "memory");
 }
 
+// A thread's warpgroup, as a number that the compiler sees to be the same in a warp: what descriptors are made of then
+// need not be made so for each of them.
+__device__ inline int warpgroup() { return __shfl_sync(0xffffffffu, (int)threadIdx.x / 128, 0); }
+
 // Of rows of blocks (tiles.h), from 16 columns on of which the first have this address: 128-byte swizzle, and 1024
 // bytes from eight rows to the next.
 __device__ inline uint64_t descriptor(uint32_t address) {
@@ -93,6 +117,10 @@ __device__ inline uint64_t descriptor(uint32_t address) {
 __device__ inline uint64_t descriptor_of_columns(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | (uint64_t)(kBlockBytes >> 4) << 16 |
          (uint64_t)(8 * kRowBytes >> 4) << 32 | 1ull << 62;
+}
+// Of what lies so many bytes further on.
+__device__ inline uint64_t further(uint64_t descriptor, int bytes) {
+  return descriptor & ~0ull << 32 | ((uint32_t)descriptor + (bytes >> 4));
 }
 constexpr int kStepBytes = 32;  // from 16 columns to the next
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

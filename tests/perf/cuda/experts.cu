@@ -42,6 +42,7 @@ static Matrix bf16(int n, int k, int experts, uint64_t seed, const Queue& queue)
 }
 
 int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IONBF, 0);
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue queue{stream, 90, {}};

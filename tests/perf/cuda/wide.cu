@@ -1,7 +1,7 @@
 // Products of many rows (native/cuda/kernels/linear_wide.cu) by each tile: their bits against the kernel of some rows,
 // and their speed at the shapes of Qwen2.5-7B and, with `small`, of its 0.5B.
-// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down]`: of all linears, or of these.
-// nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
+// `./wide [check] [time] [split] [tiles] [small] [rows=1024,8192] [qkv o gate_up down head]`: of all linears, or of
+// these. nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide.cu
 //   ../../../native/cuda/kernels/linear_{bf16,split,stream}.cu -o wide
 #include <algorithm>
 #include <cstdio>
@@ -69,7 +69,7 @@ struct Problem {
   }
 };
 
-const Queue queue{nullptr, 90};
+Queue queue{nullptr, 90};
 std::vector<Choice> choices(const Problem& a) {
   if (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1) return {std::begin(kByOne), std::end(kByOne)};
   return {std::begin(kByPieces), std::end(kByPieces)};
@@ -79,7 +79,7 @@ const Choice kSplit{};
 void by(const Choice* choice, const Problem& a) {
   if (choice == &kSplit) return linear_split(a.p, a.rows, queue);
   if (!choice) return linear_wide(a.p, a.rows, queue);
-  choice->start(a.p, a.rows, queue);
+  choice->start(a.p, a.rows, choice->nanoseconds, queue);
 }
 
 unsigned long long* counter;
@@ -119,6 +119,9 @@ float seconds(const Choice* choice, const Problem& a, int times) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   CHECK(cudaMalloc(&counter, 8));
+  CHECK(cudaMalloc(&queue.scratch.sums, sizeof(float) * kScratchBlocks * kScratchFloats));
+  CHECK(cudaMalloc(&queue.scratch.flags, sizeof(int) * kScratchBlocks * kScratchFlags));
+  CHECK(cudaMemset(queue.scratch.flags, 0, sizeof(int) * kScratchBlocks * kScratchFlags));
   const auto asked = [&](const char* what) {
     for (int i = 1; i < argc; i++)
       if (!strcmp(argv[i], what)) return true;
@@ -134,6 +137,7 @@ int main(int argc, char** argv) {
     check(3584, 18944, 700, false, true, false), check(1036, 900, 301, false, false, true);
     check(2 * 328, 1000, 530, true, false, true), check(4608, 3584, 1024, false, false, true);
     check(2 * 8232, 1000, 430, true, false, true), check(16396, 900, 301, false, true, false);
+    check(2 * 9000, 1000, 700, true, false, true), check(2900, 1100, 3000, false, true, true);
   }
   struct Linear {
     const char* name;
@@ -143,15 +147,19 @@ int main(int argc, char** argv) {
   const Linear large[] = {{"qkv", 4608, 3584, false, false, true},
                           {"o", 3584, 3584, false, true, false},
                           {"gate_up", 37888, 3584, true, false, false},
-                          {"down", 3584, 18944, false, true, false}};
+                          {"down", 3584, 18944, false, true, false},
+                          {"head", 152064, 3584, false, false, false}};
   const Linear small[] = {{"qkv", 1152, 896, false, false, true},
                           {"o", 896, 896, false, true, false},
                           {"gate_up", 9728, 896, true, false, false},
-                          {"down", 896, 4864, false, true, false}};
+                          {"down", 896, 4864, false, true, false},
+                          {"head", 151936, 896, false, false, false}};
   for (int rows : sizes) {
     double all = 0, work = 0;
     for (const auto& s : asked("small") ? small : large) {
-      if (!asked(s.name) && (asked("qkv") || asked("o") || asked("gate_up") || asked("down"))) continue;
+      if (!asked(s.name) && (rows > 512 && s.n > 100000 || asked("qkv") || asked("o") || asked("gate_up") ||
+                             asked("down") || asked("head")))
+        continue;
       Problem a(s.n, s.k, rows, s.gated, s.adds, s.bias);
       const double operations = 2.0 * rows * s.n * s.k;
       const int times = std::max(3, (int)(2e13 / operations));

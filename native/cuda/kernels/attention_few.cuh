@@ -1,0 +1,567 @@
+// Attention for few rows of a sequence, as when it decodes: up to 16 pairs of a row and a query head. Blocks of threads
+// stay, and share out the runs of all tiles and KV heads evenly. Of a block's warps four copy keys and values through a
+// ring in shared memory, ahead of what is computed, from one run to the next; eight compute: each has 32 of a run's
+// positions for the scores, and some of the features for the values. Which block is the last to have come with runs of
+// a tile merges them. Bits are those of WarpPairs: every score and every sum is the same chain, and what a quantized
+// cache has is rounded to bfloat16.
+#pragma once
+#include <algorithm>
+
+#include "cuda/kernels/attention_runs.cuh"
+#include "cuda/kernels/copy_ring.cuh"
+#include "cuda/kernels/quantized.cuh"
+
+namespace as {
+namespace cuda {
+namespace few {
+
+// Keys, or values, of 64 positions in shared memory, as they are in the cache.
+template <int kDim, CacheType kType>
+struct Shape {
+  static constexpr bool kCodes = kType != CacheType::bf16, kScaled = kCodes && kType != CacheType::float8;
+  static constexpr int kBits = kType == CacheType::bf16 ? 16 : kType == CacheType::uint4 ? 4 : 8;
+  static constexpr int kBytes = kDim * kBits / 8, kRow = kBytes + 16;  // of a position: rows lie in different banks
+  static constexpr int kScales = kTokens * kRow;                       // where they are, and then minimums
+  static constexpr int kTensor = kScales + (kScaled ? 2 * kTokens * 4 : 0);
+  static constexpr int kStride = kDim + 8;  // of queries, in bfloat16
+};
+
+// The ring's part of a warp that copies.
+template <int kDim, CacheType kType>
+__device__ void copy_runs(const Attention& a, Runs runs, bool own, uint32_t full, uint32_t empty, uint32_t ring,
+                          int stages) {
+  using S = Shape<kDim, kType>;
+  constexpr int kPieces = S::kBytes / 16, kCopiers = 32 * kProducers;
+  static_assert(S::kBytes % 16 == 0);
+  const int thread = threadIdx.x - 32 * kConsumers, lane = threadIdx.x % 32;
+  const int size = a.cache.span_size, shift = 31 - __clz(size), within = size - 1;
+  const size_t span_bytes = a.cache.span_bytes();
+  if (!own) await_previous();  // the tile's own rows entered the cache there
+  RingPlace place;
+  for (; runs.left(); runs.next()) {
+    const TileRows& rows = runs.rows();
+    if (!rows.count) continue;
+    const Extent extent(rows, runs.run());
+    const int known = own ? min(extent.start, extent.last + 1) : extent.last + 1;  // positions before are in the cache
+    // A run's spans, at most 16, each with a lane.
+    const int first_span = extent.begin >> shift, at_lane = first_span + lane % 16;
+    const int spans = at_lane << shift < known ? a.tables[rows.tile.table + at_lane] : 0;
+    const char* head = a.cache.data + runs.kv_head() * a.cache.head_bytes();
+#pragma unroll 1
+    for (int tensor = 0; tensor < 2 * extent.blocks; tensor++) {
+      const bool value = tensor >= extent.blocks;
+      const int begin = extent.begin + (value ? tensor - extent.blocks : tensor) * kTokens;
+      wait_barrier(empty + 8 * place.stage, place.parity ^ 1);
+      const uint32_t to = ring + place.stage * S::kTensor;
+#pragma unroll
+      for (int i = 0; i < (kTokens * kPieces + kCopiers - 1) / kCopiers; i++) {
+        const int each = i * kCopiers + thread, token = each / kPieces, piece = each % kPieces, at = begin + token;
+        if (kTokens * kPieces % kCopiers && each >= kTokens * kPieces) continue;  // whole warps
+        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span);
+        const bool there = at < known;
+        const char* from = head;
+        if (there) from += span * span_bytes + ((value ? size : 0) + (at & within)) * S::kBytes + piece * 16;
+        copy_16(to + token * S::kRow + piece * 16, from, there);
+      }
+      if (S::kScaled && thread < 32) {  // scales and minimums, of four positions each
+        const int which = lane / 16, token = lane % 16 * 4, at = begin + token;
+        const int span = __shfl_sync(0xffffffffu, spans, (at >> shift) - first_span),
+                  count = min(max(known - at, 0), 4);
+        const char* from = head;
+        if (count)
+          from += span * span_bytes + a.cache.scales_at() + (((value ? 2 : 0) + which) * size + (at & within)) * 4;
+        copy_up_to_16(to + S::kScales + (which * kTokens + token) * 4, from, count * 4);
+      }
+      arrive_with_copies(full + 8 * place.stage);
+      place.advance(1, stages);
+    }
+  }
+  commit_copies(), wait_copies<0>();
+}
+
+// A head of a row, rotated if it is to be: a lane has every 32nd feature.
+template <int kDim>
+struct TurnedHead {
+  static constexpr int kEach = (kDim + 31) / 32;
+  float x[kEach];
+
+  __device__ void read(const float* head, int row, const Turn& turn, bool rotates) {
+    const RotaryTable& t = turn.table;
+    const int lane = threadIdx.x % 32, half = rotates ? t.dim / 2 : 0;
+    float partner[kEach], cosine[kEach], sine[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      x[i] = f < kDim ? head[f] : 0.0f;
+      if (f >= 2 * half) continue;
+      const int angle = turn.interleaved ? f / 2 : f < half ? f : f - half;
+      partner[i] = head[turn.interleaved ? f ^ 1 : f < half ? f + half : f - half];
+      cosine[i] = t.cosine[(size_t)row * half + angle], sine[i] = t.sine[(size_t)row * half + angle];
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      if (f >= 2 * half) continue;
+      const float own = __fmul_rn(x[i], cosine[i]), other = __fmul_rn(partner[i], sine[i]);
+      x[i] = (turn.interleaved ? f % 2 : f >= half) ? own + other : own - other;
+    }
+  }
+  __device__ void write(uint16_t* to) const {
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (const int f = i * 32 + threadIdx.x % 32; f < kDim) to[f] = to_bf16(x[i]);
+  }
+  // As it enters a quantized cache: codes to either place, scale and minimum in order there, `apart` floats apart.
+  template <CacheType kType>
+  __device__ void quantize(char* to, char* also, float* scales, int apart, float* also_scales, int also_apart) const {
+    constexpr int kBits = kType == CacheType::uint4 ? 4 : 8;
+    const int lane = threadIdx.x % 32;
+    float low = INFINITY, high = -INFINITY;
+    bool bad = false;
+    if (kType != CacheType::float8) {
+#pragma unroll
+      for (int i = 0; i < kEach; i++)
+        if (i * 32 + lane < kDim) low = fminf(low, x[i]), high = fmaxf(high, x[i]), bad |= !isfinite(x[i]);
+      low = -warp_max(-low), high = warp_max(high), bad = __any_sync(0xffffffffu, bad);
+    }
+    const Levels<kBits> levels(low, high, bad);
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int f = i * 32 + lane;
+      int code = kType == CacheType::float8 ? to_e4m3(x[i]) : levels.code(x[i]);
+      if (kBits == 4) {
+        code |= __shfl_down_sync(0xffffffffu, code, 1) << 4;
+        if (f < kDim && f % 2 == 0) to[f / 2] = also[f / 2] = (char)code;
+      } else if (f < kDim) {
+        to[f] = also[f] = (char)code;
+      }
+    }
+    if (lane || kType == CacheType::float8) return;
+    scales[0] = also_scales[0] = levels.scale(), scales[apart] = also_scales[also_apart] = levels.minimum();
+  }
+};
+
+template <int kBytes>
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t x;
+  if (kBytes == 1) asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  else if (kBytes == 2) asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ inline float load_shared_float(uint32_t address) { return __uint_as_float(load_shared<4>(address)); }
+
+// Value number i of some adjacent ones.
+template <CacheType kType>
+__device__ inline float widened(uint32_t codes, int i, float scale, float minimum) {
+  if constexpr (kType == CacheType::float8) {
+    return from_e4m3((uint8_t)(codes >> 8 * i));
+  } else {
+    // 2^23 + code: the code is the lowest bits of a fraction of 23.
+    const uint32_t code =
+        kType == CacheType::int8 ? __byte_perm(codes, 0x4b000000u, 0x7540u + i) : (codes >> 4 * i & 15u) | 0x4b000000u;
+    return fmaf(__uint_as_float(code) - 8388608.0f, scale, minimum);
+  }
+}
+
+// What the warps that compute have of a run.
+template <int kDim, CacheType kType>
+class Attender {
+ public:
+  // own_keys, own_values: of the tile's own rows.
+  __device__ Attender(const Attention& a, Shared& shared, uint16_t* queries, char* own_keys, char* own_values,
+                      uint32_t ring, int stages)
+      : a_(a),
+        shared_(shared),
+        queries_(queries),
+        own_keys_(own_keys),
+        own_values_(own_values),
+        ring_(ring),
+        full_(shared_address(shared.full)),
+        empty_(shared_address(shared.empty)),
+        stages_(stages),
+        factor_(score_factor(a)) {}
+
+  // Of a tile and a KV head: queries, and what enters the cache where the block's runs have it. rotates: both.
+  __device__ void begin_tile(const Runs& runs, bool own, bool rotates, const Turn& turn) {
+    const TileRows& rows = runs.rows();
+    const int kv_head = runs.kv_head(), start = rows.tile.start;
+    const int items = rows.count + (own ? rows.tile.count : 0);
+#pragma unroll 1
+    for (int item = warp_; item < items; item += kConsumers) {
+      TurnedHead<kDim> head;
+      if (item < rows.count) {
+        if (!rows.has(item, kv_head)) continue;
+        const int row = rows.row(item);
+        head.read(a_.qkv + (size_t)row * a_.width + (size_t)rows.head(item, kv_head) * kDim, row, turn, rotates);
+        head.write(queries_ + item * S::kStride);
+        continue;
+      }
+      const int i = item - rows.count, at = start + i, row = rows.tile.row + i, run = at / kRunTokens;
+      if (run < runs.run() || run > runs.last_own()) continue;  // another block's
+      const int span = a_.tables[rows.tile.table + at / a_.cache.span_size], place = at % a_.cache.span_size;
+      const int key = a_.width / kDim - 2 * a_.cache.kv_heads + kv_head;
+      const float* from = a_.qkv + (size_t)row * a_.width + (size_t)key * kDim;
+      TurnedHead<kDim> value;
+      value.read(from + a_.cache.kv_heads * kDim, row, turn, false);
+      head.read(from, row, turn, rotates);
+      char* to = const_cast<char*>(head_of(a_.cache, span, kv_head));
+      if constexpr (S::kCodes) {
+        const int size = a_.cache.span_size;
+        float* scales = reinterpret_cast<float*>(to + a_.cache.scales_at()) + place;
+        head.template quantize<kType>(to + place * S::kBytes, own_keys_ + i * S::kRow, scales, size,
+                                      &shared_.own_scales[0][i], kFewPairs);
+        value.template quantize<kType>(to + (size + place) * S::kBytes, own_values_ + i * S::kRow, scales + 2 * size,
+                                       size, &shared_.own_scales[2][i], kFewPairs);
+      } else {
+        uint16_t* rows_there = reinterpret_cast<uint16_t*>(to) + place * kDim;
+        head.write(rows_there), value.write(rows_there + a_.cache.span_size * kDim);
+        head.write(reinterpret_cast<uint16_t*>(own_keys_ + i * S::kRow));
+        value.write(reinterpret_cast<uint16_t*>(own_values_ + i * S::kRow));
+      }
+    }
+    consumers_meet();
+#pragma unroll
+    for (int s = 0; s < kSteps; s++)
+      load_cores(query_[s], shared_address(queries_ + (lane_ % 16) * S::kStride + s * 16 + lane_ / 16 * 8));
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      positions_[h] = pair < rows.count && rows.has(pair, kv_head) ? rows.position(pair) : -1;
+      heads_[h] = rows.head(pair, kv_head);
+      least_[h] = a_.window ? positions_[h] - a_.window + 1 : 0;
+    }
+  }
+
+  // place: of the run's first stage in the ring.
+  __device__ void attend(const Extent& extent, bool own, RingPlace place) {
+    const int from_rows = own ? extent.start : extent.last + 1;  // positions from there on are the tile's own rows
+    const uint32_t keys = shared_address(own_keys_), values = shared_address(own_values_);
+    // Where a position is; and its scale.
+    const auto is_own = [&](int at) { return at >= from_rows && at <= extent.last; };
+    const auto row_of = [&](int at, int token, uint32_t stage, uint32_t rows) {
+      return is_own(at) ? rows + (at - extent.start) * S::kRow : stage + token * S::kRow;
+    };
+    const auto scale_of = [&](int at, int token, uint32_t stage, int tensor, float& scale, float& minimum) {
+      const uint32_t from =
+          is_own(at) ? shared_address(&shared_.own_scales[tensor][at - extent.start]) : stage + S::kScales + token * 4;
+      scale = load_shared_float(from);
+      minimum = load_shared_float(from + (is_own(at) ? kFewPairs : kTokens) * 4);
+    };
+    const int block = warp_ / 2, first = warp_ % 2 * (kTokens / 2);
+    float scores[4][4] = {};
+    if (block < extent.blocks) {
+      const RingPlace own_place = place.after(block, stages_);
+      const uint32_t stage = ring_ + own_place.stage * S::kTensor;
+      if constexpr (S::kCodes) {
+        wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
+        uint32_t from[4];
+        float scale[4] = {}, minimum[4] = {};
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          const int token = first + t * 8 + lane_ / 4, at = extent.begin + block * kTokens + token;
+          from[t] = row_of(at, token, stage, keys) + lane_ % 4 * 2 * S::kBits / 8;
+          if (S::kScaled) scale_of(at, token, stage, 0, scale[t], minimum[t]);
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps; s++)
+#pragma unroll
+          for (int t = 0; t < 4; t++) {
+            uint32_t k[2];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const uint32_t codes = load_shared<S::kBits / 4>(from[t] + (s * 16 + half * 8) * S::kBits / 8);
+              k[half] = two_bf16(widened<kType>(codes, 0, scale[t], minimum[t]),
+                                 widened<kType>(codes, 1, scale[t], minimum[t]));
+            }
+            multiply_add(scores[t], query_[s], k[0], k[1]);
+          }
+      } else {
+        uint32_t from[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int token = first + j * 16 + lane_ / 16 * 8 + lane_ % 8;
+          from[j] = row_of(extent.begin + block * kTokens + token, token, stage, keys) + lane_ / 8 % 2 * 16;
+        }
+        wait_barrier(full_ + 8 * own_place.stage, own_place.parity);
+#pragma unroll
+        for (int s = 0; s < kSteps; s++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            uint32_t k[4];
+            load_cores(k, from[j] + s * 32);
+            multiply_add(scores[2 * j], query_[s], k[0], k[1]);
+            multiply_add(scores[2 * j + 1], query_[s], k[2], k[3]);
+          }
+      }
+      __syncwarp();
+      if (lane_ < kConsumers / 2) arrive(empty_ + 8 * own_place.stage);  // for all warps, with the block's other one
+    }
+    if (a_.soft_cap > 0) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) scores[t][i] = capped(a_, scores[t][i]);
+    }
+    if (a_.slopes) {
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int at = extent.begin + block * kTokens + first + t * 8 + lane_ % 4 * 2 + i % 2, h = i / 2;
+          if (positions_[h] >= 0) scores[t][i] = sloped(a_, heads_[h], scores[t][i], at - positions_[h]);
+        }
+    }
+    float now[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int t = 0; t < 4; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int at = extent.begin + block * kTokens + first + t * 8 + lane_ % 4 * 2 + i % 2, h = i / 2;
+        scores[t][i] = at <= positions_[h] && at >= least_[h] ? scores[t][i] : -INFINITY;
+        now[h] = fmaxf(now[h], scores[t][i]);
+      }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 1));
+      now[h] = fmaxf(now[h], __shfl_xor_sync(0xffffffffu, now[h], 2));
+      if (lane_ % 4 == 0) shared_.maxima[lane_ / 4 + 8 * h][warp_] = now[h];
+    }
+    consumers_meet();
+    float by[2][kBlocks], part[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float4* maxima = reinterpret_cast<const float4*>(shared_.maxima[lane_ / 4 + 8 * h]);
+      const float4 low = maxima[0], high = maxima[1];
+      const float each[kBlocks] = {fmaxf(low.x, low.y), fmaxf(low.z, low.w), fmaxf(high.x, high.y),
+                                   fmaxf(high.z, high.w)};
+      float most = -INFINITY, own_most = -INFINITY;
+#pragma unroll
+      for (int b = 0; b < kBlocks; b++) {
+        const float next = fmaxf(most, each[b] * factor_);
+        by[h][b] = shrunk(most, next), most = next;
+        if (b == block) own_most = next;
+      }
+      most_[h] = most;
+#pragma unroll
+      for (int t = 0; t < 4; t++)
+#pragma unroll
+        for (int i = 2 * h; i < 2 * h + 2; i++) {
+          scores[t][i] = weight_of(scores[t][i], factor_, own_most);
+          part[h] += scores[t][i];
+        }
+      shared_.sums[warp_][lane_ / 4 + 8 * h][lane_ % 4] = part[h];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      shared_.weights[warp_ * 2 + j][lane_] = make_uint4(
+          two_bf16(scores[2 * j][0], scores[2 * j][1]), two_bf16(scores[2 * j][2], scores[2 * j][3]),
+          two_bf16(scores[2 * j + 1][0], scores[2 * j + 1][1]), two_bf16(scores[2 * j + 1][2], scores[2 * j + 1][3]));
+    consumers_meet();
+#pragma unroll
+    for (int v = 0; v < kOwn; v++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out_[v][i] = 0;
+    sum_[0] = sum_[1] = 0;
+    place.advance(extent.blocks, stages_);
+#pragma unroll
+    for (int b = 0; b < kBlocks; b++) {
+      if (b >= extent.blocks) break;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float halves[2] = {shared_.sums[2 * b][lane_ / 4 + 8 * h][lane_ % 4],
+                                 shared_.sums[2 * b + 1][lane_ / 4 + 8 * h][lane_ % 4]};
+        sum_[h] = summed(sum_[h], by[h][b], halves);
+#pragma unroll
+        for (int v = 0; v < kOwn; v++) out_[v][2 * h] *= by[h][b], out_[v][2 * h + 1] *= by[h][b];
+      }
+      uint32_t weights[4][4];
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        const uint4 four = shared_.weights[b * 4 + s][lane_];
+        weights[s][0] = four.x, weights[s][1] = four.y, weights[s][2] = four.z, weights[s][3] = four.w;
+      }
+      const uint32_t stage = ring_ + place.stage * S::kTensor;
+      const int begin = extent.begin + b * kTokens;
+      wait_barrier(full_ + 8 * place.stage, place.parity);
+      if (!has_features()) {
+      } else if constexpr (S::kCodes) {
+        // Of four positions codes of adjacent features: a column of each of the products, which are of their own
+        // features each.
+        constexpr int kCodeBytes = (kOwn * S::kBits + 7) / 8;
+        const int feature = (warp_ * 8 + lane_ / 4) * kOwn;
+        const int shifted = kOwn * S::kBits < 8 ? feature % 2 * 4 : 0;
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          uint32_t codes[4];
+          float scale[4] = {}, minimum[4] = {};
+#pragma unroll
+          for (int i = 0; i < 4; i++) {
+            const int token = s * 16 + i / 2 * 8 + lane_ % 4 * 2 + i % 2;
+            codes[i] = load_shared<kCodeBytes>(row_of(begin + token, token, stage, values) + feature * S::kBits / 8) >>
+                       shifted;
+            if (S::kScaled) scale_of(begin + token, token, stage, 2, scale[i], minimum[i]);
+          }
+#pragma unroll
+          for (int v = 0; v < kOwn; v++) {
+            float x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = widened<kType>(codes[i], v, scale[i], minimum[i]);
+            multiply_add(out_[v], weights[s], two_bf16(x[0], x[1]), two_bf16(x[2], x[3]));
+          }
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const uint32_t from = row_of(begin + j * 32 + lane_, j * 32 + lane_, stage, values) + warp_ * kOwn * 16;
+#pragma unroll
+          for (int v = 0; v < kOwn; v++) {
+            uint32_t x[4];
+            load_cores_transposed(x, from + v * 16);
+            multiply_add(out_[v], weights[2 * j], x[0], x[1]);
+            multiply_add(out_[v], weights[2 * j + 1], x[2], x[3]);
+          }
+        }
+      }
+      __syncwarp();
+      if (lane_ == 0) arrive(empty_ + 8 * place.stage);
+      place.advance(1, stages_);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 1);
+      sum_[h] += __shfl_xor_sync(0xffffffffu, sum_[h], 2);
+    }
+  }
+
+  // The result, if there is no other run; else what it leaves for the merge.
+  __device__ void end_run(const Runs& runs) const {
+    const TileRows& rows = runs.rows();
+    const bool alone = rows.first_run == rows.last_run;
+    float* to = alone ? nullptr : partial_of(a_, runs.tile(), runs.kv_head(), runs.run());
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int pair = lane_ / 4 + 8 * h;
+      if (pair >= rows.count || !rows.has(pair, runs.kv_head())) continue;
+      if (!alone && warp_ == 0 && lane_ % 4 == 0) to[pair] = most_[h], to[kFewPairs + pair] = sum_[h];
+      const int row = rows.row(pair), column = rows.head(pair, runs.kv_head()) * kDim;
+      // The lane's features in order: columns of a product, or of all products a column (attend()).
+      const auto value = [&](int i) {
+        return S::kCodes ? out_[i % kOwn][2 * h + i / kOwn] : out_[i / 2][2 * h + i % 2];
+      };
+      if (!has_features()) continue;
+      const float sum = alone ? with_sink(a_, heads_[h], sum_[h], most_[h]) : 0;
+#pragma unroll
+      for (int i = 0; i < 2 * kOwn; i += 2) {
+        const int feature = warp_ * kOwn * 8 + (S::kCodes ? lane_ % 4 * 2 * kOwn + i : i / 2 * 8 + lane_ % 4 * 2);
+        const float first = value(i), second = value(i + 1);
+        if (alone) put_two(a_.out, row, column + feature, share(first, sum), share(second, sum));
+        else *reinterpret_cast<float2*>(to + 2 * kFewPairs + pair * kDim + feature) = make_float2(first, second);
+      }
+    }
+  }
+
+  // Of a tile and a KV head `count` runs of this block are done: whoever is the last merges all of them.
+  __device__ void end_runs(const Runs& runs, int count) {
+    consumers_meet();
+    if (threadIdx.x == 0) {
+      int* arrivals = a_.arrivals + runs.tile() * a_.cache.kv_heads + runs.kv_head();
+      __threadfence();
+      shared_.last = atomicAdd(arrivals, count) + count == runs.rows().last_run - runs.rows().first_run + 1;
+      if (shared_.last) *arrivals = 0;
+      __threadfence();
+    }
+    consumers_meet();
+    if (shared_.last) merge_runs<kDim>(a_, runs, shared_);
+  }
+
+ private:
+  using S = Shape<kDim, kType>;
+  // Of 16 features for the scores; a warp's products of eight features for the values.
+  static constexpr int kSteps = kDim / 16, kEights = kDim / 8, kOwn = (kEights + kConsumers - 1) / kConsumers;
+  static_assert(kEights % kOwn == 0);
+
+  __device__ bool has_features() const { return kEights % kConsumers == 0 || warp_ * kOwn < kEights; }
+
+  __device__ static void put_two(const Rows& out, int row, int column, float first, float second) {
+    if (out.tiles)
+      *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
+          two_bf16(first, second);
+    if (out.values)
+      *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(first, second);
+  }
+
+  const Attention& a_;
+  Shared& shared_;
+  uint16_t* const queries_;
+  char *const own_keys_, *const own_values_;
+  const uint32_t ring_, full_, empty_;
+  const int stages_, lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32;
+  const float factor_;
+  uint32_t query_[kSteps][4];
+  int positions_[2], least_[2], heads_[2];
+  float out_[kOwn][4], most_[2], sum_[2];
+};
+
+// own: tiles' rows enter the cache here, too (rotated, if rotates), as store_cache() has it. several: tiles may have
+// several runs. own_rows: of a tile, at most.
+template <int kDim, CacheType kType>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_few_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool several,
+                      bool own, bool rotates, const __grid_constant__ Turn turn, int own_rows, int stages) {
+  using S = Shape<kDim, kType>;
+  extern __shared__ __align__(128) char memory[];
+  let_next_begin();
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  uint16_t* queries = reinterpret_cast<uint16_t*>(memory + sizeof(Shared));
+  char *own_keys = reinterpret_cast<char*>(queries + kFewPairs * S::kStride),
+       *own_values = own_keys + own_rows * S::kRow;
+  const uint32_t ring = shared_address(own_values + own_rows * S::kRow);
+  const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
+  if (threadIdx.x < stages)
+    init_barrier(full + 8 * threadIdx.x, 32 * kProducers), init_barrier(empty + 8 * threadIdx.x, kConsumers);
+  // What a step is has been there since before its first kernel, and so have positions before its rows' in the cache.
+  if (several) share_out(a, tiles, count, shared);
+  else __syncthreads();
+  Runs runs(a, tiles, count, several, shared);
+  if (!runs.left()) return;
+  if (threadIdx.x >= 32 * kConsumers) return copy_runs<kDim, kType>(a, runs, own, full, empty, ring, stages);
+
+  Attender<kDim, kType> attender(a, shared, queries, own_keys, own_values, ring, stages);
+  await_previous();
+  RingPlace place;
+  int done = 0;  // of the tile's runs, by this block of threads
+  for (bool first = true; runs.left(); runs.next()) {
+    const TileRows& rows = runs.rows();
+    if (!rows.count) continue;
+    if (!done) {
+      if (!first) consumers_meet();  // nobody reads the rows before any more
+      attender.begin_tile(runs, own, rotates, turn), first = false;
+    }
+    const Extent extent(rows, runs.run());
+    attender.attend(extent, own, place);
+    place.advance(2 * extent.blocks, stages);
+    attender.end_run(runs), done++;
+    if (runs.run() < runs.last_own()) continue;
+    if (rows.first_run < rows.last_run) attender.end_runs(runs, done);
+    done = 0;
+  }
+}
+
+template <int kDim, CacheType kType>
+void start_few(const Attention& a, const AttentionTile* tiles, int count, bool several, bool own, const Turn* turn,
+               const Queue& queue) {
+  using S = Shape<kDim, kType>;
+  const int rows = own ? kFewPairs / a.group : 0, all = count * a.cache.kv_heads * (several ? a.most_runs : 1);
+  const int fixed = sizeof(Shared) + kFewPairs * 2 * S::kStride + 2 * rows * S::kRow;
+  const int wanted = several || all > processors() ? kMostStages : kShortStages;
+  const int stages = std::min((most_shared() - fixed) / S::kTensor, wanted), bytes = fixed + stages * S::kTensor;
+  const auto kernel = attend_few_kernel<kDim, kType>;
+  allow_shared(kernel, bytes);
+  start(queue, kernel, dim3(std::min(all, processors())), kThreads, bytes, a, tiles, count, several, own,
+        turn != nullptr, turn ? *turn : Turn(), rows, stages);
+}
+
+}  // namespace few
+}  // namespace cuda
+}  // namespace as

@@ -1,0 +1,136 @@
+"""Toy programs with experts, for the tests of every backend. Those that end with sample have logits of VOCAB or of the
+width that they are given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reference.toy import ALL, Toy
+
+VOCAB = 53
+ROUTERS = [{"normalized": True}, {}, {"scale": 2.5}, {"scores": "sigmoid"}, {"scores": "sigmoid", "normalized": True},
+           {"groups": 4, "top_groups": 2}, {"groups": 12, "top_groups": 7, "scores": "sigmoid", "normalized": True}]
+SIZES = [(1, 1, 1, 1), (3, 2, 7, 5), (10, 3, 24, 31), (5, 5, 97, 48), (33, 8, 64, 40), (128, 8, 70, 96)]
+WHOLE = [(0, 4), (3, 5), (9, 1), (0, 10)]  # of 10 experts those that a rank has: the first, and how many
+
+
+def embedded(own: Toy, width: int) -> int:
+    return own.embedding(VOCAB, width, own.rng.normal(size=(VOCAB, width)))
+
+
+def stack(own: Toy, experts: int, n: int, k: int, form: str = "float32", group: int = 0) -> int:
+    """A stack of matrices [n, k]."""
+    matrix = own.program.add_matrix(experts * n, k, form, group)
+    own.weights[matrix] = own.rng.normal(size=(experts * n, k)) * k**-0.5
+    return matrix
+
+
+def routed(own: Toy, x: int, experts: int, top: int, weights=(), spread: float = 3.0, **router) -> tuple[int, int]:
+    """The row set that a router of random logits forms, and its weights."""
+    rows = own.program.add_row_set(ALL, top)
+    width = own.program.tensors[x][0]
+    gate = own.matrix(experts, width, own.rng.normal(size=(experts, width)) * spread * width**-0.5)
+    logits = own.op("linear", (x,), experts, (gate,))
+    return rows, own.op("router", (logits,), 1, weights, rows, top_k=top, **router)
+
+
+def mlp(own: Toy, x: int, rows: int, scores: int, experts: int, inner: int, form="float32", group=0, first=0) -> int:
+    """Gate and up, silu_mul, down and the weighted sum: of `experts` experts from `first` on."""
+    width, own_part = own.program.tensors[x][0], {"experts": experts, "expert_begin": first}
+    both = own.op("expert_linear", (x,), 2 * inner, (stack(own, experts, 2 * inner, width, form, group),), rows,
+                  **own_part)
+    y = own.op("expert_linear", (own.op("silu_mul", (both,), inner),), width,
+               (stack(own, experts, width, inner, form, group),), **own_part)
+    return own.op("combine_experts", (y, scores), width, rows=ALL)
+
+
+def normalized(own: Toy, experts: int, top: int, width: int, inner: int, form="float32", group=0) -> Toy:
+    x = embedded(own, width)
+    rows, scores = routed(own, x, experts, top, normalized=True)
+    own.finish(mlp(own, x, rows, scores, experts, inner, form, group))
+    return own
+
+
+def with_router(own: Toy, router: dict, corrected: bool) -> Toy:
+    """Of twelve experts, five for a row; router: its attributes."""
+    x = embedded(own, 19)
+    correction = (own.vector(own.rng.normal(size=12) * 0.1),) if corrected else ()
+    rows, scores = routed(own, x, 12, 5, correction, **router)
+    own.finish(mlp(own, x, rows, scores, 12, 9))
+    return own
+
+
+def all_to_one(own: Toy) -> Toy:
+    """All rows go to one expert, none to the others."""
+    x = embedded(own, 21)
+    far = own.vector(np.where(np.arange(9) == 4, 1000.0, 0.0))
+    rows, scores = routed(own, x, 9, 1, (far,), scores="sigmoid")
+    own.finish(mlp(own, x, rows, scores, 9, 48))
+    return own
+
+
+def equal_logits(own: Toy) -> Toy:
+    x = embedded(own, 8)
+    rows, scores = routed(own, x, 6, 3, spread=0.0, normalized=True)
+    own.finish(mlp(own, x, rows, scores, 6, 5))
+    return own
+
+
+def of_a_rank(own: Toy, first: int, count: int, form="float32", group=0) -> Toy:
+    """Whole experts, `count` of ten: entries of others add nothing, whatever lies in the buffers."""
+    x = embedded(own, 24)
+    rows, scores = routed(own, x, 10, 2, normalized=True)
+    own.finish(own.op("add", (x, mlp(own, x, rows, scores, count, 32, form, group, first))))
+    return own
+
+
+def with_biases(own: Toy, inner: int, form="float32", group=0, gates="silu_mul", **attributes) -> Toy:
+    """Two layers that share a row set, with biases. gates: the op between their products."""
+    x = embedded(own, 40)
+    rows, scores = routed(own, x, 7, 3, normalized=True)
+    for _ in range(2):
+        bias = own.vector(7 * 2 * inner), own.vector(7 * 40)
+        both = own.op("expert_linear", (x,), 2 * inner, (stack(own, 7, 2 * inner, 40, form, group), bias[0]), rows,
+                      experts=7)
+        y = own.op("expert_linear", (own.op(gates, (both,), inner, **attributes),), 40,
+                   (stack(own, 7, 40, inner, form, group), bias[1]), experts=7)
+        own.op("add", (x, own.op("combine_experts", (y, scores), 40, rows=ALL)))
+    own.finish(x)
+    return own
+
+
+def gated_by_one(own: Toy, width: int) -> Toy:
+    """sigmoid_mul: rows times the sigmoid of a value of each."""
+    x = embedded(own, width)
+    own.op("sigmoid_mul", (x, own.op("linear", (x,), 1, (own.matrix(1, width),))))
+    own.finish(x)
+    return own
+
+
+def check_rows_that_are_no_numbers(own: Toy, compiled, data: bytes, last: list[int]) -> None:
+    """Their status tells; rows beside them are as ever. compiled: makes a backend's program of a toy; data: a step of
+    prompts that draw; last: the last token of each."""
+    x = embedded(own, 16)
+    rows, scores = routed(own, x, 6, 2, normalized=True)
+    own.finish(mlp(own, x, rows, scores, 6, 12))
+    expected = compiled(own).step(data, True)
+    own.weights[0] = own.weights[0].copy()
+    own.weights[0][last[1]] = np.nan
+    found, broken = compiled(own).step(data, True), np.array([token == last[1] for token in last])
+    assert ((found.status != 0) == broken).all()
+    np.testing.assert_array_equal(found.logits[~broken], expected.logits[~broken])
+
+
+def contradictions(new) -> list[tuple[Toy, str]]:
+    """Programs that cannot be, and what a backend says of them. new: makes a toy."""
+    other = new()
+    x = embedded(other, 8)
+    rows, scores = routed(other, x, 4, 2)
+    both = other.op("expert_linear", (x,), 6, (stack(other, 2, 6, 8),), rows, experts=2)
+    y = other.op("expert_linear", (both,), VOCAB, (stack(other, 2, VOCAB, 6),), experts=2, expert_begin=1)
+    other.finish(other.op("combine_experts", (y, scores), VOCAB, rows=ALL))
+    beyond = new()
+    rows, scores = routed(beyond, embedded(beyond, 8), 4, 2)
+    y = beyond.op("expert_linear", (0,), VOCAB, (stack(beyond, 3, VOCAB, 8),), rows, experts=3, expert_begin=2)
+    beyond.finish(beyond.op("combine_experts", (y, scores), VOCAB, rows=ALL))
+    return [(other, "other experts than those before"), (beyond, r"experts 2...4, the router has 4")]
