@@ -29,7 +29,7 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
         if recovers:
-            own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+            own.weights[handle] = found.read_rows(handle)
     for kind, seen in own.cache_groups:
         found.add_cache_group(kind, seen)
     for row_set in own.program.row_sets[2:]:
