@@ -202,10 +202,19 @@ void bind_weights(py::class_<CudaExecutor, StepModel, std::shared_ptr<CudaExecut
       .def(
           "read_row",
           [](const CudaExecutor& e, int id, int64_t row) {
-            const std::vector<float> values = e.weights().read_row(id, row);
+            const std::vector<float> values = e.weights().read_rows(id, row, 1);
             return py::array_t<float>((py::ssize_t)values.size(), values.data());
           },
           py::arg("id"), py::arg("row"))
+      .def(
+          "read_rows",
+          [](const CudaExecutor& e, int id) {
+            const Matrix& m = e.weights().matrix(id);
+            const int64_t rows = (int64_t)m.n * m.experts;
+            const std::vector<float> values = e.weights().read_rows(id, 0, rows);
+            return py::array_t<float>({(py::ssize_t)rows, (py::ssize_t)m.k}, values.data());
+          },
+          py::arg("id"), "All of a matrix, as it has them.")
       .def(
           "multiply",
           [](CudaExecutor& e, int id, const Floats& x, int out_features, const std::optional<Floats>& bias,

@@ -12,8 +12,8 @@ namespace as {
 namespace cuda {
 namespace {
 
-constexpr size_t kStagingBytes = 32 << 20;
-constexpr size_t kCopyAlign = 4096;  // of matrices in the host's memory
+constexpr size_t kStagingBytes = 32 << 20;  // at most: small matrices take less
+constexpr size_t kCopyAlign = 4096;         // of matrices in the host's memory
 
 size_t size_of(Source source) { return source == Source::f32 ? 4 : 2; }
 
@@ -86,13 +86,16 @@ Weights::Staging::~Staging() {
     if (turn.packed) cudaEventDestroy(turn.packed);
 }
 
-void Weights::Staging::allocate() {
-  if (turns[0].packed) return;
+size_t Weights::Staging::allocate(size_t bytes) {
+  bytes = std::min((bytes + kCopyAlign - 1) / kCopyAlign * kCopyAlign, kStagingBytes);
   for (Turn& turn : turns) {
-    turn.host = Memory(kStagingBytes, "loading weights", Memory::Where::host);
-    turn.device = Memory(kStagingBytes, "loading weights");
-    check(cudaEventCreateWithFlags(&turn.packed, cudaEventDisableTiming), "making an event");
+    if (turn.device.size() >= bytes) continue;
+    if (!turn.packed) check(cudaEventCreateWithFlags(&turn.packed, cudaEventDisableTiming), "making an event");
+    check(cudaEventSynchronize(turn.packed), "loading weights");
+    turn.host = Memory(bytes, "loading weights", Memory::Where::host);
+    turn.device = Memory(bytes, "loading weights");
   }
+  return turns[0].device.size();
 }
 
 int Weights::add_matrix(int rows, int k, const std::string& format, int group, int experts) {
@@ -137,7 +140,6 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
                                         int64_t group_size) {
   const Matrix m = matrix(id);
   device_.use();
-  staging_.allocate();
   Memory counts(rows.size() * sizeof(unsigned long long), "counters");
   int turn = 0;
   for (size_t i = 0; i < rows.size(); i++) {
@@ -149,8 +151,10 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
     if (m.codes.bits) first = first / group * group, last = std::min((last + group - 1) / group * group, r.columns);
     const size_t item = size_of(r.source), row_bytes = (last - first) * item,
                  range_bytes = m.codes.bits ? (last - first + group - 1) / group * 2 * sizeof(float) : 0;
-    const int64_t most = kStagingBytes / (row_bytes + range_bytes);
-    if (!most) throw std::invalid_argument("rows of " + std::to_string(last - first) + " columns are too long");
+    const size_t staged = staging_.allocate(r.count * (row_bytes + range_bytes));
+    const int64_t most = staged / (row_bytes + range_bytes);
+    if (!most && r.count)
+      throw std::invalid_argument("rows of " + std::to_string(last - first) + " columns are too long");
     for (int64_t done = 0, some; done < r.count; done += some, turn ^= 1) {
       const int64_t at = row_offset + done, first_row = at % m.n;
       const Matrix one = one_of(m, (int)(at / m.n));
@@ -173,8 +177,8 @@ std::vector<int64_t> Weights::fill_rows(int id, const std::vector<HostRows>& row
       unsigned long long* bad = counts.as<unsigned long long>() + i;
       if (m.codes.bits)
         quantize_rows(own.device.as(), r.source, last - first, (int)group, r.column - first, (int)some, one,
-                      (int)first_row, reinterpret_cast<float*>(own.device.as() + kStagingBytes - some * range_bytes),
-                      bad, device_.queue());
+                      (int)first_row, reinterpret_cast<float*>(own.device.as() + staged - some * range_bytes), bad,
+                      device_.queue());
       else pack_rows(own.device.as(), r.source, m.k, (int)some, one, (int)first_row, bad, device_.queue());
       check(cudaEventRecord(own.packed, device_.stream()), "loading weights");
     }
@@ -192,13 +196,12 @@ void Weights::fill_quantized(int id, const HostCodes& r, int64_t row_offset) {
   if (m.codes.bits != r.bits || m.codes.floats)
     throw std::invalid_argument("values of " + std::to_string(r.bits) + " bits do not fit the matrix");
   device_.use();
-  staging_.allocate();
   const int64_t groups = (r.columns + r.group - 1) / r.group, own_groups = m.codes.groups,
                 stride = r.bits == 8 ? r.columns : (r.columns + 1) / 2;
   // In a turn's memory: codes, then scales and offsets.
   const size_t row_bytes = (m.k + 3) / 4 * 4 + 2 * own_groups * sizeof(uint16_t);
-  const int64_t most = kStagingBytes / row_bytes;
-  if (!most) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
+  const int64_t most = staging_.allocate(r.count * row_bytes) / row_bytes;
+  if (!most && r.count) throw std::invalid_argument("rows of " + std::to_string(m.k) + " columns are too long");
   int turn = 0;
   for (int64_t done = 0, some; done < r.count; done += some, turn ^= 1) {
     const int64_t first_row = (row_offset + done) % m.n;
@@ -260,17 +263,19 @@ int Weights::add_vector(const std::vector<float>& values) {
   return (int)weights_.size() - 1;
 }
 
-std::vector<float> Weights::read_row(int id, int64_t row) const {
+std::vector<float> Weights::read_rows(int id, int64_t first, int64_t count) const {
   const Matrix& m = matrix(id);
   const int64_t rows = (int64_t)m.n * m.experts;
-  if (row < 0 || row >= rows)
-    throw std::invalid_argument("row " + std::to_string(row) + " is not in 0..." + std::to_string(rows - 1));
+  if (count < 1 || first < 0 || first > rows - count)
+    throw std::invalid_argument("row " + std::to_string(first) + " is not in 0..." + std::to_string(rows - count));
   device_.use();
-  Memory out(m.k * sizeof(float), "a row");
-  cuda::read_row(one_of(m, (int)(row / m.n)), (int)(row % m.n), out.as<float>(), device_.queue());
-  std::vector<float> values(m.k);
+  Memory out(count * m.k * sizeof(float), "rows");
+  for (int64_t row = first; row < first + count; row++)
+    cuda::read_row(one_of(m, (int)(row / m.n)), (int)(row % m.n), out.as<float>() + (row - first) * m.k,
+                   device_.queue());
+  std::vector<float> values(count * m.k);
   device_.wait();
-  check(cudaMemcpy(values.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "reading a row");
+  check(cudaMemcpy(values.data(), out.as(), out.size(), cudaMemcpyDeviceToHost), "reading rows");
   return values;
 }
 
@@ -296,12 +301,16 @@ void Weights::unload() {
   size_t bytes = 0;
   for (Weight& w : weights_)
     if (w.memory.lent()) w.copy = bytes, bytes += (w.memory.size() + kCopyAlign - 1) / kCopyAlign * kCopyAlign;
-  HostCopy copy(bytes, "weights that the GPU has not");
-  for (const Weight& w : weights_)
-    if (w.memory.lent())
-      check(
-          cudaMemcpyAsync(copy.as() + w.copy, w.memory.as(), w.memory.size(), cudaMemcpyDeviceToHost, device_.stream()),
-          "unloading weights");
+  HostCopy copy(bytes, "weights that the GPU has not", [&](char* data, size_t begin, size_t end) {
+    for (const Weight& w : weights_) {
+      if (!w.memory.lent()) continue;
+      const size_t first = std::max(begin, w.copy), last = std::min(end, w.copy + w.memory.size());
+      if (first < last)
+        check(cudaMemcpyAsync(data + first, w.memory.as() + (first - w.copy), last - first, cudaMemcpyDeviceToHost,
+                              device_.stream()),
+              "unloading weights");
+    }
+  });
   device_.wait();
   for (Weight& w : weights_) w.memory.give_back();
   copy_ = std::move(copy);
@@ -317,9 +326,11 @@ void Weights::load() {
   }
   for (const Weight& w : weights_)
     if (w.memory.lent())
-      check(cudaMemcpyAsync(w.memory.as(), copy_.as() + w.copy, w.memory.size(), cudaMemcpyHostToDevice,
-                            device_.stream()),
-            "loading weights");
+      HostCopy::each_part(w.copy, w.copy + w.memory.size(), [&](size_t at, size_t some) {
+        check(cudaMemcpyAsync(w.memory.as() + (at - w.copy), copy_.as() + at, some, cudaMemcpyHostToDevice,
+                              device_.stream()),
+              "loading weights");
+      });
   device_.wait();
   freeing_ =
       std::thread([copy = std::move(copy_)]() mutable { HostCopy gone(std::move(copy)); });  // that takes a while

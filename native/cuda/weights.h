@@ -55,7 +55,7 @@ class Weights {
   const Matrix& matrix(int id) const;
   const float* vector(int id) const;
   uint64_t source_hash(int id) const { return matrix(id), weights_[id].hash; }
-  std::vector<float> read_row(int id, int64_t row) const;
+  std::vector<float> read_rows(int id, int64_t first, int64_t count) const;
   size_t bytes() const;
   std::vector<double> sizes() const;  // bytes of each
   // Of a matrix of gates and what they gate: as gated products take it (pair_rows), from now on.
@@ -88,7 +88,8 @@ class Weights {
       std::swap(turns, other.turns);
       return *this;
     }
-    void allocate();
+    // Has room for so many bytes a turn, if they are not too many; returns for how many.
+    size_t allocate(size_t bytes);
   };
   static void place(Matrix& m, const Memory& memory);
   // std::invalid_argument unless columns [column, ...) of `count` rows, in groups of `group`, can be the matrix' rows.

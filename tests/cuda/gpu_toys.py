@@ -27,7 +27,7 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
-        own.weights[handle] = np.stack([found.read_row(handle, row) for row in range(n)])
+        own.weights[handle] = found.read_rows(handle)
     for kind, window in own.cache_groups:
         found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:

@@ -122,7 +122,7 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
     found.fill_matrix(handle, values, "F32")
     x, bias = rng.normal(size=(301, k)).astype(np.float32), rng.normal(size=n).astype(np.float32)
     every = found.multiply(handle, x, n, bias)
-    used = np.stack([found.read_row(handle, row) for row in range(n)]).astype(float)
+    used = found.read_rows(handle).astype(float)
     rounded = x.astype(float) if form == "float32" else as_bf16(x)
     expected = rounded @ used.T + bias
     error = np.abs(every - expected).max() / np.sqrt(np.mean(expected**2))
