@@ -181,6 +181,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kTogether)
              make_float4(value(0, gates.x, ups.x), value(1, gates.y, ups.y), value(2, gates.z, ups.z),
                          value(3, gates.w, ups.w)));
   }
+  __syncwarp();
   cluster_barrier();  // others may still read
 #endif
 }
