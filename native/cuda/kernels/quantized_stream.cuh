@@ -496,7 +496,7 @@ template <class Format, int kRows, int kMostGroups>
 void start_stream_rows(const Product& p, int rows, const Queue& queue) {
   using Wide = StreamShape<Format, kRows, kMostGroups>;
   const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
-  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
+  const bool alone = pieces <= processors() && pieces >= processors() * 7 / 8;
   if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
   else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
 }
