@@ -55,10 +55,9 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
-constexpr int kNormThreads = 512;  // of a row
-
-// kEights: how many times eight values of its row a thread keeps in registers.
-template <int kEights>
+// kNormThreads: of a row; sums are as those of more threads, which would have nothing to add. kEights: how many times
+// eight values of its row a thread keeps in registers.
+template <int kNormThreads, int kEights>
 __global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
   const int row = blockIdx.x, width = out.width;
   const float* in = x + (size_t)row * width;
@@ -198,8 +197,11 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  const auto kernel = out.width <= 8 * kNormThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
-  start(queue, kernel, rows, kNormThreads, 0, x, norm, out);
+  const auto start_threads = [&](auto kernel, int threads) { start(queue, kernel, rows, threads, 0, x, norm, out); };
+  if (out.width <= 8 * 128) start_threads(rms_norm_kernel<128, 1>, 128);
+  else if (out.width <= 8 * 256) start_threads(rms_norm_kernel<256, 1>, 256);
+  else if (out.width <= 8 * 512) start_threads(rms_norm_kernel<512, 1>, 512);
+  else start_threads(rms_norm_kernel<512, 2>, 512);
   launched("rms_norm");
 }
 
