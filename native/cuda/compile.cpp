@@ -196,20 +196,21 @@ int CudaRunner::bind(size_t i) {
           if (const int rows = count(x, size); rows > 1) rms_norm(x.values(), norm, rows, y.rows, queue);
         },
         x.row_set);
+  } else if (op.is("rms_norm") && quantizes_next(i)) {
+    const OpNode& linear = ops_[i + 1];
+    Product p;
+    p.w = weights_.matrix(linear.weights[0]), p.bytes = byte_rows_of(linear);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm_into_bytes(x.values(), norm, p, count(x, size), queue); },
+               x.row_set);
+    if (const OpNode& after = ops_[i + 2]; after.is("lora") && after.inputs[1] == op.outputs[0])  // it wants them, too
+      add_launch([=, norm = norm_of(op, vector(op, 0))](
+                     const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+                 x.row_set);
   } else if (op.is("rms_norm")) {
-    ChainOp into_bytes, into_rows;
-    into_rows.kind = ChainOp::Kind::norm, into_rows.y = y.rows;
-    into_rows.x = into_bytes.x = x.values(), into_rows.norm = into_bytes.norm = norm_of(op, vector(op, 0));
-    const bool quantizes = quantizes_next(i);
-    if (quantizes) {
-      const OpNode& linear = ops_[i + 1];
-      into_bytes.kind = ChainOp::Kind::bytes;
-      into_bytes.product.w = weights_.matrix(linear.weights[0]), into_bytes.product.bytes = byte_rows_of(linear);
-      add_op(into_bytes, x.row_set);
-    }
-    const OpNode& after = ops_[i + (quantizes ? 2 : 1)];
-    if (!quantizes || (after.is("lora") && after.inputs[1] == op.outputs[0]))  // adapters want them, too
-      add_op(into_rows, x.row_set);
+    add_launch([=, norm = norm_of(op, vector(op, 0))](
+                   const Size& size) { rms_norm(x.values(), norm, count(x, size), y.rows, queue); },
+               x.row_set);
   } else if (op.is("silu_mul")) {
     const auto pairs = pairs_.find(op.inputs[0]);
     if (pairs == pairs_.end())
@@ -351,17 +352,11 @@ int CudaRunner::bind_all_reduce(size_t i) {
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
-  if (there) {
-    ChainOp link;
-    link.kind = ChainOp::Kind::sum, link.sum = sum;
-    add_op(link, x.row_set);
-  } else {
-    launches_.push_back([=, queue = device_.queue()](const Size& size) {
-      const int rows = count(x, size);
-      if (rows) to_tiles(x.values(), rows, partial, queue);
-      sum_ranks(sum, rows, queue);
-    });
-  }
+  launches_.push_back([=, queue = device_.queue()](const Size& size) {
+    const int rows = count(x, size);
+    if (!there && rows) to_tiles(x.values(), rows, partial, queue);
+    sum_ranks(sum, rows, queue);
+  });
   return (int)(last - i);
 }
 
@@ -419,24 +414,20 @@ int CudaRunner::bind_linear(size_t i) {
   if (p.w.takes_bytes()) p.bytes = byte_rows_of(op);
   const bool converts = p.w.takes_tiles() && !x.rows.tiles;
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
-  ChainOp link;
-  link.product = p;
-  if (p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1)))
-    link.kind = ChainOp::Kind::bytes, add_op(link, x.row_set);
-  link.kind = ChainOp::Kind::product;
-  if (has_few_columns(p.w) && is_routing(op.outputs[0])) {
-    launches_.push_back([=](const Size& size) {
-      if (const int rows = count(x, size)) linear_few(p, rows, queue);
-    });
-  } else if (converts) {
-    launches_.push_back([=](const Size& size) {
-      const int rows = count(x, size);
-      if (rows) to_tiles(x.values(), rows, p.x, queue);
-      run_op(link, rows, queue);
-    });
-  } else {
-    add_op(link, x.row_set);
-  }
+  const bool quantizes = p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1));
+  const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
+  launches_.push_back([=](const Size& size) {
+    const int rows = count(x, size);
+    if (!rows) return;
+    if (converts) to_tiles(x.values(), rows, p.x, queue);
+    if (quantizes) quantize_activations(p, rows, queue);
+    if (few) linear_few(p, rows, queue);
+    else if (p.w.kind == Kind::f32) linear_f32(p, rows, queue);
+    else if (p.w.kind == Kind::bf16) linear_bf16(p, rows, queue);
+    else if (p.w.kind == Kind::integers) linear_integer(p, rows, queue);
+    else if (p.w.kind == Kind::float8) linear_float8(p, rows, queue);
+    else linear_quantized(p, rows, queue);
+  });
   return sum ? (int)(*sum - i) : gated;
 }
 

@@ -35,44 +35,8 @@ void CudaRunner::bind_form(bool adapted) {
   parts = {numbers.back()};
   name_launches(named.size(), parts, named);
   times_.set(adapted, std::move(named));
-  Form& form = forms_[adapted];
-  form.launches = std::move(launches_), form.heads_from = heads_from_;
-  link_launches(form);
-  ops_.clear(), launches_.clear(), chained_.clear(), heads_from_ = 0;
-}
-
-void CudaRunner::add_op(const ChainOp& op, int row_set) {
-  chained_.emplace(launches_.size(), std::make_pair(op, row_set));
-  launches_.push_back(
-      [=, queue = device_.queue()](const Size& size) { run_op(op, rows_of(row_set, size.rows, size.outputs), queue); });
-}
-
-void CudaRunner::link_launches(Form& form) const {
-  const size_t count = form.launches.size();
-  form.ops.resize(count), form.links.resize(count);
-  for (size_t i = count; i-- > 0;) {
-    const auto found = chained_.find(i);
-    if (found == chained_.end()) continue;
-    form.ops[i] = found->second.first;
-    const Link next = i + 1 < count ? form.links[i + 1] : Link{};
-    const int row_set = found->second.second;
-    form.links[i] = {row_set, 1 + (next.row_set == row_set ? next.length : 0)};
-  }
-}
-
-int CudaRunner::chain_at(const Form& form, size_t first, size_t end, const Size& size) const {
-  const Link& link = form.links[first];
-  const int rows = limits_.chains && link.length > 1 ? rows_of(link.row_set, size.rows, size.outputs) : 0;
-  return rows ? chained(&form.ops[first], std::min(link.length, (int)(end - first)), rows, device_.queue()) : 0;
-}
-
-int CudaRunner::launches(int rows) const {
-  int found = 0;
-  Size size;
-  size.rows = size.outputs = rows;
-  for (size_t i = 0; i < forms_[0].launches.size(); found++)
-    i += std::max(chain_at(forms_[0], i, forms_[0].launches.size(), size), 1);
-  return found;
+  forms_[adapted] = {std::move(launches_), heads_from_};
+  ops_.clear(), launches_.clear(), heads_from_ = 0;
 }
 
 // All of a linear's targets at once; perhaps with the op that gates, or the sum, that follows.

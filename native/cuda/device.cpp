@@ -88,8 +88,7 @@ Device::Device(int index) : index_(index) {
     flags_ = Memory(kScratchBlocks * kScratchFlags * sizeof(int), "sums of products");
     pieces_ = Memory(kScratchPieces * sizeof(float), "sums of products");
     arrivals_ = Memory(kScratchCounts * sizeof(int), "sums of products");
-    barriers_ = Memory(kScratchBarriers * sizeof(int), "barriers of chains");
-    scratch_ = {sums_.as<float>(), flags_.as<int>(), pieces_.as<float>(), arrivals_.as<int>(), barriers_.as<int>()};
+    scratch_ = {sums_.as<float>(), flags_.as<int>(), pieces_.as<float>(), arrivals_.as<int>()};
   }
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
 }

@@ -85,7 +85,7 @@ class Device {
   int index_, capability_ = 0, processors_ = 0;
   std::string name_;
   cudaStream_t stream_ = nullptr;
-  Memory sums_, flags_, pieces_, arrivals_, barriers_;
+  Memory sums_, flags_, pieces_, arrivals_;
   Scratch scratch_;
 };
 

@@ -38,9 +38,8 @@ struct Matrix {
 };
 
 // Where blocks of threads of one launch leave sums for each other: kScratchFloats and kScratchFlags each; and all of
-// them pieces of sums, with how many have come; barriers: of all of them, within a launch (chain.h). Flags and counts
-// are zero between launches.
-constexpr int kScratchBlocks = 144, kScratchFlags = 4, kScratchBarriers = 16;
+// them pieces of sums, with how many have come. Flags and counts are zero between launches.
+constexpr int kScratchBlocks = 144, kScratchFlags = 4;
 constexpr size_t kScratchFloats = 192 * 256;
 constexpr size_t kScratchPieces = 12 << 20, kScratchCounts = kScratchPieces / 1024;
 struct Scratch {
@@ -48,7 +47,6 @@ struct Scratch {
   int* flags = nullptr;
   float* pieces = nullptr;
   int* arrivals = nullptr;
-  int* barriers = nullptr;
 };
 
 // Where launches go: a stream of a chip of this capability (90 is 9.0).
@@ -305,7 +303,7 @@ struct Attention {
   float scale = 1, soft_cap = 0;
   int window = 0;
   const float *slopes = nullptr, *sinks = nullptr;  // of this rank's query heads, or null
-  const float* qkv = nullptr;  // [rows, width]: queries, keys, values
+  const float* qkv = nullptr;                       // [rows, width]: queries, keys, values
   int width = 0;
   Rows out;
   const int* tables = nullptr;  // of spans

@@ -393,19 +393,17 @@ PYBIND11_MODULE(_cuda, m) {
           "allocate",
           [](CudaExecutor& e, int max_rows, int max_slots, int max_length, int span_size, int num_spans,
              const std::string& dtype, int max_outputs, int masks, bool graphs, int adapters, int adapter_rank,
-             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft, bool chains) {
+             const std::string& adapter_dtype, std::shared_ptr<CudaExecutor> draft) {
             py::gil_scoped_release release;
             e.allocate({max_rows, max_outputs ? max_outputs : max_slots, max_slots, max_length, span_size, num_spans,
-                        cache_type_of(dtype), graphs, chains},
+                        cache_type_of(dtype), graphs},
                        masks, {adapters, adapter_rank, is_bf16(adapter_dtype)}, std::move(draft));
           },
           py::arg("max_rows"), py::arg("max_slots"), py::arg("max_length"), py::arg("span_size"), py::arg("num_spans"),
           py::arg("cache_dtype"), py::arg("max_outputs") = 0, py::arg("masks") = 0, py::arg("graphs") = true,
           py::arg("adapters") = 0, py::arg("adapter_rank") = 0, py::arg("adapter_dtype") = "float32",
-          py::arg("draft") = nullptr, py::arg("chains") = true,
-          "Compiles what was added; steps can follow. graphs: record steps that decode; chains: start what follows "
-          "each "
-          "other as one, of few rows; the bits are the same. "
+          py::arg("draft") = nullptr,
+          "Compiles what was added; steps can follow. graphs: record steps that decode; the bits are the same. "
           "adapters, adapter_rank, adapter_dtype: of those that rows may have, if the program has ops for them. draft: "
           "an "
           "executor beside this one, allocated with the same spans, that makes drafts.")
@@ -439,8 +437,6 @@ PYBIND11_MODULE(_cuda, m) {
           py::arg("plan"), py::arg("want_logits") = false)
       .def("expert_tiles", &CudaExecutor::expert_tiles, py::arg("row_set"),
            "(expert, entries) of each tile of a row set of experts, as the last step left it: for benchmarks.")
-      .def("launches", &CudaExecutor::launches, py::arg("rows"),
-           "How many kernels, or chains of them, a step of so many rows that decode starts, without draws.")
       .def("set_profiling", &CudaExecutor::set_profiling, py::arg("on"))
       .def("profile", profile_of, "As the CPU backend's, of steps that were timed: a few of all.")
       .def_property_readonly("masks", &CudaExecutor::masks, "Masks that draws may name; None where there are none.")

@@ -7,9 +7,9 @@
 // eight further. A word is of one row: of 4 bits its pairs of columns lie four bits apart, the odd column's code 16
 // bits above the even one's; of 8 bits four bytes in the columns' order.
 //
-// Codes of e4m3 have words of the same columns, and lie as activations of 8 bits do, for wgmma to read them out of
-// shared memory: in a block rows of 64 bytes, whose four pieces of 16 columns change places with the row: piece p of
-// row r is at p ^ (r % 8 / 2), which is wgmma's 64-byte swizzle.
+// Codes of 8 bits for activations of 8 bits have words of the same columns, and lie as these do, for wgmma to read them
+// out of shared memory: in a block rows of 64 bytes, whose four pieces of 16 columns change places with the row: piece
+// p of row r is at p ^ (r % 8 / 2), which is wgmma's 64-byte swizzle.
 //
 // Scales: for each block of 64 rows and group 64 words, scale below offset, tile by tile, row r + 8 beside row r. Rows
 // that there are not have zeros, and so the value zero; columns that there are not have any code.
@@ -29,6 +29,7 @@ struct Codes {
   int bits = 0;               // 4 or 8; 0: the matrix is not quantized
   int group = 0, groups = 0;  // columns of one (the last may have fewer), and how many a row has
   bool floats = false;        // codes are e4m3, 8 bits, and a row has one scale, float32, and no offset
+  bool in_rows = false;       // codes lie as activations of 8 bits do
   uint32_t* words = nullptr;
   uint32_t* scales = nullptr;
 };
@@ -44,7 +45,7 @@ AS_BOTH inline size_t word_of(int bits, int row, int column, int column_blocks) 
 }
 AS_BOTH constexpr int byte_piece(int row, int piece) { return row * kBlock + (piece ^ row % 8 / 2) * 16; }
 AS_BOTH inline size_t word_of(const Codes& c, int row, int column, int column_blocks) {
-  if (!c.floats) return word_of(c.bits, row, column, column_blocks);
+  if (!c.in_rows) return word_of(c.bits, row, column, column_blocks);
   const size_t block = (size_t)(row / kBlock) * column_blocks + column / kBlock;
   return block * code_words(8) + byte_piece(row % kBlock, column % kBlock / 16) / 4 + column % 8 / 2;
 }

@@ -201,15 +201,9 @@ void CudaRunner::copy_hidden(const Batch& batch) {
 void CudaRunner::launch(const Size& size, bool heads, bool timed) {
   const Form& form = forms_[size.adapted];
   if (timed) times_.begin(begun_.turn);
-  const size_t end = heads ? form.launches.size() : form.heads_from;
-  for (size_t i = 0; i < end;) {
-    if (timed) times_.mark(begun_.turn, device_.stream());  // each op has its time, so there are no chains
-    if (const int count = timed ? 0 : chain_at(form, i, end, size); count > 1) {
-      run_chain(&form.ops[i], count, rows_of(form.links[i].row_set, size.rows, size.outputs), device_.queue());
-      i += count;
-    } else {
-      form.launches[i++](size);
-    }
+  for (size_t i = 0; i < (heads ? form.launches.size() : form.heads_from); i++) {
+    if (timed) times_.mark(begun_.turn, device_.stream());
+    form.launches[i](size);
   }
   if (timed) times_.mark(begun_.turn, device_.stream());
 }

@@ -10,7 +10,6 @@
 #include "batch/queued_decoder.h"
 #include "comm/communicator.h"
 #include "cuda/adapters.h"
-#include "cuda/chain.h"
 #include "cuda/draws.h"
 #include "cuda/exchange.h"
 #include "cuda/experts.h"
@@ -27,7 +26,6 @@ struct Limits {
   int span_size = 0, num_spans = 0;
   CacheType cache_type = CacheType::f32;
   bool graphs = true;  // steps that decode are replayed; the bits are the same
-  bool chains = true;  // of few rows, ops that follow each other have one launch (chain.h); the bits are the same
 };
 
 // Memory of a span of the cache, for one layer and KV head.
@@ -73,8 +71,6 @@ class CudaRunner : public QueuedRunner {
   // Between steps. on: what launches cost is counted anew; off: what was counted stays.
   void set_profiling(bool on);
   std::vector<OpTime> profile() const { return times_.all(); }
-  // Of a step of so many rows, each with an output and none with an adapter: how many there are, without draws.
-  int launches(int rows) const;
   bool hidden_states() const { return forms_[0].heads_from > 0; }
 
  private:
@@ -85,16 +81,9 @@ class CudaRunner : public QueuedRunner {
     int row_set = 0;
     float* values() const { return rows.values; }
   };
-  // Which launches may be one (chain.h): this one, and so many in all from it on that are for the same rows; 0: it has
-  // no op of a chain.
-  struct Link {
-    int row_set = 0, length = 0;
-  };
-  // Launches, with an op and a link of each. Those from heads_from on make logits; 0: unknown.
+  // Launches from heads_from on make logits; 0: unknown.
   struct Form {
     std::vector<Launch> launches;
-    std::vector<ChainOp> ops;
-    std::vector<Link> links;
     size_t heads_from = 0;
   };
   // Sums of gates and what they gate, as pair_rows() has the columns; bias: still to be added.
@@ -122,11 +111,6 @@ class CudaRunner : public QueuedRunner {
   std::vector<OpNode> ops_of(bool adapted) const;  // of a form
   void bind_form(bool adapted);
   void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
-  // Adds the launch of an op that may be part of a chain.
-  void add_op(const ChainOp& op, int row_set);
-  void link_launches(Form& form) const;
-  // How many launches from `first` on are one for so many rows; less than two: none.
-  int chain_at(const Form& form, size_t first, size_t end, const Size& size) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
   int bind_linear(size_t i);
@@ -198,7 +182,6 @@ class CudaRunner : public QueuedRunner {
   // Of the form that is being bound: its ops, and what they have become so far.
   std::vector<OpNode> ops_;
   std::vector<Launch> launches_;
-  std::map<size_t, std::pair<ChainOp, int>> chained_;  // by launch: op and row set
   size_t heads_from_ = 0;
   std::map<int, Pairs> pairs_;  // by tensor
   std::set<int> paired_;        // weights

@@ -48,9 +48,10 @@ Matrix matrix_of(int rows, int k, const std::string& format, int group, int expe
                                 " input features: sums of 8-bit products are exact up to " +
                                 std::to_string(kMostIntegers));
   m.kind = floats ? Kind::float8 : integers ? Kind::integers : Kind::codes;
-  m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.group = group && group < k ? group : k;
+  m.codes.bits = eight ? 8 : 4, m.codes.floats = floats, m.codes.in_rows = floats || (integers && eight);
+  m.codes.group = group && group < k ? group : k;
   m.codes.groups = (k + m.codes.group - 1) / m.codes.group;
-  m.most_pieces = pieces_of_codes(m.n, k, floats ? kMostPieces : kMostCodePieces);
+  m.most_pieces = pieces_of_codes(m.n, k, m.codes.in_rows ? kMostPieces : kMostCodePieces);
   return m;
 }
 

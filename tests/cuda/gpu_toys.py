@@ -8,18 +8,17 @@ from allspark_server import _native
 from reference.toy import Toy
 
 
-def executor(threads: int = 2, device: int = 0, window=None):
-    """window: of a rank of several."""
+def executor(threads: int = 2):
     from allspark_server import _cuda
 
-    return _cuda.Executor(device, _native.HostSampler(threads, window=window), window)
+    return _cuda.Executor(0, _native.HostSampler(threads))
 
 
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
-             outputs: int = 64, slots: int = 8, device: int = 0, window=None, recovers: bool = True, **more):
-    """long: for contexts beyond a thousand; window: of a rank of several; more: of allocate(). recovers: the toy's
-    matrices become what the backend recovers of them."""
-    found = executor(device=device, window=window)
+             outputs: int = 64, **more):
+    """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
+    of them."""
+    found = executor()
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
         values = own.weights[handle].astype(np.float32)
@@ -28,21 +27,16 @@ def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = Tr
             continue
         assert found.add_matrix(n, k, form, group, stacks.get(handle, 1)) == handle
         assert found.fill_matrix(handle, values, "F32") == np.count_nonzero(~np.isfinite(values))
-        if recovers:
-            own.weights[handle] = found.read_rows(handle)
-    for kind, seen in own.cache_groups:
-        found.add_cache_group(kind, seen)
+        own.weights[handle] = found.read_rows(handle)
+    for kind, window in own.cache_groups:
+        found.add_cache_group(kind, window)
     for row_set in own.program.row_sets[2:]:
         found.add_row_set(*row_set)
     for width, rows, _ in own.program.tensors:
         found.add_tensor(width, rows)
     for op in own.program.ops:
         found.add_op(op["name"], op["inputs"], op["outputs"], op["weights"], op["attributes"])
-    if window:
-        address = found.share(256)
-        every = window.broadcast(b"".join(window.gather(address) or []))
-        found.connect([every[at:at + len(address)] for at in range(0, len(every), len(address))])
-    found.allocate(max_rows=2048 if long else 256, max_slots=slots, max_length=2048 if long else 128, span_size=16,
+    found.allocate(max_rows=2048 if long else 256, max_slots=8, max_length=2048 if long else 128, span_size=16,
                    num_spans=256 if long else 64, cache_dtype=cache, max_outputs=outputs, masks=masks, graphs=graphs,
                    **more)
     return found

@@ -153,7 +153,7 @@ def test_products_whose_tiles_are_shared(n, k, form, group):
     x = rng.normal(size=(300, k)).astype(np.float32)
     every = gpu.multiply(handle, x, n, None, "wide" if form in ("float8", "int4", "int8") else "mma")
     for rows in (1, 9, 20, 40, 100, 130, 300):
-        for by in ("stream", "wide") if form == "float8" else ("stream",):
+        for by in ("stream", "wide") if form in ("float8", "w8a8") else ("stream",):
             assert gpu.multiply(handle, x[:rows], n, None, by).tobytes() == every[:rows].tobytes(), (rows, by)
 
 

@@ -134,6 +134,20 @@ def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form):
             assert part.tobytes() == every[first:first + rows].tobytes(), (first, rows, by)
 
 
+@pytest.mark.parametrize("n, k, rows", [(5000, 5000, 900), (17100, 2000, 700)])
+def test_tiles_that_processors_share_have_the_same_bits(n, k, rows):
+    """So many that their last ones are begun by some blocks of threads and ended by others; by pieces of K, and whole."""
+    rng, found = np.random.default_rng(SEED), executor()
+    handle = found.add_matrix(n, k, "bfloat16")
+    found.fill_matrix(handle, rng.standard_normal((n, k), np.float32) * np.float32(k**-0.5), "F32")
+    x, bias = rng.standard_normal((rows, k), np.float32), rng.standard_normal(n, np.float32)
+    every = found.multiply(handle, x, n, bias, "wide")
+    assert every.tobytes() == found.multiply(handle, x, n, bias, "wide").tobytes()
+    for first in range(0, rows, 256):
+        part = found.multiply(handle, x[first:first + 256], n, bias, "split")
+        assert part.tobytes() == every[first:first + 256].tobytes(), first
+
+
 def as_bf16(x: np.ndarray) -> np.ndarray:
     bits = x.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32).astype(float)

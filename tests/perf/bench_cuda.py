@@ -1,9 +1,9 @@
 """Steps of a real shape on a GPU, with random weights made here, without an engine: milliseconds, tokens/s and the part
 of the ceiling. `python bench_cuda.py [7b|0.5b|30b-a3b] [ranks=2] [decode=1,8,32] [prefill=1x1024] [context=8000x1]
-[format=int4:64] [cache=bfloat16] [threads=1] [chains=1,0]`
+[format=int4:64] [cache=bfloat16] [threads=1]`
 
 ranks: GPUs 0 ... of one host, each with a process of its own, or with threads=1 a thread of this one; ceilings are then
-theirs together. chains: with ops of few rows in one launch, and without, one after the other."""
+theirs together."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SHAPES = {  # hidden, layers, heads, KV heads, head_dim, inner, vocabulary
 }
 EXPERTS = {"30b-a3b": (128, 8)}  # how many, and how many a row goes to; these models norm heads, and have no biases
 ROW_SETS = 4  # of entries of experts: layers share them
-MAPPED, TURNS = [], 2  # windows' memory stays as long as the process; for so many models, one after the other
+MAPPED = []  # windows' memory stays as long as the process
 SPAN, BANDWIDTH, RATE = 32, 4.44e12, 792e12  # measured on an H200
 
 
-def window_of(rank: int, ranks: int, path: str, turn: int):
-    """The ranks' window, over a part of a file of shared memory; None of one rank alone."""
+def window_of(rank: int, ranks: int, path: str):
+    """The ranks' window, over a file of shared memory; None of one rank alone."""
     if ranks == 1:
         return None
     size = -(-_native.Window.bytes_needed(ranks) // 4096) * 4096
     with open(path, "r+b") as file:
-        file.truncate(size * ranks * TURNS)
-        mapped = mmap.mmap(file.fileno(), size * ranks, offset=size * ranks * turn)
+        file.truncate(size * ranks)
+        mapped = mmap.mmap(file.fileno(), size * ranks)
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     MAPPED.append(mapped)
     return _native.Window(rank, ranks, [address + r * size for r in range(ranks)], True, 120.0)
@@ -46,15 +46,15 @@ def window_of(rank: int, ranks: int, path: str, turn: int):
 
 class Model:
     def __init__(self, name: str, max_rows: int, max_slots: int, max_length: int, rank: int, ranks: int, path: str,
-                 form: str, cache: str, chains: bool = True, turn: int = 0):
-        """form: of weights, with a group size behind a colon; turn: how many models these ranks had before."""
+                 form: str, cache: str):
+        """form: of weights, with a group size behind a colon."""
         self.shape = hidden, layers, heads, kv, dim, inner, vocab = SHAPES[name]
         self.ranks, whole = ranks, vocab
         heads, kv, inner, vocab = heads // ranks, kv // ranks, inner // ranks, vocab // ranks // 256 * 256
         begin = rank * vocab
         vocab = whole - begin if rank == ranks - 1 else vocab
         self.slots, self.length = max_slots, max_length
-        self.window = window = window_of(rank, ranks, path, turn)
+        self.window = window = window_of(rank, ranks, path)
         self.e = e = _cuda.Executor(rank, _native.HostSampler(8, window=window), window)
         rng = np.random.default_rng(0)
         noise = (rng.normal(size=(4096, max(hidden, inner, heads * dim))) * 0.02).astype(np.float32)
@@ -130,7 +130,7 @@ class Model:
             own = e.share(max_rows)
             all_ranks = window.broadcast(b"".join(window.gather(own) or []))
             e.connect([all_ranks[r * len(own):(r + 1) * len(own)] for r in range(ranks)])
-        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots, chains=chains)
+        e.allocate(max_rows, max_slots, max_length, SPAN, max_slots * self.spans, cache, max_slots)
         self.matrices = ranks * hidden * ((2 * heads + 2 * kv) * dim + 3 * inner * max(top, 1))
 
         def bytes_of(*shapes) -> float:
@@ -138,10 +138,9 @@ class Model:
 
         mlp = bytes_of((2 * inner, hidden), (hidden, inner))
         self.expert_bytes = mlp if self.experts else 0.0
-        self.qkv_bytes = bytes_of(((heads + 2 * kv) * dim, hidden))
-        self.layer_bytes = (self.qkv_bytes + bytes_of((hidden, heads * dim)) + mlp - self.expert_bytes
-                            + 4.0 * self.experts * hidden)
-        self.bytes = _cuda.matrix_bytes(whole, hidden, *form) + layers * self.layer_bytes
+        self.bytes = _cuda.matrix_bytes(whole, hidden, *form) + layers * (
+            bytes_of(((heads + 2 * kv) * dim, hidden), (hidden, heads * dim)) + mlp - self.expert_bytes
+            + 4.0 * self.experts * hidden)
         self.position_bytes = ranks * layers * kv * _cuda.span_bytes(SPAN, dim, cache) / SPAN
         print(f"{name}: {e.weight_bytes() / 1e9:.2f} GB, cache {e.cache_bytes() / 1e9:.2f} GB, compiled in "
               f"{time.perf_counter() - began:.2f} s", flush=True)
@@ -214,17 +213,11 @@ def main(arguments: list[str]) -> None:
         path = asked.get("window", file.name)
 
         def compute(rank: int) -> None:
-            say = print if rank == 0 else lambda *_, **__: None
-            slots = max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)])
-            for turn, chains in enumerate(asked.get("chains", "1").split(",")):
-                model = Model(name, chunk, slots, length, rank, ranks, path, asked.get("format", "bfloat16"),
-                              asked.get("cache", "bfloat16"), chains == "1", turn)
-                if "chains" in asked:
-                    say(f"-- with{'' if chains == '1' else 'out'} chains: {model.e.launches(1)} launches a step")
-                run(model, decode, contexts, prefill, chunk, say)
-                if model.window:
-                    model.window.close()
-                del model
+            model = Model(name, chunk, max([1, *decode, *(b for _, b in contexts), *(b for b, _ in prefill)]), length,
+                          rank, ranks, path, asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
+            run(model, decode, contexts, prefill, chunk, print if rank == 0 else lambda *_, **__: None)
+            if model.window:
+                model.window.close()
 
         if "threads" in asked:
             with ThreadPoolExecutor(ranks) as pool:

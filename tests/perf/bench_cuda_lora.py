@@ -41,9 +41,8 @@ class WithAdapters:
             self.targets.append((self.tensors[inputs[0]], columns))
             offset += columns
 
-    def allocate(self, *sizes, **more) -> None:
-        self.executor.allocate(*sizes, **more, adapters=self.count, adapter_rank=self.rank,
-                               adapter_dtype="bfloat16")
+    def allocate(self, *sizes) -> None:
+        self.executor.allocate(*sizes, adapters=self.count, adapter_rank=self.rank, adapter_dtype="bfloat16")
         rng = np.random.default_rng(1)
         noise = (0.01 * rng.normal(size=(1 << 16, self.rank))).astype(np.float32)
         for index in range(self.count):

@@ -1,8 +1,10 @@
 // Attention of many pairs of a row and a query head over bfloat16 caches by wgmma (after Shah et al.,
 // "FlashAttention-3", 2024): two warpgroups have 64 pairs each; while one computes weights, its products with the
 // weights before and the other's products go on. A third one copies keys and values into shared memory, 64 positions at
-// a time and several stages ahead. The recipe is attention_mma.cu's, and so are the bits: products are the same chains,
-// and a thread has the same values.
+// a time and several stages ahead, on into the next tile: there are no more blocks of threads than run at once. The
+// recipe is attention_mma.cu's, and so are the bits: products are the same chains, and a thread has the same values.
+#include <algorithm>
+
 #include "cuda/kernels/attention.cuh"
 #include "cuda/kernels/attention_wgmma.h"
 #include "cuda/kernels/wgmma.cuh"
@@ -23,8 +25,17 @@ struct Shape {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// A tile and a KV head; none: there is nothing more to do.
+struct Item {
+  AttentionTile tile;
+  int kv_head;
+};
+// More items than these are never on their way: each has a stage at least.
+constexpr int kItems = 8;
+static_assert(kItems >= kStages + 2);
 struct Barriers {
   uint64_t full[kStages], empty[kStages];
+  Item items[kItems];
 };
 
 // What threads wrote into shared memory is there for wgmma. Who copies does not say so: that would wait for all copies
@@ -38,7 +49,7 @@ __device__ void arrive_with_copies(uint64_t* barrier) {
 // Positions from `begin` to `last`, by a warpgroup.
 template <int kDim>
 __device__ void copy_context(const Attention& a, const int* table, int kv_head, int begin, int last, uint32_t stages,
-                             Barriers& barriers) {
+                             Barriers& barriers, Ring<kStages>& ring) {
   constexpr int kPieces = kDim / 8, kStep = 128 / kPieces;  // pieces of 16 bytes of a head; positions copied at once
   constexpr int kSpans = kTokens / 16;                      // at most, of 64 positions
   const int size = a.cache.span_size, shift = __ffs(size) - 1, within = size - 1, lane = threadIdx.x % 32;
@@ -53,7 +64,6 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
     const int span = (position >> shift) + min(lane, kSpans - 1);
     return reinterpret_cast<uint64_t>(head + (span << shift <= last ? table[span] : 0) * span_bytes);
   };
-  Ring<kStages> ring;
   for (uint64_t spans = spans_from(begin); begin <= last; begin += kTokens, ring.next()) {
     const uint64_t next = spans_from(begin + kTokens);
     barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
@@ -68,9 +78,9 @@ __device__ void copy_context(const Attention& a, const int* table, int kv_head, 
       copy_16(to + i * kStep * kRowBytes + Shape<kDim>::kTensorBytes, from + values_behind, at <= last);
     }
     arrive_with_copies(&barriers.full[ring.stage]);
+    if (threadIdx.x == 0) barrier_arrive(&barriers.full[ring.stage]);
     spans = next;
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 __device__ void put_piece(char* to, int pair, int piece, const float (&x)[8]) {
@@ -83,8 +93,9 @@ template <int kDim>
 __device__ void copy_queries(const Attention& a, const TileRows& rows, int first, int kv_head, bool turns,
                              const RotaryTable& t, char* to) {
   constexpr int kHalf = kDim / 2, kPieces = kHalf / 8;
-#pragma unroll 2
-  for (int i = threadIdx.x % 128; i < kBlock * kPieces; i += 128) {
+#pragma unroll
+  for (int turn = 0; turn < kBlock * kPieces / 128; turn++) {
+    const unsigned i = turn * 128 + threadIdx.x % 128;
     const int pair = i / kPieces, piece = i % kPieces;
     float x[8] = {}, y[8] = {};
     if (first + pair < rows.count && rows.has(first + pair, kv_head)) {
@@ -266,9 +277,19 @@ class Attender {
 };
 #endif
 
+// Rows' queries of a tile are on their way into the second-level cache.
+template <int kDim>
+__device__ void ask_for_queries(const Attention& a, const TileRows& rows, int kv_head) {
+  constexpr int kLines = kDim / 32;
+  for (unsigned i = threadIdx.x; i < rows.count * kLines; i += 128)
+    if (const int pair = i / kLines; rows.has(pair, kv_head))
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(a.qkv + (size_t)rows.row(pair) * a.width +
+                                                    rows.head(pair, kv_head) * kDim + i % kLines * 32));
+}
+
 template <int kDim, bool kCapped>
 __global__ void __launch_bounds__(kThreads, 1)
-    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, bool turns,
+    attend_wgmma_kernel(const __grid_constant__ Attention a, const AttentionTile* tiles, int count, bool turns,
                         const __grid_constant__ RotaryTable table) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using S = Shape<kDim>;
@@ -276,81 +297,106 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Barriers barriers;
   let_next_begin();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; i++) barrier_init(&barriers.full[i], 128), barrier_init(&barriers.empty[i], kGroups);
+    for (int i = 0; i < kStages; i++)
+      barrier_init(&barriers.full[i], 128 + 1), barrier_init(&barriers.empty[i], kGroups);
     barriers_are_there();
   }
   __syncthreads();
   await_previous();
-  // Tiles that see most come first: what is left for the end is short.
-  const TileRows rows(a, tiles[gridDim.x - 1 - blockIdx.x], kManyPairs);
-  if (rows.count == 0) return;
-  const int kv_head = blockIdx.y, last = rows.position(rows.count - 1);
   const int group = warpgroup() - 1;
   const uint32_t queries = shared_address(shared), stages = queries + kGroups * S::kTensorBytes;
-  int begin = rows.first_run * kRunTokens;
+  Ring<kStages> ring;
   if (group < 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    copy_context<kDim>(a, a.tables + rows.tile.table, kv_head, begin, last, stages, barriers);
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    const auto release = [&](int stage) {
-      if (threadIdx.x % 128 == 0) barrier_arrive(&barriers.empty[stage]);
+    int number = 0;
+    const auto put = [&](const Item& item) {
+      if (threadIdx.x == 0) barriers.items[number % kItems] = item;
+      number++;
     };
-    Ring<kStages> ring;
+    // Tiles that see most come first, and blocks of threads take them there and back: so all have as much.
+    for (int turn = 0;; turn++) {
+      const int own = turn % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x, i = turn * gridDim.x + own;
+      if (i >= count * a.cache.kv_heads) break;
+      const Item item{tiles[count - 1 - i / a.cache.kv_heads], i % a.cache.kv_heads};
+      const TileRows rows(a, item.tile, kManyPairs);
+      if (rows.count == 0) continue;
+      put(item);
+      if (turn) ask_for_queries<kDim>(a, rows, item.kv_head);
+      copy_context<kDim>(a, a.tables + rows.tile.table, item.kv_head, rows.first_run * kRunTokens,
+                         rows.position(rows.count - 1), stages, barriers, ring);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    barrier_wait(&barriers.empty[ring.stage], ring.parity ^ 1);
+    put({{}, -1});
+    barrier_arrive(&barriers.full[ring.stage]);
+    if (threadIdx.x == 0) barrier_arrive(&barriers.full[ring.stage]);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  const auto release = [&](int stage) {
+    if (threadIdx.x % 128 == 0) barrier_arrive(&barriers.empty[stage]);
+  };
+  const auto await = [&] {
+    barrier_wait(&barriers.full[ring.stage], ring.parity);
+    written_for_products();
+  };
+  for (int number = 0;; number++) {
+    await();
+    const Item item = barriers.items[number % kItems];
+    if (item.kv_head < 0) return;
+    const TileRows rows(a, item.tile, kManyPairs);
+    const int last = rows.position(rows.count - 1);
+    int begin = rows.first_run * kRunTokens;
     if (group * kBlock >= rows.count) {
       for (; begin <= last; begin += kTokens, ring.next()) {
         barrier_wait(&barriers.full[ring.stage], ring.parity);
         release(ring.stage);
       }
-    } else {
-      copy_queries<kDim>(a, rows, group * kBlock, kv_head, turns, table, shared + group * S::kTensorBytes);
-      if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
-      else asm volatile("bar.sync 2, 128;" ::: "memory");
-      Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
-      const auto await = [&] {
-        barrier_wait(&barriers.full[ring.stage], ring.parity);
-        written_for_products();
-      };
-      // Warpgroups, if both have pairs, begin products by turns: so that weights of one are computed while products of
-      // the other are.
-      const bool turns_taken = rows.count > kBlock;
-      const auto await_turn = [&] {
-        if (turns_taken) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
-      };
-      const auto give_turn = [&] {
-        if (turns_taken) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
-      };
-      if (group == 1) give_turn();
-      await();
-      attender.begin_scores(stages);
-      attender.template wait_scores<false>();
-      attender.weigh(begin, true);
-      while (begin <= last) {
-        const bool first = begin % kRunTokens == 0;
-        attender.take_weights(first);
-        const int stage = ring.stage;
-        const uint32_t values = stages + stage * S::kStageBytes + S::kTensorBytes;
-        begin += kTokens, ring.next();
-        const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
-        if (goes_on) {
-          await();
-          await_turn();
-          attender.begin_scores(stages + ring.stage * S::kStageBytes);
-          attender.begin_values(values, first);
-          give_turn();
-          attender.template wait_scores<true>();
-          attender.weigh(begin, ends);
-        } else {
-          await_turn();
-          attender.begin_values(values, first);
-          if (group == 0) give_turn();
-        }
-        attender.wait_values();
-        release(stage);
-        if (ends) attender.end_run(goes_on);
-      }
-      attender.write(kv_head);
+      continue;
     }
+    const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
+    all_here();  // nobody computes with the queries before any more
+    copy_queries<kDim>(a, rows, group * kBlock, item.kv_head, turns, table, shared + group * S::kTensorBytes);
+    all_here();
+    Attender<kDim, kCapped> attender(a, rows, group * kBlock, queries + group * S::kTensorBytes);
+    // Warpgroups, if both have pairs, begin products by turns: so that weights of one are computed while products of
+    // the other are.
+    const bool both = rows.count > kBlock;
+    const auto await_turn = [&] {
+      if (both) asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+    };
+    const auto give_turn = [&] {
+      if (both) asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
+    };
+    if (group == 1) give_turn();
+    attender.begin_scores(stages + ring.stage * S::kStageBytes);
+    attender.template wait_scores<false>();
+    attender.weigh(begin, true);
+    while (begin <= last) {
+      const bool first = begin % kRunTokens == 0;
+      attender.take_weights(first);
+      const int stage = ring.stage;
+      const uint32_t values = stages + stage * S::kStageBytes + S::kTensorBytes;
+      begin += kTokens, ring.next();
+      const bool goes_on = begin <= last, ends = begin % kRunTokens == 0 || !goes_on;
+      if (goes_on) {
+        await();
+        await_turn();
+        attender.begin_scores(stages + ring.stage * S::kStageBytes);
+        attender.begin_values(values, first);
+        give_turn();
+        attender.template wait_scores<true>();
+        attender.weigh(begin, ends);
+      } else {
+        await_turn();
+        attender.begin_values(values, first);
+        if (group == 0) give_turn();
+      }
+      attender.wait_values();
+      release(stage);
+      if (ends) attender.end_run(goes_on);
+    }
+    attender.write(item.kv_head);
   }
 #endif
 }
@@ -359,7 +405,8 @@ template <int kDim>
 void start_dim(const Attention& a, const AttentionTile* tiles, int count, const Turn* turn, const Queue& queue) {
   const auto kernel = a.soft_cap > 0 ? attend_wgmma_kernel<kDim, true> : attend_wgmma_kernel<kDim, false>;
   allow_shared(kernel, Shape<kDim>::kShared);
-  start(queue, kernel, dim3(count, a.cache.kv_heads), kThreads, Shape<kDim>::kShared, a, tiles, turn != nullptr,
+  const int blocks = std::min(count * a.cache.kv_heads, processors());
+  start(queue, kernel, dim3(blocks), kThreads, Shape<kDim>::kShared, a, tiles, count, turn != nullptr,
         turn ? turn->table : RotaryTable());
 }
 

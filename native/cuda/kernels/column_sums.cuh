@@ -26,7 +26,7 @@ __device__ inline void finish_columns(const Product& p, int rows, int first_row,
     for (int i = 0; i < kValues; i++) {
       const int at = row + i / 4 * 8 + i % 2;
       if constexpr (kScales == SumScales::columns_and_rows) sums[i] = __fmul_rn(sums[i], of_columns[i % 4 / 2]);
-      sums[i] = __fmul_rn(sums[i], at < rows ? __ldcg(p.bytes.scales + at) : 0.0f);
+      sums[i] = __fmul_rn(sums[i], at < rows ? p.bytes.scales[at] : 0.0f);
     }
   }
   if (p.gated) {

@@ -3,7 +3,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
@@ -24,7 +23,7 @@ inline void launched(const char* kernel) {
 template <typename... Parameters, typename... Arguments>
 void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, int threads,
                     size_t shared, const Arguments&... arguments) {
-  cudaLaunchAttribute attributes[3];
+  cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = !queue.apart;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
@@ -35,11 +34,6 @@ void start_clusters(const Queue& queue, void (*kernel)(Parameters...), dim3 grid
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
   config.stream = queue.stream, config.attrs = attributes;
   config.numAttrs = queue.capability < 90 ? 0 : alone ? 1 : 2;
-  static const bool largest = std::getenv("ALLSPARK_CARVEOUT");
-  if (largest && queue.capability >= 90) {
-    attributes[config.numAttrs].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-    attributes[config.numAttrs++].val.sharedMemCarveout = 100;
-  }
   cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 template <typename... Parameters, typename... Arguments>
@@ -189,7 +183,7 @@ __device__ inline void finish(const Product& p, int rows, int width, const float
   for (int i = 0; i < kCount; i++) {
     const Place at = where(i);
     const bool there = at.row < rows && at.column < width;
-    before[i] = there && p.adds ? __ldcg(p.y.values + (size_t)at.row * p.y.width + at.column) : 0.0f;
+    before[i] = there && p.adds ? p.y.values[(size_t)at.row * p.y.width + at.column] : 0.0f;
     bias[i] = there && p.bias ? p.bias[at.column] : 0.0f;
   }
 #pragma unroll

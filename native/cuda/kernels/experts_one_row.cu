@@ -80,7 +80,8 @@ struct Item {
 template <typename S>
 constexpr int kStageBytes = S::kBytes + kRowBytes;
 
-// A warp's items, whose weights, and the rows that these are multiplied with, are on their way stages ahead.
+// A warp's items, whose weights, and the rows that these are multiplied with, are on their way stages ahead. The next
+// kernel may begin when the first warp has asked for its last ones: sooner its copies would only delay these.
 template <typename S, int kStages, typename ItemAt>
 class Stream {
  public:
@@ -164,6 +165,7 @@ class Stream {
       if (++block_ == blocks_) {
         block_ = 0;
         if (++item_ < items_) begin_item();
+        else if (threadIdx.x < 32) let_next_begin();
       }
     }
     commit_copies();
@@ -190,8 +192,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   const Product& p = e.product;
-  await_previous();
-  let_next_begin();  // from here on: so what follows finds the logits that this kernel waited for
+  await_previous();  // before the next kernel begins: so that finds the logits, too
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * gridDim.x + blockIdx.x, step = gridDim.x * kWarps,
             items = max(chosen.count * tiles - first + step - 1, 0) / step;
@@ -223,7 +224,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   extern __shared__ __align__(128) char shared[];
   __shared__ Chosen chosen;
   __shared__ float made[(kMostTop > kWarps ? kMostTop : kWarps) * kTileRows];  // [tile][entry][column]
-  let_next_begin();
   choose(row, e.routing, reinterpret_cast<float*>(shared), chosen);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = e.routing.top, own = warp / each,
             entry = warp % each, per = own < at_once ? max(chosen.count - entry + each - 1, 0) / each : 0;

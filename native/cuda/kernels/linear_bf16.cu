@@ -175,13 +175,13 @@ void start_tiles(const Product& p, int rows, const Queue& queue) {
   launched("linear in bfloat16");
 }
 
-// Of up to eight rows: where every processor has one block of threads, or two, almost all of the weights may be there
-// before the rows are.
+// Of up to eight rows: where no processor has more than two blocks of threads, more of the weights may be on their way
+// before the rows are there.
 void start_few(const Product& p, int rows, const Queue& queue) {
-  const int tiles = ceil_div(p.w.n, kColumns);
-  if (queue.capability != 90 || Pieces(p.w.k, p.w.most_pieces).length < 5) return start_tiles<1>(p, rows, queue);
-  if (tiles <= processors()) return start_tiles<1, 17>(p, rows, queue);
-  if (tiles <= 2 * processors()) return start_tiles<1, 8>(p, rows, queue);
+  constexpr int kDeep = 8;
+  const bool few = ceil_div(p.w.n, kColumns) <= 2 * processors();
+  if (queue.capability == 90 && few && Pieces(p.w.k, p.w.most_pieces).length >= kDeep)
+    return start_tiles<1, kDeep>(p, rows, queue);
   start_tiles<1>(p, rows, queue);
 }
 

@@ -98,6 +98,9 @@ __global__ void __launch_bounds__(32 * kWarps)
         if (ahead.item < items) {
           const ExpertTile tile = tile_at(r, ahead.item / columns);
           begin_weights(tile), begin_rows(tile);
+        } else if (warp == 0) {
+          // Sooner what follows would only delay these copies; it finds the lists that this kernel waited for.
+          let_next_begin();
         }
       }
     }
@@ -111,7 +114,6 @@ __global__ void __launch_bounds__(32 * kWarps)
     for (; there < min(kStages - 1, blocks); there++) fetch_weights(there, there);
   }
   if (e.follows) await_previous();
-  let_next_begin();  // from here on: so what follows finds the lists that this kernel waited for
   if (first_item < items) begin_rows(first_tile);
 #pragma unroll
   for (int i = 0; i < kStages - 1; i++) fetch(i, ahead.item == first_item ? there : 0);

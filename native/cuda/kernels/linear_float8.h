@@ -11,6 +11,7 @@ namespace as {
 namespace cuda {
 
 constexpr float kLargestFloat8 = 448.0f;
+constexpr int kMostStreamed = 64;  // rows: products of activations of 8 bits with more go by wide tiles
 
 // Any rows; many.
 void linear_float8_stream(const Product& p, int rows, const Queue& queue);

@@ -123,17 +123,12 @@ __global__ void __launch_bounds__(32 * kMostWarps)
             load_cores(y[t], ring_at + stage * kBytes + kRowsAt + t * kStageRows + byte_piece(lane % 8, lane / 8));
 #pragma unroll
           for (int m = 0; m < kColumnTiles; m++) {
-            LaneCodes<kBits> own;
+            uint32_t a[2][4];
+            load_integers<kBits>(at + m * (code_bytes(kBits) / 4), a);
 #pragma unroll
-            for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-              own.loaded[i] = reinterpret_cast<const uint4*>(at)[(m * LaneCodes<kBits>::kLoads + i) * 32 + lane];
+            for (int half = 0; half < 2; half++)
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-              uint32_t a[4];
-              integers<kBits>(own, half, a);
-#pragma unroll
-              for (int t = 0; t < kTiles; t++) multiply_add(d[m][t], a, y[t][half * 2], y[t][half * 2 + 1]);
-            }
+              for (int t = 0; t < kTiles; t++) multiply_add(d[m][t], a[half], y[t][half * 2], y[t][half * 2 + 1]);
           }
           if (begin + b == end) {
             end = segments.end(end + 1);
@@ -217,7 +212,12 @@ void start_rows(const Product& p, int rows, const Queue& queue) {
 }  // namespace
 
 void linear_integer(const Product& p, int rows, const Queue& queue, By by) {
-  if (by != By::mma && queue.capability == 90) return linear_integer_stream(p, rows, queue);
+  if (by != By::mma && queue.capability == 90) {
+    const bool fits = p.w.codes.bits == 8 && p.w.codes.groups == 1;
+    if (fits && (by == By::wide || (by == By::any && rows > kMostStreamed))) linear_integer_wide(p, rows, queue);
+    else linear_integer_stream(p, rows, queue);
+    return;
+  }
   if (p.w.codes.bits == 4) start_rows<4>(p, rows, queue);
   else start_rows<8>(p, rows, queue);
 }

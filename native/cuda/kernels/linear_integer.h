@@ -38,20 +38,27 @@ struct Segments {
   }
 };
 
-// What a lane has of a tile of 16 rows x 32 columns, as integers around zero: mma.sync's first operand.
+// What a lane has of a tile of 16 rows x 64 columns in shared memory, as integers around zero: mma.sync's first
+// operand, 32 columns at a time.
 template <int kBits>
-__device__ __forceinline__ void integers(const LaneCodes<kBits>& own, int half, uint32_t (&a)[4]) {
+__device__ __forceinline__ void load_integers(const char* tile, uint32_t (&a)[2][4]) {
+  const int lane = threadIdx.x % 32;
   if constexpr (kBits == 8) {
-    const uint4& four = own.loaded[half];
-    a[0] = four.x ^ 0x80808080u, a[1] = four.y ^ 0x80808080u, a[2] = four.z ^ 0x80808080u, a[3] = four.w ^ 0x80808080u;
-  } else {
-    const uint32_t words[2] = {half ? own.loaded[0].z : own.loaded[0].x, half ? own.loaded[0].w : own.loaded[0].y};
 #pragma unroll
-    for (int below = 0; below < 2; below++) {
+    for (int half = 0; half < 2; half++) {
+      load_cores(a[half], shared_address(tile) + byte_piece(lane % 16, 2 * half + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; i++) a[half][i] ^= 0x80808080u;
+    }
+  } else {
+    const uint4 own = reinterpret_cast<const uint4*>(tile)[lane];
+    const uint32_t words[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
       // 128 + code - 8, and then less 128: no byte borrows from the next.
-      const uint32_t even = ((words[below] & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u,
-                     odd = ((words[below] >> 4 & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u;
-      a[below] = __byte_perm(even, odd, 0x6420), a[2 + below] = __byte_perm(even, odd, 0x7531);
+      const uint32_t even = ((words[i] & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u,
+                     odd = ((words[i] >> 4 & 0x0f0f0f0fu) + 0x78787878u) ^ 0x80808080u;
+      a[i / 2][i % 2] = __byte_perm(even, odd, 0x6420), a[i / 2][2 + i % 2] = __byte_perm(even, odd, 0x7531);
     }
   }
 }
@@ -71,8 +78,9 @@ __device__ __forceinline__ void add_segment(float& total, uint32_t scales, int s
   total = __fmaf_rn(__uint_as_float(scales & 0xffff0000u), activations, total);
 }
 
-// By wgmma: any rows, of chips of capability 9.0.
+// By wgmma, of chips of capability 9.0: any rows; many, of codes of 8 bits in one group.
 void linear_integer_stream(const Product& p, int rows, const Queue& queue);
+void linear_integer_wide(const Product& p, int rows, const Queue& queue);
 
 }  // namespace cuda
 }  // namespace as

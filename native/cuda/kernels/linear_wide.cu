@@ -40,7 +40,7 @@ struct Shape {
 };
 
 // The tiles of a product, cluster by cluster. Those from `whole` on are shared: each cluster has an equal part, of one
-// tile at least. Parts are of so many blocks of K as a piece has: none is cut.
+// tile at least. unit: of how many blocks of K parts are, so that no piece is cut.
 struct Walk {
   int down, across, whole, unit;
 
@@ -49,7 +49,7 @@ struct Walk {
 template <typename S>
 Walk walk_of(int rows, const Pieces& k, int columns) {
   const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
-  return {down, across, down * across, k.length};
+  return {down, across, down * across, S::kWhole ? 1 : k.length};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -424,7 +424,17 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (number == 0 && b == begun.begin + kAhead) let_other_begin();
           b++, ring.next();
         };
-        multiply(std::true_type());
+        if (kWhole && b > 0) {
+          go_on_from(scratch, blockIdx.x - kCluster, group, d);
+          settle(d);
+          multiply(std::false_type());
+        } else {
+          multiply(std::true_type());
+        }
+        if constexpr (kWhole) {  // both ways end here: else the compiler lets all products wait for each other
+          wait_products<0>();
+          settle(d);
+        }
 #pragma unroll 1
         while (b < end) multiply(std::false_type());
         wait_products<0>();
@@ -437,11 +447,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       } while (!kWhole && b < last_block);
       const float(&sums)[kColumns / 2] = of_pieces<kWhole>(d, total);
       const TilePart end = barriers.parts[afresh(number) % barriers.kParts];
-      if constexpr (!kWhole) {
-        if (end.end < k.blocks) {
-          hand_over(scratch, group, total);
-          continue;
-        }
+      if (end.end < k.blocks) {
+        hand_over(scratch, group, sums);
+        continue;
       }
       const int first_row = end.row + group * kBlock;
       if constexpr (kGated) {
@@ -486,7 +494,7 @@ struct Kernel {
     *walk = walk_of<S>(rows, k, w.n);
     const int count = walk->count(), over = count % clusters(), turns = ceil_div(count, clusters());
     const int64_t tile = (int64_t)k.blocks * nanoseconds + kEnd, whole = turns * tile;
-    if (S::kWhole || count < clusters() || over == 0 || clusters() * S::kCluster > kScratchBlocks) return whole;
+    if (count < clusters() || over == 0 || clusters() * S::kCluster > kScratchBlocks) return whole;
     const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((size_t)(clusters() + over) * units, clusters());
     const int64_t shared = (turns - 2) * tile + (int64_t)part * walk->unit * nanoseconds + 2 * kEnd + kHandOver;
     if (shared >= whole) return whole;
@@ -535,9 +543,8 @@ bool wide_is_best(const Product& p, int rows) {
     const int blocks = ceil_div(p.w.n, 2 * kBlock) * k.count;
     return blocks > processors() && 4 * blocks < 5 * processors();
   }
-  using K = Kernel<Shape<256, true, 2, 1>>;  // all turns but for a tenth of one are full
-  const int count = walk_of<Shape<256, true, 2, 1>>(rows, k, p.w.n).count();
-  return 10 * count >= 9 * ceil_div(count, K::clusters()) * K::clusters();
+  using S = Shape<256, true, 2, 1>;
+  return walk_of<S>(rows, k, p.w.n).count() >= 2 * Kernel<S>::clusters();
 }
 
 void linear_wide(const Product& p, int rows, const Queue& queue) {

@@ -293,14 +293,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto load = [&](int stage, int j, int block, uint32_t(&a)[Format::kParts][4]) {
       if constexpr (Format::kFloats) return;  // products read them themselves
       if constexpr (Format::kSegments) {
-        const uint4* own = reinterpret_cast<const uint4*>(shared + codes_at(stage, j));
-        LaneCodes<kBits> lanes;
-#pragma unroll
-        for (int i = 0; i < LaneCodes<kBits>::kLoads; i++)
-          lanes.loaded[i] = own[(warp * LaneCodes<kBits>::kLoads + i) * 32 + lane];
-#pragma unroll
-        for (int i = 0; i < 2; i++) integers<kBits>(lanes, i, a[i]);
-      } else {
+        load_integers<kBits>(shared + codes_at(stage, j) + warp * (S::kCodesBytes / 4), a);
+      } else if constexpr (!Format::kFloats) {
         const uint32_t at = stages + stage * S::kStageBytes;
         if (j == 0 || regular) products.weights(at, j, a);
         else products.weights(at, j, sets.second(block - 1), a);

@@ -1,5 +1,5 @@
 // Ops on rows one by one: embedding, norms, sums, gates.
-#include "cuda/kernels/row_ops.cuh"
+#include "cuda/kernels/quantized.cuh"
 
 namespace as {
 namespace cuda {
@@ -55,16 +55,39 @@ __global__ void read_row_kernel(Matrix m, int row, float* out) {
   for (int i = threadIdx.x; i < m.k; i += kThreads) out[i] = value_of(m, row, i);
 }
 
-// kKept: how many times eight values of its row a thread keeps in registers.
-template <int kKept>
-__global__ void __launch_bounds__(kRowThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
-  __shared__ RowShared shared;
-  const RowThreads all{(int)threadIdx.x, kRowThreads};
-  NormWeights<1, kKept> weights;
+constexpr int kNormThreads = 512;  // of a row
+
+// kEights: how many times eight values of its row a thread keeps in registers.
+template <int kEights>
+__global__ void __launch_bounds__(kNormThreads) rms_norm_kernel(const float* x, Norm norm, Rows out) {
+  const int row = blockIdx.x, width = out.width;
+  const float* in = x + (size_t)row * width;
+  float kept[kEights][8], weights[kEights][8];
+  const auto at = [](int i) { return (i * kNormThreads + (int)threadIdx.x) * 8; };
+  float sum = 0;
   let_next_begin();
-  weights.read(all, norm, out.width);  // no need to wait for the kernel before
+#pragma unroll
+  for (int i = 0; i < kEights; i++)  // nobody makes these: no need to wait for the kernel before
+    read_eight(norm.weight, at(i), width, weights[i]);
   await_previous();
-  norm_row<1, kKept>(all, shared, x, norm, weights, out, blockIdx.x);
+#pragma unroll
+  for (int i = 0; i < kEights; i++) read_eight(in, at(i), width, kept[i]);
+#pragma unroll
+  for (int i = 0; i < kEights; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) sum = fmaf(kept[i][j], kept[i][j], sum);
+  constexpr int kAll = kEights * kNormThreads * 8;
+  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads) sum = fmaf(in[i], in[i], sum);
+  const float factor = 1.0f / sqrtf(block_sum<kNormThreads>(sum, kNormThreads) / width + norm.eps);
+  const float one = norm.unit_offset ? 1.0f : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEights; i++) {
+#pragma unroll
+    for (int j = 0; j < 8; j++) kept[i][j] = kept[i][j] * factor * (weights[i][j] + one);
+    put_eight(out, row, at(i), width, kept[i]);
+  }
+  for (int i = kAll + threadIdx.x; i < width; i += kNormThreads)
+    put(out, row, i, in[i] * factor * (norm.weight[i] + one));
 }
 
 __global__ void add_kernel(float* x, const float* y, size_t count) {
@@ -175,8 +198,8 @@ void read_row(const Matrix& matrix, int row, float* out, const Queue& queue) {
 }
 
 void rms_norm(const float* x, const Norm& norm, int rows, const Rows& out, const Queue& queue) {
-  const auto kernel = out.width <= kRowEight * kRowThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
-  start(queue, kernel, rows, kRowThreads, 0, x, norm, out);
+  const auto kernel = out.width <= 8 * kNormThreads ? rms_norm_kernel<1> : rms_norm_kernel<2>;
+  start(queue, kernel, rows, kNormThreads, 0, x, norm, out);
   launched("rms_norm");
 }
 

@@ -75,6 +75,34 @@ AS_TILE(224, 112, 112, 113, 114)
 AS_TILE(256, 128, 128, 129, 130)
 #undef AS_TILE
 
+// The same of activations' integers of 8 bits, and codes without a sign.
+template <int N>
+struct IntegerTile;
+#define AS_TILE(n, count, a, b, adds)                                                                           \
+  template <>                                                                                                   \
+  struct IntegerTile<n> {                                                                                       \
+    static __device__ void multiply(int (&d)[count], uint64_t left, uint64_t right, int keeps) {                \
+      asm volatile("{ .reg .pred p;\nsetp.ne.b32 p, %" #adds                                                    \
+                   ", 0;\n"                                                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.u8 {" AS_NAMES_##count "}, %" #a ", %" #b \
+                                                                                             ", p; }"           \
+                   : AS_INTEGERS_##count                                                                        \
+                   : "l"(left), "l"(right), "r"(keeps));                                                        \
+    }                                                                                                           \
+  };
+#define AS_INTEGERS_32 AS_OPERANDS_32("+r")
+#define AS_INTEGERS_64 AS_OPERANDS_64("+r")
+#define AS_EIGHT_INTEGERS(i) AS_FOUR("+r", i), AS_FOUR("+r", i + 4)
+#define AS_INTEGERS_72 AS_INTEGERS_64, AS_EIGHT_INTEGERS(64)
+#define AS_INTEGERS_96 AS_INTEGERS_72, AS_EIGHT_INTEGERS(72), AS_EIGHT_INTEGERS(80), AS_EIGHT_INTEGERS(88)
+#define AS_INTEGERS_128 \
+  AS_INTEGERS_96, AS_EIGHT_INTEGERS(96), AS_EIGHT_INTEGERS(104), AS_EIGHT_INTEGERS(112), AS_EIGHT_INTEGERS(120)
+AS_TILE(128, 64, 64, 65, 66)
+AS_TILE(144, 72, 72, 73, 74)
+AS_TILE(192, 96, 96, 97, 98)
+AS_TILE(256, 128, 128, 129, 130)
+#undef AS_TILE
+
 // Of rows of blocks of bytes (linear_integer.h): 64-byte swizzle, and 512 bytes from eight rows to the next.
 __device__ inline uint64_t byte_descriptor(uint32_t address) {
   return (uint64_t)((address & 0x3ffff) >> 4) | 1ull << 16 | (uint64_t)(8 * kBlock >> 4) << 32 | 2ull << 62;

@@ -1,11 +1,9 @@
 """Where the time of a step goes, kernel by kernel, as CUPTI records it (torch's profiler sees all of its process):
-`python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8] [chains=0]`, as
-bench_cuda.py has these. Steps are timed without it first.
+`python step_kernels.py [7b] [decode=1,8] [lines=14] [prefill=1x1024] [format=float8] [cache=int8]`, as bench_cuda.py
+has these. Steps are timed without it first.
 
 A kernel's time is from the end of the one before to its own: so those that begin early do not count twice. Kernels that
-are told apart by what came before them (the product after a norm, after attention ...) have lines of their own. Of
-chains of ops (native/cuda/chain.h), which have the layers' weights but those of the first qkv, the part of the ceiling
-that reading these is follows."""
+are told apart by what came before them (the product after a norm, after attention ...) have lines of their own."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def main(arguments: list[str]) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # what is known is there when a limit of time ends the rest
     torch.cuda.init()
     model = Model(name, 8192, max([*batches, *(b for b, _ in prefill)]), length, 0, 1, "",
-                  asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"), asked.get("chains") != "0")
+                  asked.get("format", "bfloat16"), asked.get("cache", "bfloat16"))
     for batch, tokens in prefill:
         print(f"prefill {batch} x {tokens}: {batch * tokens / model.prefill(batch, tokens, 8192):,.0f} tokens/s")
     for batch in batches:
@@ -76,10 +74,6 @@ def main(arguments: list[str]) -> None:
         for (earlier, kernel), each in lines:
             print(f"{sum(each) / STEPS:6.0f} us = {len(each) / STEPS:5.1f} x {sum(each) / len(each):6.1f}  {kernel} "
                   f"after {earlier[1][:16]}")
-        chains = sum(sum(each) for (_, kernel), each in times.items() if "chain" in kernel) / STEPS
-        if chains:
-            read = 1e6 * (model.shape[1] * model.layer_bytes - model.qkv_bytes) / BANDWIDTH
-            print(f"{chains:6.0f} us are chains, {read:.0f} if they only read: {read / chains:.2f}")
 
 
 if __name__ == "__main__":

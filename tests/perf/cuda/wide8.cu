@@ -1,6 +1,6 @@
-// Products of floats of 8 bits (native/cuda/kernels/linear_float8_wide.cu) by each tile: their bits against the
+// Products of floats of 8 bits (native/cuda/kernels/linear_bytes_wide.cu) by each tile: their bits against the
 // stream's, their error against float64, and their speed at the shapes of Qwen2.5-7B.
-// `./wide8 [check] [error] [tiles] [rows=128,8192] [only=gate_up]`
+// `./wide8 [check] [error] [tiles | layer] [rows=128,8192] [only=gate_up]`
 // nvcc -O3 -std=c++17 -I../../../native -gencode arch=compute_90a,code=sm_90a wide8.cu
 //   ../../../native/cuda/kernels/byte_rows.cu -o wide8
 #include <algorithm>
@@ -10,12 +10,13 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/kernels/linear_float8_wide.cu"
+#include "cuda/kernels/linear_bytes_wide.cu"
 #include "cuda/kernels/quantized_stream.cuh"
 
 void as::cuda::linear_float8_stream(const Product& p, int rows, const Queue& queue) {
   start_quantized_stream<Floats>(p, rows, queue);
 }
+void as::cuda::linear_integer_stream(const Product&, int, const Queue&) {}
 
 using namespace as::cuda;
 #define CHECK(x) must(x, #x)
@@ -82,7 +83,7 @@ struct Problem {
   Problem(int n, int k, int rows, bool gated, bool adds, bool bias, int count = 1) : rows(rows) {
     const int blocks = (rows + 127) / 128 * 128;
     p.w.n = n, p.w.k = k, p.w.kind = Kind::float8, p.w.most_pieces = pieces_of_codes(n, k, kMostPieces);
-    p.w.codes = {8, k, 1, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
+    p.w.codes = {8, k, 1, true, true, nullptr, memory<uint32_t>(scales_bytes(n, 1))};
     for (int i = 0; i < count; i++) {
       copies.push_back(memory<uint32_t>(codes_bytes(n, k, 8)));
       p.w.codes.words = copies.back();
@@ -124,7 +125,7 @@ std::vector<Way> ways(const Problem& a, bool streams) {
     all.push_back({"stream", nullptr, linear_float8_stream});
     if (a.rows > 64) all.push_back({"s128/4", nullptr, start_stream_tiles<StreamShape<Floats, 128, 4>>});
   }
-  for (const Choice& c : kChoices) {
+  for (const Choice& c : kOfFloats) {
     if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) continue;
     Way way{"", &c, c.start};
     snprintf(way.name, sizeof way.name, "%d%s/%dx%d", c.columns, c.sums == Sums::beside ? "b" : "", c.down, c.across);
@@ -185,22 +186,20 @@ void error(int n, int k) {
   CHECK(cudaFree(expected));
 }
 
-// Of a launch, in a graph of some.
-float seconds(const Way& way, Problem& a, int times) {
+// Of what `run` launches on a queue, in a graph.
+template <typename Run>
+float seconds(const Run& run) {
   cudaStream_t stream;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   Queue on = queue;
   on.stream = stream;
-  const auto run = [&](int count) {
-    for (int i = 0; i < count; i++) a.p.w.codes.words = a.copies[i % a.copies.size()], way.start(a.p, a.rows, on);
-  };
-  run(1);
+  run(on);
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin)), CHECK(cudaEventCreate(&end)), CHECK(cudaStreamSynchronize(stream));
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  run(times);
+  run(on);
   CHECK(cudaStreamEndCapture(stream, &graph)), CHECK(cudaGraphInstantiate(&replay, graph, 0));
   float best = 1e9;
   for (int i = 0; i < 3; i++) {
@@ -211,7 +210,59 @@ float seconds(const Way& way, Problem& a, int times) {
   }
   cudaGraphExecDestroy(replay), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
   cudaStreamDestroy(stream);
-  return best / times * 1e-3f;
+  return best * 1e-3f;
+}
+float seconds(const Way& way, Problem& a, int times) {
+  return seconds([&](const Queue& on) {
+           for (int i = 0; i < times; i++)
+             a.p.w.codes.words = a.copies[i % a.copies.size()], way.start(a.p, a.rows, on);
+         }) /
+         times;
+}
+
+struct Linear {
+  const char* name;
+  int n, k;
+  bool gated, adds, bias;
+};
+constexpr Linear kShapes[] = {{"qkv", 4608, 3584, false, false, true},
+                              {"o", 3584, 3584, false, true, false},
+                              {"gate_up", 37888, 3584, true, false, false},
+                              {"down", 3584, 18944, false, true, false},
+                              {"head", 152064, 3584, false, false, false}};
+
+// A layer's products one after the other, rows on their way to each quantized, without attention.
+void layer(int rows) {
+  constexpr int kLayers = 4;
+  std::vector<Problem*> all;
+  for (int i = 0; i < 4; i++)
+    all.push_back(
+        new Problem(kShapes[i].n, kShapes[i].k, rows, kShapes[i].gated, kShapes[i].adds, kShapes[i].bias, kLayers));
+  float* weight = memory<float>(3584 * 4);
+  fill_floats<<<14, 256>>>(weight, 3584, 3);
+  const Norm norm{weight, 1e-6f, false};
+  // What o and down add to, attention's rows and gated ones.
+  Product o = all[1]->p, down = all[3]->p, qkv = all[0]->p, gate_up = all[2]->p;
+  down.y = o.y;
+  o.x = {nullptr, memory<uint16_t>(tiles_bytes((rows + 127) / 128 * 128, 3584)), 3584};
+  down.x = {nullptr, gate_up.y.tiles, 18944};
+  for (int which = 0; which < 8; which++) {
+    for (int i = 0; i < 3; i++) tells_late[i] = which >> i & 1;
+    const float t = seconds([&](const Queue& on) {
+      for (int i = 0; i < kLayers; i++) {
+        qkv.w.codes.words = all[0]->copies[i], o.w.codes.words = all[1]->copies[i];
+        gate_up.w.codes.words = all[2]->copies[i], down.w.codes.words = all[3]->copies[i];
+        rms_norm_into_bytes(o.y.values, norm, qkv, rows, on), linear_float8_wide(qkv, rows, on);
+        quantize_activations(o, rows, on), linear_float8_wide(o, rows, on);
+        rms_norm_into_bytes(o.y.values, norm, gate_up, rows, on), linear_float8_wide(gate_up, rows, on);
+        quantize_activations(down, rows, on), linear_float8_wide(down, rows, on);
+      }
+    });
+    printf("%d rows: layer %.1f us, late: whole %d chained %d beside %d\n", rows, t / kLayers * 1e6, which & 1,
+           which >> 1 & 1, which >> 2);
+  }
+  CHECK(cudaFree(weight)), CHECK(cudaFree(o.x.tiles));
+  for (Problem* p : all) delete p;
 }
 
 int main(int argc, char** argv) {
@@ -240,18 +291,13 @@ int main(int argc, char** argv) {
     check(20000, 3584, 1100, false, true, true), check(2 * 18944, 3584, 256, true, false, false);
   }
   if (asked("error")) error(3584, 3584), error(17408, 3584), error(3584, 18944), error(17408, 18944);
-  const struct {
-    const char* name;
-    int n, k;
-    bool gated, adds, bias;
-  } shapes[] = {{"qkv", 4608, 3584, false, false, true},
-                {"o", 3584, 3584, false, true, false},
-                {"gate_up", 37888, 3584, true, false, false},
-                {"down", 3584, 18944, false, true, false},
-                {"head", 152064, 3584, false, false, false}};
+  if (asked("layer")) {
+    for (int rows : sizes) layer(rows);
+    return 0;
+  }
   for (int rows : sizes) {
     double all = 0, work = 0;
-    for (const auto& s : shapes) {
+    for (const Linear& s : kShapes) {
       if (*only && !strstr(only, s.name)) continue;
       if (s.n > 100000 && rows > 256) continue;
       const double operations = 2.0 * rows * s.n * s.k, bytes = (double)s.n * s.k;

@@ -1,4 +1,5 @@
-// Products of floats of 8 bits (linear_float8.h) for many rows, as linear_wide.cu has those of bfloat16.
+// Products of 8 bits with many rows of activations of 8 bits: of floats (linear_float8.h), and of integers in one group
+// (linear_integer.h), as linear_wide.cu has those of bfloat16.
 //
 // A block of threads has a tile of 128 rows of activations and some columns (rows of the weights) at a time. Four
 // threads have blocks of both sides copied into shared memory, several steps of 128 of K ahead and on into the next
@@ -27,8 +28,10 @@ enum class Sums { whole, chained, beside };
 
 // A tile: kColumns columns. A cluster: kDown tiles of rows by kAcross of columns, and of each all pieces, if these are
 // side by side.
-template <int kColumns_, Sums kSums_, int kDown_, int kAcross_>
+template <bool kFloats_, int kColumns_, Sums kSums_, int kDown_, int kAcross_>
 struct Shape {
+  using Sum = std::conditional_t<kFloats_, float, int>;
+  static constexpr bool kFloats = kFloats_;
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
@@ -124,6 +127,11 @@ __device__ void forget(float (&d)[kValues]) {
 #pragma unroll
   for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
 }
+template <int kValues>
+__device__ void forget(int (&d)[kValues]) {
+#pragma unroll
+  for (int i = 0; i < kValues; i++) asm volatile("" : "=r"(d[i]));
+}
 
 template <int kColumns>
 __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
@@ -133,24 +141,61 @@ __device__ void multiply(float (&d)[kColumns / 2], uint32_t own, uint32_t theirs
     Float8Tile<kAtOnce>::multiply(reinterpret_cast<float(&)[kAtOnce / 2]>(d[i * kAtOnce / 2]), byte_descriptor(own),
                                   byte_descriptor(theirs + i * kAtOnce * kByteRow), adds);
 }
-
-// Sums times the scales of their columns and then of their rows.
 template <int kColumns>
-__device__ void scale_sums(const Product& p, int rows, int first_row, int first_column, const float* sums,
-                           float (&scaled)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), lane = thread % 32, row = first_row + thread / 32 * 16 + lane / 4;
+__device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, int adds) {
+  IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
+}
+
+// Of 16 columns from `column` on what a thread's scales are, in the order of its sums of a row: columns 2 q, 2 q + 1,
+// 8 + 2 q, 9 + 2 q.
+__device__ inline void read_scales(const Product& p, int column, uint32_t (&scales)[4]) {
+  uint4 four = make_uint4(0, 0, 0, 0);
+  if (column < p.w.n)
+    four = *reinterpret_cast<const uint4*>(p.w.codes.scales + scale_of(column + threadIdx.x % 4 * 2, 0, 1));
+  scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
+}
+
+// What sums of a piece, whose last block of K is `last`, are as floats: of floats themselves.
+template <int kColumns>
+__device__ void sums_of_piece(const Product&, int, int, int, int, const float* d, float (&sums)[kColumns / 2]) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i++) sums[i] = d[i];
+}
+template <int kColumns>
+__device__ void sums_of_piece(const Product& p, int rows, int first_row, int first_column, int last, const int* d,
+                              float (&sums)[kColumns / 2]) {
+  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
+  const float* activations = p.bytes.sums + (size_t)last * blocks_of(rows) * kBlock + row;
+  const float of_rows[2] = {row < rows ? activations[0] : 0, row + 8 < rows ? activations[8] : 0};
+#pragma unroll
+  for (int i = 0; i < kColumns / 16; i++) {
+    uint32_t scales[4];
+    read_scales(p, first_column + 16 * i, scales);
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      const float of_row = of_rows[j % 4 / 2];
+      float total = 0;
+      add_segment(total, scales[j / 4 * 2 + j % 2], d[8 * i + j] - 128 * (int)of_row, of_row);
+      sums[8 * i + j] = total;
+    }
+  }
+}
+
+// Sums times the scales of their columns, if these are floats, and then of their rows.
+template <bool kFloats, int kColumns>
+__device__ void scale_sums(const Product& p, int rows, int first_row, int first_column, float (&sums)[kColumns / 2]) {
+  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
   const float of_rows[2] = {row < rows ? p.bytes.scales[row] : 0, row + 8 < rows ? p.bytes.scales[row + 8] : 0};
 #pragma unroll
   for (int i = 0; i < kColumns / 16; i++) {
-    const int column = first_column + 16 * i;
-    // Of columns 2 q, 8 + 2 q, 2 q + 1, 9 + 2 q.
-    float4 four = make_float4(0, 0, 0, 0);
-    if (column < p.w.n)
-      four = *reinterpret_cast<const float4*>(p.w.codes.scales + scale_of(column + lane % 4 * 2, 0, 1));
-    const float of_columns[4] = {four.x, four.z, four.y, four.w};
+    uint32_t scales[4];
+    if (kFloats) read_scales(p, first_column + 16 * i, scales);
 #pragma unroll
-    for (int j = 0; j < 8; j++)
-      scaled[8 * i + j] = __fmul_rn(__fmul_rn(sums[8 * i + j], of_columns[j / 4 * 2 + j % 2]), of_rows[j % 4 / 2]);
+    for (int j = 0; j < 8; j++) {
+      float& sum = sums[8 * i + j];
+      if (kFloats) sum = __fmul_rn(sum, __uint_as_float(scales[j / 4 * 2 + j % 2]));
+      sum = __fmul_rn(sum, of_rows[j % 4 / 2]);
+    }
   }
 }
 
@@ -173,7 +218,9 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
       if (i < pieces) of[i] = read_at(from, first_rank + i);
     const float* of_columns = scales + scale_of(at.column + column, 0, 1);
     const float of_row = p.bytes.scales[at.row + row];
-    const float four[4] = {of_columns[0], of_columns[2], of_columns[4], of_columns[6]};
+    float four[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) four[i] = S::kFloats ? of_columns[2 * i] : 1;
 #pragma unroll
     for (int i = 1; i < kMostPieces; i++)
       if (i < pieces) of[0] = sum_of(of[0], of[i]);
@@ -203,7 +250,7 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk, bool late) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
@@ -216,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_tile = blockIdx.x / cluster, stride = gridDim.x / cluster, tiles = walk.count();
   const int first_block = piece * k.length, blocks = S::kBeside ? min(k.length, k.blocks - first_block) : k.blocks;
   const uint32_t stages = shared_address(shared);
-  let_next_begin();
+  if (!late) let_next_begin();
   if (threadIdx.x == 0) {
     // Of a stage: full is it once all that copy have asked for their parts, and these are there; empty at all blocks
     // that copy for each other.
@@ -269,6 +316,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       }
+      if (late && warp == 0) let_next_begin();
     }
     __syncwarp();
     if (S::kBeside) await_previous();
@@ -276,7 +324,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     await_previous();
     constexpr bool kChained = S::kSums == Sums::chained;
-    float d[kColumns / 2], total[kChained ? kColumns / 2 : 1];
+    typename S::Sum d[kColumns / 2];
+    float total[kChained ? kColumns / 2 : 1];
     // All blocks that share are told, by a thread each: if only those were that copy for this one, one with nothing
     // to wait for (a tile beyond the last) could tell twice what another has not told once.
     const int teller = threadIdx.x % 128;
@@ -337,33 +386,52 @@ __global__ void __launch_bounds__(kThreads, 1)
           b++, ring.next();
         }
         if constexpr (kChained) {
+          if constexpr (S::kFloats) {
 #pragma unroll
-          for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+            for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
+          } else {
+#pragma unroll
+            for (int c = 0; c < kColumns; c += 16) {
+              float part[8];
+              sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, end - 1, d + c / 2, part);
+#pragma unroll
+              for (int i = 0; i < 8; i++) total[c / 2 + i] = __fadd_rn(total[c / 2 + i], part[i]);
+            }
+          }
         }
       }
+      constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns
       if constexpr (S::kBeside) {
         asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
-        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(S::kColumns) + lane % 4 * 2;
+        float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i += 4) {
-          *reinterpret_cast<float2*>(sums + i * 2) = make_float2(d[i], d[i + 1]);
-          *reinterpret_cast<float2*>(sums + i * 2 + 8 * sums_stride(S::kColumns)) = make_float2(d[i + 2], d[i + 3]);
+        for (int c = 0; c < kColumns; c += 16) {
+          float part[8];
+          sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, first_block + blocks - 1, d + c / 2, part);
+#pragma unroll
+          for (int i = 0; i < 8; i += 4) {
+            float* to = sums + c + i * 2;
+            *reinterpret_cast<float2*>(to) = make_float2(part[i], part[i + 1]);
+            *reinterpret_cast<float2*>(to + 8 * sums_stride(kColumns)) = make_float2(part[i + 2], part[i + 3]);
+          }
         }
       } else {
         if (!there) continue;
-        const float(&sums)[kColumns / 2] = *[&] {
-          if constexpr (kChained) return &total;
-          else return &d;
-        }();
         const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
         const int first_row = end.row + group * kBlock;
-        constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns: their scales stay in registers beside all sums
+        // Some columns at a time: their scales stay in registers beside all sums.
 #pragma unroll
         for (int c = 0; c < kColumns; c += kPart) {
           const int column = end.column + c;
           float part[kPart / 2];
-          scale_sums<kPart>(p, rows, first_row, column, sums + c / 2, part);
+          if constexpr (kChained) {
+#pragma unroll
+            for (int i = 0; i < kPart / 2; i++) part[i] = total[c / 2 + i];
+          } else {
+            sums_of_piece<kPart>(p, rows, first_row, column, k.blocks - 1, d + c / 2, part);
+          }
+          scale_sums<S::kFloats, kPart>(p, rows, first_row, column, part);
           if constexpr (!kGated) write_sums<kPart>(p, rows, first_row, column, part);
           else if (p.bias) write_gated<true, kPart>(p, rows, first_row, column / 2, part);
           else write_gated<false, kPart>(p, rows, first_row, column / 2, part);
@@ -381,6 +449,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (kSharers > 1 || S::kBeside) cluster_barrier();
 #endif
 }
+
+bool tells_late[3] = {false, false, true};
 
 template <typename S>
 struct Kernel {
@@ -413,8 +483,8 @@ struct Kernel {
     allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk);
-    launched("linear in floats of 8 bits, many rows");
+                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums]);
+    launched("linear in 8 bits, many rows");
   }
 };
 
@@ -427,39 +497,55 @@ struct Choice {
   int (*turns)(const Matrix& w, int rows);
   void (*start)(const Product&, int, const Queue&);
 };
-template <int kColumns, Sums kSums, int kDown, int kAcross>
+template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
-  using K = Kernel<Shape<kColumns, kSums, kDown, kAcross>>;
+  using K = Kernel<Shape<kFloats, kColumns, kSums, kDown, kAcross>>;
   constexpr int kMultiply = kColumns * 27 / 10, kCopy = (kRows / kAcross + kColumns / kDown) * kStep * kByteRow / 42;
   return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
 }
-constexpr Choice kChoices[] = {
-    choice<256, Sums::whole, 2, 1>(),   choice<256, Sums::whole, 2, 2>(),   choice<192, Sums::whole, 2, 1>(),
-    choice<256, Sums::whole, 1, 2>(),   choice<288, Sums::whole, 1, 1>(),   choice<288, Sums::whole, 1, 2>(),
-    choice<144, Sums::whole, 1, 2>(),   choice<192, Sums::chained, 2, 2>(), choice<192, Sums::chained, 2, 1>(),
-    choice<128, Sums::chained, 2, 2>(), choice<128, Sums::chained, 2, 1>(), choice<96, Sums::chained, 2, 2>(),
-    choice<80, Sums::chained, 2, 2>(),  choice<112, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 1, 1>(),
-    choice<160, Sums::beside, 1, 1>(),  choice<192, Sums::beside, 1, 1>(),  choice<144, Sums::beside, 2, 1>(),
+constexpr Choice kOfFloats[] = {
+    choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 256, Sums::whole, 2, 2>(),
+    choice<true, 192, Sums::whole, 2, 1>(),   choice<true, 256, Sums::whole, 1, 2>(),
+    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 288, Sums::whole, 1, 2>(),
+    choice<true, 144, Sums::whole, 1, 2>(),   choice<true, 192, Sums::chained, 2, 2>(),
+    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 2>(),
+    choice<true, 128, Sums::chained, 2, 1>(), choice<true, 96, Sums::chained, 2, 2>(),
+    choice<true, 80, Sums::chained, 2, 2>(),  choice<true, 112, Sums::beside, 1, 1>(),
+    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
+    choice<true, 192, Sums::beside, 1, 1>(),  choice<true, 144, Sums::beside, 2, 1>(),
+};
+constexpr Choice kOfIntegers[] = {
+    choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
+    choice<false, 192, Sums::chained, 2, 1>(), choice<false, 128, Sums::chained, 2, 1>(),
+    choice<false, 144, Sums::beside, 1, 1>(),  choice<false, 192, Sums::beside, 1, 1>(),
 };
 constexpr int kEnd = 2500, kEndBeside = 5000;  // nanoseconds that the end of a tile takes
+
+template <int kCount>
+bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
+  // Rows are written whole pieces of 16 bytes at a time.
+  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return false;
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const Choice* best = nullptr;
+  int64_t least = INT64_MAX;
+  for (const Choice& choice : choices) {
+    const bool beside = choice.sums == Sums::beside;
+    if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMostPieces)) continue;
+    const int64_t steps = (beside ? k.length : k.blocks) / kStep, end = beside ? kEndBeside : kEnd,
+                  cost = choice.turns(p.w, rows) * (steps * choice.nanoseconds + end);
+    if (cost < least) best = &choice, least = cost;
+  }
+  best->start(p, rows, queue);
+  return true;
+}
 
 }  // namespace
 
 void linear_float8_wide(const Product& p, int rows, const Queue& queue) {
-  // Rows are written whole pieces of 16 bytes at a time.
-  if (p.gated ? !p.y.tiles : p.y.width % 4 || p.w.n % 4) return linear_float8_stream(p, rows, queue);
-  const Pieces k(p.w.k, p.w.most_pieces);
-  const Choice* best = nullptr;
-  int64_t least = INT64_MAX;
-  for (const Choice& choice : kChoices) {
-    if ((choice.sums == Sums::whole) != (k.count == 1)) continue;
-    const bool beside = choice.sums == Sums::beside;
-    const int64_t cost =
-        choice.turns(p.w, rows) *
-        ((int64_t)(beside ? k.length : k.blocks) / kStep * choice.nanoseconds + (beside ? kEndBeside : kEnd));
-    if (cost < least) best = &choice, least = cost;
-  }
-  best->start(p, rows, queue);
+  if (!start_best(kOfFloats, p, rows, queue)) linear_float8_stream(p, rows, queue);
+}
+void linear_integer_wide(const Product& p, int rows, const Queue& queue) {
+  if (!start_best(kOfIntegers, p, rows, queue)) linear_integer_stream(p, rows, queue);
 }
 
 }  // namespace cuda
