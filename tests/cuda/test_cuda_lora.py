@@ -114,7 +114,7 @@ def test_rows_with_outputs_have_their_adapters(dtype):
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
     found = [rows_of(Adapted(96, [40, 9], [{0: 5, 1: 8}, {1: 3}], dtype, False, dtype, True, of_outputs).gpu,
                      prompts, WHICH) for of_outputs in (False, True)]
-    different = {(tuple(prompt), adapter) for prompt, adapter in zip(prompts, WHICH)}
+    different = {(prompt[-1], adapter) for prompt, adapter in zip(prompts, WHICH)}  # nothing else is in the last row
     assert found[0] == found[1] and len(set(found[0])) == len(different)
 
 
