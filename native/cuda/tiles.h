@@ -48,19 +48,16 @@ struct Pieces {
   }
 };
 
-// Of quantized matrices with few columns: so many pieces that all processors have equal numbers of them, 64 columns
-// each, and as little as they can; and each of whole pairs of blocks, which kernels take in one step.
-constexpr int kMostCodePieces = 8, kCodePiecesTogether = 4, kProcessors = 132;
+// Of quantized matrices: so many pieces that nearly all processors have one of 256 columns, or else at least one of
+// 128; and each of whole pairs of blocks, which kernels take in one step.
+constexpr int kMostCodePieces = 10, kProcessors = 132;
 inline int pieces_of_codes(int n, int k, int at_most = kMostCodePieces) {
-  int best = 1, least = 0;
-  for (int most = 2; most <= at_most; most++) {
-    const Pieces pieces(k, most);
-    const int all = blocks_of(n) * pieces.count;
-    if ((pieces.count > 1 && pieces.length % 2) || all > kCodePiecesTogether * kProcessors) continue;
-    const int cost = (all + kProcessors - 1) / kProcessors * pieces.length;
-    if (best == 1 || cost <= least) best = most, least = cost;
-  }
-  return best;
+  const int tiles = (n + 4 * kBlock - 1) / (4 * kBlock), alone = kProcessors / tiles;
+  int most = (kProcessors * 2 * kBlock + n - 1) / n;
+  if (alone * tiles > kProcessors * 7 / 8) most = alone;
+  if (most > at_most) most = at_most;
+  while (most > 1 && most <= kMostPieces && Pieces(k, most).length % 2 && Pieces(k, most).count > 1) most--;
+  return most;
 }
 
 }  // namespace cuda

@@ -298,12 +298,11 @@ void linear_quantized_mma(const Product& p, int rows, const Queue& queue) {
 }
 
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by) {
-  if (by == By::any) by = rows > kMostFused ? By::wide : can_split_quantized(p, rows) ? By::split : By::stream;
+  if (by == By::any) by = rows > kMostFused ? By::wide : By::stream;
   // linear_wide() writes whole pieces of 16 bytes at a time.
   const bool fits = queue.capability != 90 || (p.gated ? p.y.tiles != nullptr : p.y.width % 4 == 0 && p.w.n % 4 == 0);
   if (by == By::wide && fits) return linear_widened(p, rows, queue);
   if (by == By::mma || queue.capability != 90) linear_quantized_mma(p, rows, queue);
-  else if (by == By::split && can_split_quantized(p, rows)) linear_quantized_split(p, rows, queue);
   else linear_quantized_stream(p, rows, queue);
 }
 

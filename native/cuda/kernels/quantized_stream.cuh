@@ -1,16 +1,17 @@
 // Products of quantized weights by wgmma in a stream of weights, as linear_stream.cu has those of bfloat16.
 //
 // A block of threads stays on its processor and has an equal part of all steps of all tiles: a step is two blocks of K,
-// a tile some columns (rows of the weights) by some rows of activations. One warp has steps copied into shared memory,
-// as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all rows: a
-// warp makes of its 16 columns' codes the product's first operand in registers, while the product before is under way.
-// Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose bits are the
-// same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
+// a tile some columns (rows of the weights) by some rows of activations. Four warps have steps copied into shared
+// memory, as far ahead as there is room, on and on through the tiles; warpgroups multiply, each 64 columns with all
+// rows: a warp makes of its 16 columns' codes the product's first operand in registers, while the product before is
+// under way. Floats of 8 bits are taken out of shared memory as they are. Few rows are multiplied by mma.sync, whose
+// bits are the same (not of floats of 8 bits) and which takes fewer instructions than wgmma's descriptors and waits.
 //
-// A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. A piece that
-// two blocks of threads share is begun first of all by the one and finished last by the other, who goes on from what
-// the first has left in global memory long ago. Everybody waits for blocks of threads of lower numbers alone, which
-// have begun before.
+// A tile's sum over K is that of pieces (tiles.h), which whoever comes last adds up in ascending order. Where nearly
+// all processors have a piece if each has one, so it is, as hand-overs take longer than steps that some have less. A
+// piece that two blocks of threads share is begun first of all by the one and finished last by the other, who goes on
+// from what the first has left in global memory long ago. Everybody waits for blocks of threads of lower numbers alone,
+// which have begun before.
 #pragma once
 #include <algorithm>
 
@@ -480,7 +481,8 @@ void start_stream_tiles(const Product& p, int rows, const Queue& queue) {
   // Of more tiles than have a place for their pieces each, a block of threads computes whole ones. A piece that is
   // shared is by two.
   ShareOf of = ShareOf::steps;
-  int blocks = (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * k.blocks / (k.length + 1)));
+  int blocks =
+      (int)std::min<int64_t>(most, std::max<int64_t>(1, (int64_t)tiles * steps_of(k.blocks) / steps_of(k.length)));
   if (k.count > 1 && tiles * tile_sums > kScratchPieces)
     of = ShareOf::tiles, blocks = std::min({most, tiles, (int)(kScratchPieces / tile_sums)});
   else if (tiles * k.count <= most) of = ShareOf::pieces;
@@ -496,7 +498,7 @@ template <class Format, int kRows, int kMostGroups>
 void start_stream_rows(const Product& p, int rows, const Queue& queue) {
   using Wide = StreamShape<Format, kRows, kMostGroups>;
   const int pieces = Wide::tiles(p.w.n, rows) * Pieces(p.w.k, p.w.most_pieces).count;
-  const bool alone = pieces <= processors() && pieces >= processors() * 7 / 8;
+  const bool alone = pieces <= processors() && pieces >= processors() * 2 / 3;
   if (alone || Wide::tiles(p.w.n, rows) >= processors()) start_stream_tiles<Wide>(p, rows, queue);
   else start_stream_tiles<StreamShape<Format, kRows, 2>>(p, rows, queue);
 }

@@ -7,6 +7,7 @@ namespace as {
 namespace cuda {
 
 constexpr int kStepBlocks = 2;  // of K
+AS_BOTH constexpr int steps_of(int blocks) { return (blocks + kStepBlocks - 1) / kStepBlocks; }
 
 // Divides numbers that are not negative by one that is known at the launch: a division is the chip's slowest integer
 // operation by far, and before weights are asked for there are some ten of them, one after the other.
@@ -32,10 +33,7 @@ struct Steps {
   Divisor count, length;  // length: steps of a piece
 
   explicit Steps(const Pieces& k)
-      : blocks(k.blocks),
-        pieces(k.count),
-        count((k.blocks + kStepBlocks - 1) / kStepBlocks),
-        length((k.length + kStepBlocks - 1) / kStepBlocks) {}
+      : blocks(k.blocks), pieces(k.count), countsteps_of(k.blocks), length(steps_of(k.length)) {}
 };
 
 // What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
@@ -53,7 +51,7 @@ struct StreamShares {
       blocks = tiles * k.count;
       return;
     }
-    const int all = of == ShareOf::tiles ? tiles : tiles * ((k.blocks + kStepBlocks - 1) / kStepBlocks);
+    const int all = of == ShareOf::tiles ? tiles : tiles * steps_of(k.blocks);
     each = all / blocks, more = all % blocks;
   }
   // Where a block of threads begins, of all steps of all tiles.

@@ -1,8 +1,8 @@
 // Products of quantized weights with 16-bit activations at Qwen2.5-7B's shapes: microseconds and the part of what
 // reading codes and scales takes, and bits against products of the same values in bfloat16.
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/codes.cu -o codes
-//        native/cuda/kernels/linear_{quantized,quantized_split,quantized_stream,bf16,split,stream,wide,f32}.cu
-//   codes [check] [stream] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64] [shapes=qkv,o,gate_up,down,head]
+//        native/cuda/kernels/linear_{quantized,quantized_stream,bf16,split,stream,wide,f32}.cu
+//   codes [check] [rows=1,8,16,32] [forms=4:64,4:128,4:0,8:64] [shapes=qkv,o,gate_up,down,head]
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -69,10 +69,9 @@ int main(int argc, char** argv) {
                 {"head", 152064, 3584, false, false},  {"odd", 1036, 900, false, true},
                 {"small", 2 * 328, 1000, true, false}, {"uneven", 3700, 2944, false, false}};
   const char *rows_asked = "1,8,16,32", *forms = "4:64,4:128,4:0,8:64", *asked = "qkv,o,gate_up,down,head";
-  bool checks = false, streams = false;
+  bool checks = false;
   for (int i = 1; i < argc; i++) {
     if (!std::strcmp(argv[i], "check")) checks = true;
-    else if (!std::strcmp(argv[i], "stream")) streams = true;
     else if (!std::strncmp(argv[i], "rows=", 5)) rows_asked = argv[i] + 5;
     else if (!std::strncmp(argv[i], "forms=", 6)) forms = argv[i] + 6;
     else if (!std::strncmp(argv[i], "shapes=", 7)) asked = argv[i] + 7;
@@ -127,10 +126,10 @@ int main(int argc, char** argv) {
             check(cudaMemsetAsync(y, 0, result, stream)), check(cudaMemsetAsync(found, 0, 8, stream));
             linear_bf16(other, rows, queue, By::mma);
             check(cudaMemcpyAsync(expected, y, result, cudaMemcpyDeviceToDevice, stream));
-            // Differences by any kernel, the stream, and mma.sync.
+            // Differences by the stream, and by mma.sync.
             unsigned long long before = 0, count;
             std::printf("  %d:", rows);
-            for (By by : {By::any, By::stream, By::mma}) {
+            for (By by : {By::stream, By::mma}) {
               check(cudaMemsetAsync(y, 0, result, stream));
               linear_quantized(p, rows, queue, by);
               differ<<<blocks(result / 4), 256, 0, stream>>>((uint32_t*)y, (uint32_t*)expected, result / 4, found);
@@ -144,7 +143,7 @@ int main(int argc, char** argv) {
           const auto run = [&] {
             for (int i = 0; i < launches; i++) {
               p.w.codes = weights[i % copies];
-              linear_quantized(p, rows, queue, streams ? By::stream : By::any);
+              linear_quantized(p, rows, queue, By::any);
             }
           };
           run();
