@@ -33,7 +33,7 @@ struct Steps {
   Divisor count, length;  // length: steps of a piece
 
   explicit Steps(const Pieces& k)
-      : blocks(k.blocks), pieces(k.count), countsteps_of(k.blocks), length(steps_of(k.length)) {}
+      : blocks(k.blocks), pieces(k.count), count(steps_of(k.blocks)), length(steps_of(k.length)) {}
 };
 
 // What blocks of threads have of all steps of all tiles: a piece each, or whole tiles, or equal numbers of steps.
