@@ -94,7 +94,7 @@ def of_bytes(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (3, 7), *SIZES[4:]])
-@pytest.mark.parametrize("form, group", [*FORMATS, *INTEGERS])
+@pytest.mark.parametrize("form, group", [*FORMATS, ("int4", 192), *INTEGERS])
 def test_products_of_any_number_of_rows_have_the_same_bits(n, k, form, group):
     """By every kernel; and against float64."""
     rng, gpu = np.random.default_rng(SEED), executor()
@@ -144,9 +144,10 @@ def test_float8(n, k):
 
 
 @pytest.mark.parametrize("form, group", [("float8", 0), ("int4", 64), ("int8", 0), ("w8a8", 0), ("w4a8", 64)])
-@pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900)])
+@pytest.mark.parametrize("n, k", [(17004, 700), (3700, 2900), (9000, 1536)])
 def test_products_whose_tiles_are_shared(n, k, form, group):
-    """Sums in one piece, and in several: blocks of threads go on where others have stopped."""
+    """Sums in one piece, in several of a block of threads each, and in several that these share: they go on where
+    others have stopped."""
     rng, gpu = np.random.default_rng(SEED), executor()
     handle = gpu.add_matrix(n, k, form, group)
     gpu.fill_matrix(handle, (rng.normal(size=(n, k)) * k**-0.5).astype(np.float32), "F32")
