@@ -504,15 +504,10 @@ constexpr Choice choice() {
   return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
 }
 constexpr Choice kOfFloats[] = {
-    choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 256, Sums::whole, 2, 2>(),
-    choice<true, 192, Sums::whole, 2, 1>(),   choice<true, 256, Sums::whole, 1, 2>(),
-    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 288, Sums::whole, 1, 2>(),
-    choice<true, 144, Sums::whole, 1, 2>(),   choice<true, 192, Sums::chained, 2, 2>(),
-    choice<true, 192, Sums::chained, 2, 1>(), choice<true, 128, Sums::chained, 2, 2>(),
-    choice<true, 128, Sums::chained, 2, 1>(), choice<true, 96, Sums::chained, 2, 2>(),
-    choice<true, 80, Sums::chained, 2, 2>(),  choice<true, 112, Sums::beside, 1, 1>(),
-    choice<true, 144, Sums::beside, 1, 1>(),  choice<true, 160, Sums::beside, 1, 1>(),
-    choice<true, 192, Sums::beside, 1, 1>(),  choice<true, 144, Sums::beside, 2, 1>(),
+    choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
+    choice<true, 288, Sums::whole, 1, 1>(),   choice<true, 192, Sums::chained, 2, 1>(),
+    choice<true, 128, Sums::chained, 2, 1>(), choice<true, 144, Sums::beside, 1, 1>(),
+    choice<true, 160, Sums::beside, 1, 1>(),  choice<true, 144, Sums::beside, 2, 1>(),
 };
 constexpr Choice kOfIntegers[] = {
     choice<false, 256, Sums::whole, 2, 1>(),   choice<false, 192, Sums::whole, 2, 1>(),
