@@ -290,12 +290,8 @@ void start_sums(const ExpertProduct& e, const ChosenRow& row, const Combination&
   launched("sums of a row's experts");
 }
 
-#ifndef AS_GATE_STAGES
-#define AS_GATE_STAGES 5
-#define AS_SUM_STAGES 8
-#endif
 // Of a warp, in bfloat16; both launches' stages fit a processor. Narrower weights have more of them in as many bytes.
-constexpr int kGateStages = AS_GATE_STAGES, kSumStages = AS_SUM_STAGES, kMostStages = 16;
+constexpr int kGateStages = 5, kSumStages = 8, kMostStages = 16;
 
 template <typename S>
 constexpr int stages_of(int plain) {

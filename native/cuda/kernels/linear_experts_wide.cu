@@ -164,12 +164,8 @@ void start_wide(const ExpertProduct& p, int entries, const Queue& queue) {
 }  // namespace
 
 void linear_experts_wide(const ExpertProduct& p, int entries, int tile_rows, const Queue& queue) {
-#ifndef AS_WIDE
-#define AS_WIDE 4
-#endif
   if (tile_rows == 64) start_wide<Shape<64, 4>>(p, entries, queue);
-  else if (tile_rows == 256) start_wide<Shape<256, 2>>(p, entries, queue);
-  else start_wide<Shape<128, AS_WIDE>>(p, entries, queue);
+  else start_wide<Shape<128, 4>>(p, entries, queue);
 }
 
 }  // namespace cuda
