@@ -145,6 +145,7 @@ class CudaRunner : public QueuedRunner {
   void launch(const Size& size, bool heads, bool timed = false);
   void add_times(const Batch& batch);
   void replay(const Size& size);
+  void launch_instead(std::map<Size, Replay>::iterator replay, const Size& size);
   bool decodes(const Batch& batch) const;
   void share_draws(const Batch& batch);
   void copy_logits(const Batch& batch, bool all);
