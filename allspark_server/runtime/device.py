@@ -177,7 +177,9 @@ class Gpu:
             self._first = self._executor()  # it says whether there is a GPU, and which; the first model has it
         except (ValueError, RuntimeError) as error:
             unit = ",".join(map(str, self._group))
-            raise AllSparkError(AsStatus.ALLSPARK_PARAM_ERROR, f"compute_unit='CUDA:{unit}': {error}") from error
+            full = "cannot allocate" in str(error) or "out of memory" in str(error)
+            raise AllSparkError(AsStatus.ALLSPARK_MEMORY_ERROR if full else AsStatus.ALLSPARK_PARAM_ERROR,
+                                f"compute_unit='CUDA:{unit}': {error}") from error
         capability = self._first.capability
         self.isa = f"sm_{capability} ({self._first.device_name})"
 

@@ -145,6 +145,52 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
+@pytest.mark.parametrize("fields", [{"weight_dtype": "int4", "weight_group_size": 32}, {"weight_dtype": "int8"},
+                                    {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
+                                    {"cache_mode": "AsCacheQuantI8"}, {"cache_mode": "AsCacheQuantU4"},
+                                    {"cache_dtype": "float8"}], ids=lambda fields: "-".join(map(str, fields.values())))
+def test_formats_and_caches(fields):
+    """The same bits alone, in a batch and in chunks; and near those of one rank."""
+    pytest.importorskip("transformers")
+    from checkpoints import checkpoint
+
+    directory, prompts = checkpoint("qwen2-gqa-tied"), [prompt_of(n) for n in (1, 70, 129, 33)]
+    found = []
+    with on_gpus(2, directory, engine_max_batch=8, **fields) as gpu:
+        for chunk in (64, 9):
+            found.append([row.tobytes() for row in together(gpu, prompts, chunk)])
+        alone = [together(gpu, [prompt], 64)[0] for prompt in prompts]
+    assert found[0] == found[1] == [row.tobytes() for row in alone]
+    with on_gpus(1, directory, engine_max_batch=8, **fields) as one:
+        for row, other in zip(alone, together(one, prompts, 64)):
+            assert np.sqrt(np.mean((row - other)**2)) < 0.4 * other.std()
+
+
+def test_bits_with_graphs_and_without(monkeypatch):
+    from allspark_server.runtime.device import Gpu
+
+    def allocate(self, executor, rows, sizes, cache_dtype, outputs, draft, masks, adapters):
+        executor.allocate(rows, *sizes, cache_dtype, outputs, masks, draft=draft, graphs=False, **adapters)
+
+    found = []
+    for _ in range(2):
+        with on_gpus(2) as gpu:
+            ids, logits = gpu.generate(prompt_of(70), 20)
+            found.append((ids, [row.tobytes() for row in logits]))
+        monkeypatch.setattr(Gpu, "allocate", allocate)
+    assert found[0] == found[1]
+
+
+def test_ranks_have_the_gpus_in_the_order_given():
+    found = []
+    for unit_ in ("CUDA:0,1", "CUDA:1,0"):
+        with on_gpus(2, compute_unit=unit_) as gpu:
+            assert [runner._device._index for runner in gpu.runners] == gpu.config.device_ids
+            ids, logits = gpu.generate(prompt_of(33), 5)
+            found.append((ids, [row.tobytes() for row in logits]))
+    assert found[0] == found[1]
+
+
 def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu
@@ -221,7 +267,8 @@ def test_a_group_of_two_processes_and_a_killed_rank():
         assert collect(ask(engine, 0, CONFIGS[0])) == alone[0]
 
 
-@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize("ranks, dtype", [(2, "bfloat16"), (3, "float32"), (3, "bfloat16"), (4, "float32"),
+                                          (3, "float8"), (3, "w8a8")])
 def test_processes_share_gpus(ranks, dtype):
     """However many GPUs there are; heads and features do not divide evenly by three. Same bytes alone and together, and
     in float32 the greedy ids are those of as many ranks of CPUs, up to near-ties."""
