@@ -185,14 +185,23 @@ void rms_norm_into_bytes(const float* x, const Norm& norm, const Product& p, int
 bool norms_into_bytes(int width);
 
 // ---- adapters
-// Of a target, which is some of a linear's columns, an adapter's matrices: a [rank, in features], and b [columns, rank]
-// transposed. Rows have low_rank_stride() values, all of float32 or of bfloat16. rank 0: the adapter has none.
+// Of a target, which is some of a linear's columns, an adapter's matrices. Of float32: a [rank, in features] and b
+// [columns, rank] transposed, in rows of low_rank_stride() values. Of bfloat16, for mma.sync: a in such rows, and b as
+// it is; both have whole blocks of ranks, filled up with zeros. rank 0: the adapter has none.
 struct LowRank {
   const char *a = nullptr, *b = nullptr;
   int rank = 0;
   float scale = 0;
 };
+constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
+AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
+// Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
+constexpr int kMostLowRankParts = 4;
+AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
+  const int parts = bf16 ? (k + 2047) / 2048 : 1;
+  return parts < kMostLowRankParts ? parts : kMostLowRankParts;
+}
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
 struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
@@ -207,7 +216,7 @@ struct AdaptedSums {
   Rows x;
   float* y = nullptr;
   int width = 0, half = 0;  // of y; half: not 0 where its columns lie as pair_rows() has them, of so many gates
-  float* inner = nullptr;   // [rows, count, max_rank]: scale * a x
+  float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
 };
