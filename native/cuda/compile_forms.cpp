@@ -39,7 +39,7 @@ void CudaRunner::bind_form(bool adapted) {
   ops_.clear(), launches_.clear(), heads_from_ = 0;
 }
 
-// All of a linear's targets at once.
+// All of a linear's targets at once; perhaps with the op that gates.
 int CudaRunner::bind_lora(size_t i) {
   const OpNode& op = ops_[i];
   size_t end = i;
@@ -50,7 +50,15 @@ int CudaRunner::bind_lora(size_t i) {
   sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
   sums.bf16 = adapters_->limits.bf16, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
   sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
-  if (pairs_.count(op.inputs[0])) sums.half = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+  if (const auto pairs = pairs_.find(op.inputs[0]); pairs != pairs_.end()) {
+    sums.half = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+    const auto is_half = [&](const OpNode& lora, int offset) {
+      return lora.integer("offset") == offset && lora.integer("columns") == sums.half;
+    };
+    if (sums.bf16 && ops_[end].is("silu_mul") && end - i == 2 && sums.half % 8 == 0 && is_half(op, 0) &&
+        is_half(ops_[i + 1], sums.half))
+      sums.gated = out(ops_[end]).rows, sums.bias = pairs->second.bias;
+  }
   for (size_t next = i; next < end; sums.count = 0) {
     for (; next < end && sums.count < kMostTargets; next++)
       sums.columns[sums.count++] = {ops_[next].integer("target"), ops_[next].integer("offset"),
@@ -59,7 +67,7 @@ int CudaRunner::bind_lora(size_t i) {
       if (const int rows = count(y, size)) add_low_rank(sums, rows, queue);
     });
   }
-  return (int)(end - i) - 1;
+  return (int)(end - i) - (sums.gated.width ? 0 : 1);
 }
 
 // What launches from `first` on compute together, for the profile; clears `parts`.

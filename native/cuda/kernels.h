@@ -207,7 +207,9 @@ struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
 constexpr int kMostTargets = 4;  // of one launch
-// y += scale * b (a x) for rows that have an adapter; others are not touched.
+// y += scale * b (a x) for rows that have an adapter; others are not touched. Or, with `gated`: y is gates and what
+// they gate, `half` of each, a multiple of eight, which are the columns of two targets in this order; of y as it would
+// be, and bias, silu of the gates times the others becomes `gated` of all rows, and y stays as it is.
 struct AdaptedSums {
   const LowRank* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
@@ -219,6 +221,8 @@ struct AdaptedSums {
   float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
+  Rows gated;
+  const float* bias = nullptr;
 };
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.

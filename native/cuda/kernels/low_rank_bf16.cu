@@ -186,61 +186,86 @@ __device__ Halves halves_of(const float4& x) {
   return found;
 }
 
+// Rows g and g + 8 of each 16 of scale * a x, for one target: of rows that have the adapter; others are zero.
+template <int kSets>
+struct Inner {
+  const AdaptedSums& a;
+  const RowsOfAdapters<kSets>& of_rows;
+  int first, number, adapter;
+  float scale;
+
+  // Of a set, from a rank on.
+  __device__ void read(int s, int rank, uint32_t (&high)[4], uint32_t (&low)[4]) const {
+    const int stride = whole_ranks(a.max_rank), parts = low_rank_parts(a.x.width, true);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = first + kRows * s + 8 * half + threadIdx.x % 32 / 4;
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (of_rows.own[s][half] == adapter) {
+        const float* from = a.inner + ((size_t)row * a.count + number) * parts * stride + rank + threadIdx.x % 4 * 4;
+        sum = *reinterpret_cast<const float4*>(from);
+        for (int i = 1; i < parts; i++) sum = sum_of(sum, *reinterpret_cast<const float4*>(from + i * stride));
+      }
+      const Halves u = halves_of(make_float4(__fmul_rn(sum.x, scale), __fmul_rn(sum.y, scale), __fmul_rn(sum.z, scale),
+                                             __fmul_rn(sum.w, scale)));
+      high[half] = u.high[0], high[half + 2] = u.high[1], low[half] = u.low[0], low[half + 2] = u.low[1];
+    }
+  }
+};
+
+// What a lane multiplies of columns [begin, begin + 8 kCount) of a matrix b, from a rank on.
+template <int kCount>
+__device__ void read_b(const LowRank& pair, int begin, int columns, int rank, uint2 (&w)[kCount]) {
+  const int ranks = whole_ranks(pair.rank), g = threadIdx.x % 32 / 4;
+  const uint16_t* from = reinterpret_cast<const uint16_t*>(pair.b) + rank + threadIdx.x % 4 * 4;
+#pragma unroll
+  for (int n = 0; n < kCount; n++)
+    w[n] = rank < ranks && begin + 8 * n + g < columns
+               ? *reinterpret_cast<const uint2*>(from + (size_t)(begin + 8 * n + g) * ranks)
+               : make_uint2(0, 0);
+}
+
+// d = b u; w: what read_b() found of the first ranks.
+template <int kSets, int kCount>
+__device__ void expand(const Inner<kSets>& inner, const LowRank& pair, int begin, int columns, uint2 (&w)[kCount],
+                       float (&d)[kSets][kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kSets * kCount * 4; i++) (&d[0][0][0])[i] = 0;
+  for (int rank = 0; rank < pair.rank; rank += kRankBlock) {
+    if (rank) read_b(pair, begin, columns, rank, w);
+#pragma unroll
+    for (int s = 0; s < kSets; s++) {
+      uint32_t high[4], low[4];
+      inner.read(s, rank, high, low);
+#pragma unroll
+      for (int n = 0; n < kCount; n++) {
+        multiply_add(d[s][n], high, w[n].x, w[n].y);
+        multiply_add(d[s][n], low, w[n].x, w[n].y);
+      }
+    }
+  }
+}
+
 // Blocks: columns, rows, targets.
 template <int kSets>
 __global__ void __launch_bounds__(32 * kExpandWarps) expand_kernel(const __grid_constant__ AdaptedSums a, int rows) {
   let_next_begin();
   const int first = blockIdx.y * kSets * kRows, number = blockIdx.z, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const AdaptedColumns own = a.columns[number];
-  const int begin = (blockIdx.x * kExpandWarps + threadIdx.x / 32) * kTiles * 8, stride = whole_ranks(a.max_rank);
-  const int parts = low_rank_parts(a.x.width, true);
+  const int begin = (blockIdx.x * kExpandWarps + threadIdx.x / 32) * kTiles * 8;
   if (begin >= own.columns) return;
   const bool pairs = own.offset % 2 == 0 && a.width % 2 == 0 && a.half % 2 == 0;  // adjacent columns are so in y
   RowsOfAdapters<kSets> of_rows(a, first, rows);
   bool waits = true;
   for (int adapter; (adapter = of_rows.next()) >= 0;) {
     const LowRank pair = pair_of(a, adapter, number);
-    const int ranks = whole_ranks(pair.rank);
-    const uint16_t* matrix = reinterpret_cast<const uint16_t*>(pair.b) + 4 * t;
     uint2 w[kTiles];
-    const auto read_matrix = [&](int rank) {
-#pragma unroll
-      for (int n = 0; n < kTiles; n++)
-        w[n] = rank < ranks && begin + 8 * n + g < own.columns
-                   ? *reinterpret_cast<const uint2*>(matrix + (size_t)(begin + 8 * n + g) * ranks + rank)
-                   : make_uint2(0, 0);
-    };
-    read_matrix(0);
+    read_b(pair, begin, own.columns, 0, w);
     if (waits) await_previous();
     waits = false;
     if (!pair.rank) continue;
-    float d[kSets][kTiles][4] = {};
-    for (int rank = 0; rank < ranks; rank += kRankBlock) {
-#pragma unroll
-      for (int s = 0; s < kSets; s++) {
-        Halves u[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int row = first + kRows * s + 8 * half + g;
-          float4 sum = make_float4(0, 0, 0, 0);
-          if (of_rows.own[s][half] == adapter) {
-            const float* from = a.inner + ((size_t)row * a.count + number) * parts * stride + rank + 4 * t;
-            sum = *reinterpret_cast<const float4*>(from);
-            for (int i = 1; i < parts; i++) sum = sum_of(sum, *reinterpret_cast<const float4*>(from + i * stride));
-          }
-          u[half] = halves_of(make_float4(__fmul_rn(sum.x, pair.scale), __fmul_rn(sum.y, pair.scale),
-                                          __fmul_rn(sum.z, pair.scale), __fmul_rn(sum.w, pair.scale)));
-        }
-        const uint32_t high[4] = {u[0].high[0], u[1].high[0], u[0].high[1], u[1].high[1]};
-        const uint32_t low[4] = {u[0].low[0], u[1].low[0], u[0].low[1], u[1].low[1]};
-#pragma unroll
-        for (int n = 0; n < kTiles; n++) {
-          multiply_add(d[s][n], high, w[n].x, w[n].y);
-          multiply_add(d[s][n], low, w[n].x, w[n].y);
-        }
-      }
-      if (rank + kRankBlock < ranks) read_matrix(rank + kRankBlock);
-    }
+    float d[kSets][kTiles][4];
+    expand(Inner<kSets>{a, of_rows, first, number, adapter, pair.scale}, pair, begin, own.columns, w, d);
 #pragma unroll
     for (int s = 0; s < kSets; s++) {  // all that is read comes before anything is written
       float2 before[kTiles][2];
@@ -275,6 +300,72 @@ __global__ void __launch_bounds__(32 * kExpandWarps) expand_kernel(const __grid_
   if (waits) await_previous();  // every kernel does
 }
 
+// Two adjacent values of a row, from an even column on.
+__device__ void put_two(const Rows& out, int row, int column, float one, float other) {
+  if (out.tiles)
+    *reinterpret_cast<uint32_t*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) = two_bf16(one, other);
+  if (out.values) *reinterpret_cast<float2*>(out.values + (size_t)row * out.width + column) = make_float2(one, other);
+}
+
+// With `gated`. Blocks: its columns, rows.
+template <int kSets>
+__global__ void __launch_bounds__(32 * kExpandWarps)
+    expand_gated_kernel(const __grid_constant__ AdaptedSums a, int rows) {
+  constexpr int kEach = kTiles / 2;  // of gates, and of what they gate
+  let_next_begin();
+  const int first = blockIdx.y * kSets * kRows, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int begin = (blockIdx.x * kExpandWarps + threadIdx.x / 32) * kEach * 8;
+  if (begin >= a.half) return;
+  Product p;
+  p.bias = a.bias, p.y.width = a.half;
+  const auto finish = [&](int adapter, const RowsOfAdapters<kSets>& of_rows, const auto& added) {
+#pragma unroll
+    for (int s = 0; s < kSets; s++) {
+      float2 before[2][kEach][2];
+      const auto row_of = [&](int half) { return first + kRows * s + 8 * half + g; };
+#pragma unroll
+      for (int n = 0; n < kEach; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          if (row_of(half) >= rows || of_rows.own[s][half] != adapter || begin + 8 * n >= a.half) continue;
+          const float* y = a.y + (size_t)row_of(half) * a.width + 2 * (begin + 8 * n) + 2 * t;
+          before[0][n][half] = *reinterpret_cast<const float2*>(y);
+          before[1][n][half] = *reinterpret_cast<const float2*>(y + 8);
+        }
+#pragma unroll
+      for (int n = 0; n < kEach; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          if (row_of(half) >= rows || of_rows.own[s][half] != adapter || begin + 8 * n >= a.half) continue;
+          const int column = begin + 8 * n + 2 * t;
+          const float2 gates = added(before[0][n][half], 0, s, n, half), ups = added(before[1][n][half], 1, s, n, half);
+          put_two(a.gated, row_of(half), column, gated(p, column, gates.x, ups.x),
+                  gated(p, column + 1, gates.y, ups.y));
+        }
+    }
+  };
+  RowsOfAdapters<kSets> of_rows(a, first, rows);
+  bool waits = true;
+  for (int adapter; (adapter = of_rows.next()) >= 0;) {
+    const LowRank gate = pair_of(a, adapter, 0), up = pair_of(a, adapter, 1);
+    uint2 w[2][kEach];
+    read_b(gate, begin, a.half, 0, w[0]), read_b(up, begin, a.half, 0, w[1]);
+    if (waits) await_previous();
+    waits = false;
+    float d[2][kSets][kEach][4];
+    expand(Inner<kSets>{a, of_rows, first, 0, adapter, gate.scale}, gate, begin, a.half, w[0], d[0]);
+    expand(Inner<kSets>{a, of_rows, first, 1, adapter, up.scale}, up, begin, a.half, w[1], d[1]);
+    const bool has[2] = {gate.rank > 0, up.rank > 0};
+    finish(adapter, of_rows, [&](const float2& x, int kind, int s, int n, int half) {
+      if (!has[kind]) return x;
+      return make_float2(__fadd_rn(x.x, d[kind][s][n][2 * half]), __fadd_rn(x.y, d[kind][s][n][2 * half + 1]));
+    });
+    __syncwarp();
+  }
+  if (waits) await_previous();
+  finish(-1, of_rows, [](const float2& x, int, int, int, int) { return x; });
+}
+
 template <int kSets>
 void add_of(const AdaptedSums& a, int rows, const Queue& queue) {
   int columns = 0;
@@ -284,8 +375,12 @@ void add_of(const AdaptedSums& a, int rows, const Queue& queue) {
         dim3(groups, a.count * low_rank_parts(a.x.width, true), whole_ranks(a.max_rank) / kRankBlock), 32 * kWarps, 0,
         a, rows);
   launched("adapters");
-  start(queue, expand_kernel<kSets>, dim3(ceil_div(columns, kExpandColumns), groups, a.count), 32 * kExpandWarps, 0, a,
-        rows);
+  if (a.gated.width)
+    start(queue, expand_gated_kernel<kSets>, dim3(ceil_div(a.half, kExpandColumns / 2), groups), 32 * kExpandWarps, 0,
+          a, rows);
+  else
+    start(queue, expand_kernel<kSets>, dim3(ceil_div(columns, kExpandColumns), groups, a.count), 32 * kExpandWarps, 0,
+          a, rows);
   launched("adapters");
 }
 
