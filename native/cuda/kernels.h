@@ -197,9 +197,9 @@ constexpr int kRankBlock = 16;
 AS_BOTH constexpr int low_rank_stride(int columns) { return (columns + 7) / 8 * 8; }
 AS_BOTH constexpr int whole_ranks(int rank) { return (rank + kRankBlock - 1) / kRankBlock * kRankBlock; }
 // Sums over K of matrices of bfloat16 are made in so many parts, by different blocks of threads.
-constexpr int kMostLowRankParts = 4;
+constexpr int kMostLowRankParts = 8;
 AS_BOTH constexpr int low_rank_parts(int k, bool bf16) {
-  const int parts = bf16 ? (k + 2047) / 2048 : 1;
+  const int parts = bf16 ? (k + 1023) / 1024 : 1;
   return parts < kMostLowRankParts ? parts : kMostLowRankParts;
 }
 // Columns [offset, offset + columns) of what a linear makes; target: which of the adapter's they are.
@@ -207,9 +207,10 @@ struct AdaptedColumns {
   int target = 0, offset = 0, columns = 0;
 };
 constexpr int kMostTargets = 4;  // of one launch
-// y += scale * b (a x) for rows that have an adapter; others are not touched. Or, with `gated`: y is gates and what
-// they gate, `half` of each, a multiple of eight, which are the columns of two targets in this order; of y as it would
-// be, and bias, silu of the gates times the others becomes `gated` of all rows, and y stays as it is.
+// y += scale * b (a x) for rows that have an adapter; others are not touched. In bfloat16 what follows may be computed
+// with it, of all rows, while y stays as it is: `gated`, if y is gates and what they gate, a multiple of eight of each,
+// which are the columns of two targets in this order: silu of the gates times the others, each with `bias`. `added`, if
+// all of y is one target's: that is added to what is there.
 struct AdaptedSums {
   const LowRank* pairs = nullptr;  // [adapters, targets]
   int targets = 0;
@@ -221,8 +222,10 @@ struct AdaptedSums {
   float* inner = nullptr;   // [rows, count, low_rank_parts(), whole_ranks(max_rank)]: parts of a x
   int max_rank = 0, count = 0;
   AdaptedColumns columns[kMostTargets];
+  int adapter_count = 0;  // that there may be
   Rows gated;
   const float* bias = nullptr;
+  float* added = nullptr;
 };
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue);
 // silu_mul of sums whose columns lie as pair_rows() has them; bias: null, or to be added first, as it is without.
