@@ -31,24 +31,21 @@ int64_t not_finite(const HostRows& rows) {
   return found;
 }
 
-size_t stored_bytes(int rows, int columns, bool bf16) {
-  return (size_t)rows * low_rank_stride(columns) * (bf16 ? sizeof(uint16_t) : sizeof(float));
-}
-
 }  // namespace
 
 size_t adapter_bytes(int rank, int inputs, int columns, bool bf16) {
-  return stored_bytes(rank, inputs, bf16) + stored_bytes(rank, columns, bf16);
+  if (bf16) return (size_t)whole_ranks(rank) * (low_rank_stride(inputs) + columns) * sizeof(uint16_t);
+  return (size_t)rank * (low_rank_stride(inputs) + low_rank_stride(columns)) * sizeof(float);
 }
 
 template <typename Value>
-size_t Adapter::put(int rows, int columns, const Value& value) {
-  const size_t at = bytes_.size(), stride = low_rank_stride(columns);
-  bytes_.resize(at + (stored_bytes(rows, columns, limits_.bf16) + kAlign - 1) / kAlign * kAlign);
+size_t Adapter::put(int rows, int columns, int whole_rows, int stride, const Value& value) {
+  const size_t at = bytes_.size(), each = limits_.bf16 ? sizeof(uint16_t) : sizeof(float);
+  bytes_.resize(at + (whole_rows * stride * each + kAlign - 1) / kAlign * kAlign);
   for (int row = 0; row < rows; row++)
     for (int column = 0; column < columns; column++) {
       const float x = value(row, column);
-      const size_t place = row * stride + column;
+      const size_t place = (size_t)row * stride + column;
       if (limits_.bf16) reinterpret_cast<uint16_t*>(bytes_.data() + at)[place] = float_to_bf16(x);
       else reinterpret_cast<float*>(bytes_.data() + at)[place] = x;
     }
@@ -68,8 +65,15 @@ int64_t Adapter::set(int target, const HostRows& a, const HostRows& b, float sca
                                 std::to_string(own.columns) + " columns, ranks are at most " +
                                 std::to_string(limits_.max_rank));
   Pair& pair = pairs_[target];
-  pair.a = put((int)rank, own.inputs, [&](int row, int column) { return value_of(a, row, column); });
-  pair.b = put((int)rank, own.columns, [&](int row, int column) { return value_of(b, column, row); });
+  const int ranks = limits_.bf16 ? whole_ranks((int)rank) : (int)rank;
+  pair.a = put((int)rank, own.inputs, ranks, low_rank_stride(own.inputs),
+               [&](int row, int column) { return value_of(a, row, column); });
+  if (limits_.bf16)
+    pair.b =
+        put(own.columns, (int)rank, own.columns, ranks, [&](int row, int column) { return value_of(b, row, column); });
+  else
+    pair.b = put((int)rank, own.columns, ranks, low_rank_stride(own.columns),
+                 [&](int row, int column) { return value_of(b, column, row); });
   pair.rank = (int)rank, pair.scale = scale;
   return not_finite(a) + not_finite(b);
 }

@@ -43,9 +43,10 @@ class Adapter {
     int rank = 0;
     float scale = 0;
   };
-  // Returns where a matrix [rows, columns] is; value(row, column) gives them as floats.
+  // Returns where a matrix [rows, columns] is, in `whole_rows` rows of `stride` values, filled up with zeros;
+  // value(row, column) gives them as floats.
   template <typename Value>
-  size_t put(int rows, int columns, const Value& value);
+  size_t put(int rows, int columns, int whole_rows, int stride, const Value& value);
 
   const AdapterLimits limits_;
   const std::vector<Target> targets_;

@@ -39,18 +39,32 @@ void CudaRunner::bind_form(bool adapted) {
   ops_.clear(), launches_.clear(), heads_from_ = 0;
 }
 
-// All of a linear's targets at once.
+// All of a linear's targets at once; perhaps with the op that gates, or the sum, that follows.
 int CudaRunner::bind_lora(size_t i) {
   const OpNode& op = ops_[i];
-  size_t end = i;
+  const int made = op.inputs[0];
+  size_t end = i, last;
   while (ops_[end].is("lora") && ops_[end].inputs == op.inputs) end++;
+  last = end - 1;
   const Tensor y = in(op), x = in(op, 1);
   AdaptedSums sums;
-  sums.pairs = adapters_->table(), sums.targets = adapters_->targets();
+  sums.pairs = adapters_->table(), sums.targets = adapters_->targets(), sums.adapter_count = adapters_->limits.count;
   sums.adapters = data_->adapters(), sums.chosen = y.row_set == kOutputRows ? data_->chosen() : nullptr;
   sums.bf16 = adapters_->limits.bf16, sums.max_rank = adapters_->limits.max_rank, sums.inner = inner_.as<float>();
   sums.x = x.rows, sums.y = y.values(), sums.width = y.rows.width;
-  if (pairs_.count(op.inputs[0])) sums.half = y.rows.width / 2, sums.width = paired_rows(y.rows.width);
+  const auto is_part = [](const OpNode& lora, int offset, int columns) {
+    return lora.integer("offset") == offset && lora.integer("columns") == columns;
+  };
+  const std::optional<size_t> sum = sum_at(end + (!ranks_ && ops_[end].is("all_reduce")), made);
+  if (const auto pairs = pairs_.find(made); pairs != pairs_.end()) {
+    const int half = sums.half = y.rows.width / 2;
+    sums.width = paired_rows(y.rows.width);
+    if (sums.bf16 && ops_[end].is("silu_mul") && last == i + 1 && half % 8 == 0 && is_part(op, 0, half) &&
+        is_part(ops_[last], half, half))
+      last = end, sums.gated = out(ops_[end]).rows, sums.bias = pairs->second.bias;
+  } else if (sums.bf16 && sum && last == i && is_part(op, 0, y.rows.width)) {
+    last = *sum, sums.added = in(ops_[*sum]).values();
+  }
   for (size_t next = i; next < end; sums.count = 0) {
     for (; next < end && sums.count < kMostTargets; next++)
       sums.columns[sums.count++] = {ops_[next].integer("target"), ops_[next].integer("offset"),
@@ -59,7 +73,7 @@ int CudaRunner::bind_lora(size_t i) {
       if (const int rows = count(y, size)) add_low_rank(sums, rows, queue);
     });
   }
-  return (int)(end - i) - 1;
+  return (int)(last - i);
 }
 
 // What launches from `first` on compute together, for the profile; clears `parts`.

@@ -78,7 +78,9 @@ void CudaRunner::allocate_tensors() {
   size_t rotary = 0, widened = 0, bytes_of_rows = 0, inner = 0;
   for (const OpNode& op : program_.ops())
     if (op.is("lora") && adapters_)
-      inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets * adapters_->limits.max_rank);
+      inner = std::max(inner, (size_t)max_rows(op.inputs[0]) * kMostTargets *
+                                  low_rank_parts(in(op, 1).rows.width, adapters_->limits.bf16) *
+                                  whole_ranks(adapters_->limits.max_rank));
   const std::vector<OpNode> ops = ops_of(false);
   for (size_t i = 0; i < ops.size(); i++) {
     const OpNode& op = ops[i];

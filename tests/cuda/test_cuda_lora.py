@@ -79,7 +79,7 @@ def rows_of(gpu, prompts, which) -> list[bytes]:
 @pytest.mark.parametrize("k, blocks, gated", [
     (1, [1], False), (7, [3, 5, 2], False), (96, [40, 8, 9], False), (257, [130], False), (1091, [513, 600], False),
     (64, [24, 24], True), (95, [13, 13], True), (200, [2, 2], True), (130, [258], True), (2049, [64, 64], True),
-    (33, [1, 2, 3, 4, 5, 6], False),
+    (33, [1, 2, 3, 4, 5, 6], False), (5003, [40, 72], False), (9000, [9, 130], False),
 ])
 def test_products_of_low_rank(k, blocks, gated, form, dtype, tolerance):
     """Against the reference; and every row alone has the bits that it has beside others."""
@@ -107,11 +107,12 @@ def test_products_of_low_rank(k, blocks, gated, form, dtype, tolerance):
     assert rows_of(own.gpu, prompts, [-1 if adapter == 0 else adapter for adapter in WHICH]) == others
 
 
-def test_rows_with_outputs_have_their_adapters():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_with_outputs_have_their_adapters(dtype):
     """A head's: the bits of all rows."""
     rng = np.random.default_rng(SEED + 2)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
-    found = [rows_of(Adapted(96, [40, 9], [{0: 5, 1: 8}, {1: 3}], "float32", False, "float32", True, of_outputs).gpu,
+    found = [rows_of(Adapted(96, [40, 9], [{0: 5, 1: 8}, {1: 3}], dtype, False, dtype, True, of_outputs).gpu,
                      prompts, WHICH) for of_outputs in (False, True)]
     different = {(prompt[-1], adapter) for prompt, adapter in zip(prompts, WHICH)}  # nothing else is in the last row
     assert found[0] == found[1] and len(set(found[0])) == len(different)

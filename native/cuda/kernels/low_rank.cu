@@ -1,4 +1,4 @@
-// Adapters (LoRA, Hu et al., 2021): products of low rank, of each row with its own adapter's matrices.
+// Adapters (LoRA, Hu et al., 2021): products of low rank, of each row with its own adapter's matrices; here of float32.
 //
 // Recipes, whatever else a launch has: of a x a lane has a chain of fused multiply-adds over its columns in ascending
 // order for each of kWarps parts of them; these are added in ascending order, then lanes as warp_sum() does, and that
@@ -6,7 +6,7 @@
 // of matrices where they have the same adapter; the chains are the same.
 //
 // Which adapters there are is read from memory: a launch has blocks for every row, target and rank that could be.
-#include "cuda/kernels/device.cuh"
+#include "cuda/kernels/low_rank.cuh"
 
 namespace as {
 namespace cuda {
@@ -19,23 +19,10 @@ constexpr int kColumns = 4;     // of a thread
 constexpr int kAloneRows = 64;  // of a step: up to so many no rows are taken together
 constexpr int kRowsTogether = 8;
 
-// 16 bytes of values, or twice as many.
-__device__ void load_eight(const uint16_t* from, float (&values)[8]) {
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    values[2 * i] = __uint_as_float(all[i] << 16), values[2 * i + 1] = __uint_as_float(all[i] & 0xffff0000u);
-}
 __device__ void load_eight(const float* from, float (&values)[8]) {
   const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
   values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-}
-__device__ void load_four(const uint16_t* from, float (&values)[4]) {
-  const uint2 words = *reinterpret_cast<const uint2*>(from);
-  values[0] = __uint_as_float(words.x << 16), values[1] = __uint_as_float(words.x & 0xffff0000u);
-  values[2] = __uint_as_float(words.y << 16), values[3] = __uint_as_float(words.y & 0xffff0000u);
 }
 __device__ void load_four(const float* from, float (&values)[4]) {
   const float4 all = *reinterpret_cast<const float4*>(from);
@@ -44,15 +31,11 @@ __device__ void load_four(const float* from, float (&values)[4]) {
 
 __device__ void read_x(const Rows& x, int row, int column, float (&values)[8]) {
   if (!x.tiles) return read_eight(x.values + (size_t)row * x.width, column, x.width, values);
-  load_eight(x.tiles + tile_offset(row, column, blocks_of(x.width)), values);
+  const uint4 words = *reinterpret_cast<const uint4*>(x.tiles + tile_offset(row, column, blocks_of(x.width)));
+  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-  for (int j = 0; j < 8; j++) values[j] = column + j < x.width ? values[j] : 0.0f;  // padding may be anything
-}
-
-// The adapter of a row of y.
-__device__ int adapter_of(const AdaptedSums& a, int row, int rows) {
-  if (row >= rows) return -1;
-  return a.adapters[a.chosen ? a.chosen[row] : row];
+  for (int j = 0; j < 8; j++)  // padding may be anything
+    values[j] = column + j < x.width ? __uint_as_float(j % 2 ? all[j / 2] & 0xffff0000u : all[j / 2] << 16) : 0.0f;
 }
 
 // Of kRows rows from `first` on, those that have the adapter of row `first + i`, as bits; 0: that has none, or an
@@ -68,12 +51,11 @@ __device__ uint32_t rows_with(const AdaptedSums& a, int first, int i, int rows) 
 }
 
 __device__ float* inner_of(const AdaptedSums& a, int row, int number) {
-  return a.inner + ((size_t)row * a.count + number) * a.max_rank;
+  return a.inner + ((size_t)row * a.count + number) * whole_ranks(a.max_rank);
 }
 
 // A row by itself: one block of threads for a rank, whose warps have a part of the columns each. What others do not
 // make is read before the kernel before this one has ended. Blocks: rows, targets, ranks.
-template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a, int rows) {
   constexpr int kAhead = 4;
   __shared__ float parts[kWarps][32];
@@ -83,7 +65,7 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a
   const LowRank pair =
       adapter < 0 ? LowRank{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + a.columns[number].target];
   const bool there = rank < pair.rank;
-  const T* matrix = reinterpret_cast<const T*>(pair.a) + (size_t)rank * low_rank_stride(k);
+  const float* matrix = reinterpret_cast<const float*>(pair.a) + (size_t)rank * low_rank_stride(k);
   const auto column_of = [&](int i) { return (i * kWarps + warp) * kPart + lane * 8; };
   float ahead[kAhead][8];
 #pragma unroll
@@ -117,7 +99,7 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_alone_kernel(AdaptedSums a
 }
 
 // Rows together: a warp has kRanks ranks of all of them. Blocks: rows, targets, ranks.
-template <typename T, int kRows, int kRanks>
+template <int kRows, int kRanks>
 __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int rows) {
   after_previous();
   const int first = blockIdx.x * kRows, number = blockIdx.y, lane = threadIdx.x % 32, k = a.x.width,
@@ -128,7 +110,7 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int 
     if (!with) continue;
     const LowRank pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + a.columns[number].target];
     if (rank >= pair.rank) continue;
-    const T* matrix = reinterpret_cast<const T*>(pair.a) + (size_t)rank * stride;
+    const float* matrix = reinterpret_cast<const float*>(pair.a) + (size_t)rank * stride;
     float totals[kRanks][kRows] = {};
 #pragma unroll 1
     for (int part = 0; part < kWarps; part++) {
@@ -166,13 +148,6 @@ __global__ void __launch_bounds__(32 * kWarps) shrink_kernel(AdaptedSums a, int 
   }
 }
 
-// Where a column of what the linear makes is in y.
-__device__ int place_of(const AdaptedSums& a, int column) {
-  if (!a.half) return column;
-  const int of_kind = column < a.half ? column : column - a.half;
-  return of_kind / 8 * 16 + of_kind % 8 + (column < a.half ? 0 : 8);
-}
-
 // y += sums, of a target's columns from a multiple of four on.
 __device__ void add_four(const AdaptedSums& a, int row, const AdaptedColumns& own, int column,
                          const float (&sums)[kColumns]) {
@@ -196,7 +171,6 @@ __device__ void add_four(const AdaptedSums& a, int row, const AdaptedColumns& ow
 
 // A row by itself. What others do not make is read before the kernel before this one has ended. Blocks: columns, rows,
 // targets.
-template <typename T>
 __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSums a, int rows) {
   constexpr int kAhead = 16;
   let_next_begin();
@@ -206,7 +180,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSum
   const LowRank pair =
       adapter < 0 ? LowRank{nullptr, nullptr, 0, 0} : a.pairs[(size_t)adapter * a.targets + own.target];
   const bool there = pair.rank && column < own.columns;
-  const T* matrix = reinterpret_cast<const T*>(pair.b) + column;
+  const float* matrix = reinterpret_cast<const float*>(pair.b) + column;
   float ahead[kAhead][kColumns];
 #pragma unroll
   for (int i = 0; i < kAhead; i++)
@@ -232,7 +206,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_alone_kernel(AdaptedSum
 }
 
 // Rows together. Blocks: columns, rows, targets.
-template <typename T, int kRows>
+template <int kRows>
 __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, int rows) {
   after_previous();
   const int number = blockIdx.z, first = blockIdx.y * kRows;
@@ -245,7 +219,7 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, i
     if (!with) continue;
     const LowRank pair = a.pairs[(size_t)adapter_of(a, first + i, rows) * a.targets + own.target];
     if (!pair.rank) continue;
-    const T* matrix = reinterpret_cast<const T*>(pair.b) + column;
+    const float* matrix = reinterpret_cast<const float*>(pair.b) + column;
     float sums[kRows][kColumns] = {};
 #pragma unroll 4
     for (int rank = 0; rank < pair.rank; rank++) {
@@ -265,20 +239,6 @@ __global__ void __launch_bounds__(kExpandThreads) expand_kernel(AdaptedSums a, i
   }
 }
 
-template <typename T>
-void add_typed(const AdaptedSums& a, int rows, const Queue& queue) {
-  int columns = 0;
-  for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
-  const bool alone = rows <= kAloneRows;
-  const int groups = alone ? rows : ceil_div(rows, kRowsTogether), ranks = alone ? 1 : kWarps;
-  start(queue, alone ? shrink_alone_kernel<T> : shrink_kernel<T, kRowsTogether, 1>,
-        dim3(groups, a.count, ceil_div(a.max_rank, ranks)), 32 * kWarps, 0, a, rows);
-  launched("adapters");
-  start(queue, alone ? expand_alone_kernel<T> : expand_kernel<T, kRowsTogether>,
-        dim3(ceil_div(columns, kExpandThreads * kColumns), groups, a.count), kExpandThreads, 0, a, rows);
-  launched("adapters");
-}
-
 constexpr int kThreads = 256;
 
 // width: of a row of `in`.
@@ -295,8 +255,17 @@ __global__ void silu_mul_pairs_kernel(const float* in, int width, const float* b
 }  // namespace
 
 void add_low_rank(const AdaptedSums& a, int rows, const Queue& queue) {
-  if (a.bf16) add_typed<uint16_t>(a, rows, queue);
-  else add_typed<float>(a, rows, queue);
+  if (a.bf16) return add_low_rank_bf16(a, rows, queue);
+  int columns = 0;
+  for (int i = 0; i < a.count; i++) columns = a.columns[i].columns > columns ? a.columns[i].columns : columns;
+  const bool alone = rows <= kAloneRows;
+  const int groups = alone ? rows : ceil_div(rows, kRowsTogether), ranks = alone ? 1 : kWarps;
+  start(queue, alone ? shrink_alone_kernel : shrink_kernel<kRowsTogether, 1>,
+        dim3(groups, a.count, ceil_div(a.max_rank, ranks)), 32 * kWarps, 0, a, rows);
+  launched("adapters");
+  start(queue, alone ? expand_alone_kernel : expand_kernel<kRowsTogether>,
+        dim3(ceil_div(columns, kExpandThreads * kColumns), groups, a.count), kExpandThreads, 0, a, rows);
+  launched("adapters");
 }
 
 void silu_mul_pairs(const float* in, const float* bias, int rows, const Rows& out, const Queue& queue) {
