@@ -1,5 +1,5 @@
-"""Prompts of thousands of rows: every block of threads has several tiles, one after the other; each row has the bits that
-it has among few."""
+"""Prompts of thousands of rows: blocks of threads have several tiles, one after the other; each row has the bits that it
+has among few."""
 
 from __future__ import annotations
 
