@@ -17,11 +17,11 @@ def executor(threads: int = 2):
 def compiled(own: Toy, cache: str = "float32", masks: int = 0, graphs: bool = True, long: bool = False,
              outputs: int = 64, **more):
     """long: for contexts beyond a thousand; more: of allocate(). The toy's matrices become what the backend recovers
-    of them."""
-    found = executor()
+    of them: each time of what they were first, as what was recovered may be quantized to other values."""
+    found, given = executor(), own.__dict__.setdefault("given", {})
     stacks = {op["weights"][0]: op["attributes"]["experts"] for op in own.program.ops if op["name"] == "expert_linear"}
     for handle, (n, k, form, group) in enumerate(own.program.weights):
-        values = own.weights[handle].astype(np.float32)
+        values = given.setdefault(handle, own.weights[handle]).astype(np.float32)
         if not k:
             assert found.add_vector(values) == handle
             continue

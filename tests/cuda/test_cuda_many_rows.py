@@ -11,7 +11,7 @@ from reference.toy import Toy
 from test_cuda_ops import SEED, VOCAB, embedded, logits_of_rows, seed  # noqa: F401
 
 pytestmark = pytest.mark.cuda
-FORMS = [("bfloat16", 0), ("float8", 0), ("w8a8", 0), ("w8a8", 64), ("w4a8", 128), ("int4", 64), ("int8", 0)]
+FORMS = [("bfloat16", 0), ("float8", 0), ("w8a8", 0), ("w4a8", 128), ("int4", 64)]
 ROWS, COLUMNS = 997, 251  # that differ; they come again and again, at distances that no tile has
 
 
@@ -19,9 +19,9 @@ def again(values: np.ndarray, count: int) -> np.ndarray:
     return values[np.arange(count) % len(values)]
 
 
-# The shapes of a model of 7 billion weights: sums in pieces and in one, and tiles beyond the last column.
-@pytest.mark.parametrize("n, k, rows", [(3584, 3584, 8192), (3584, 3584, 1024), (4608, 3584, 1100), (3584, 18944, 1024),
-                                        (37888, 896, 2048), (17004, 1000, 4100)])
+# Shapes of a model of 7 billion weights: sums in pieces and in one, and tiles beyond the last column and the last row.
+@pytest.mark.parametrize("n, k, rows", [(3584, 3584, 8300), (3584, 18944, 1100), (37888, 896, 2100),
+                                        (17004, 1000, 4100)])
 @pytest.mark.parametrize("form, group", FORMS)
 def test_products(form, group, n, k, rows):
     rng, gpu = np.random.default_rng(SEED), executor()
