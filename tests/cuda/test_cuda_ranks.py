@@ -145,6 +145,38 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+    """The step of one rank alone ends with an error, not never."""
+    from allspark_server.runtime.device import Gpu
+
+    monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
+    with on_gpus(2, weight_dtype="float32") as gpu:
+        from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
+
+        plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
+                        work=[WorkItem(0, 3, DRAW, spans=[0])]).encode()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s on its GPU for rank 0 in a sum over ranks"):
+            gpu.runners[1].step(plan)
+        assert time.monotonic() - began < 10
+
+
+def test_addresses_are_checked():
+    from allspark_server import _cuda, _native
+
+    pair = windows(2)
+    gpu = _cuda.Executor(0, _native.HostSampler(1, window=pair[0]), pair[0])
+    address = gpu.share(16)
+    with pytest.raises(ValueError, match="not whole"):
+        gpu.connect([address, b"x"])
+    with pytest.raises(ValueError, match="with an address of each"):
+        gpu.connect([address])
+    with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
+        gpu.connect([address, address])
+    with pytest.raises(ValueError, match="there is no GPU 99"):
+        _cuda.check_peer(0, 99)
+
+
 @pytest.mark.parametrize("fields", [{"weight_dtype": "int4", "weight_group_size": 32}, {"weight_dtype": "int8"},
                                     {"weight_dtype": "w8a8"}, {"weight_dtype": "float8"},
                                     {"cache_mode": "AsCacheQuantI8"}, {"cache_mode": "AsCacheQuantU4"},
@@ -189,38 +221,6 @@ def test_ranks_have_the_gpus_in_the_order_given():
             ids, logits = gpu.generate(prompt_of(33), 5)
             found.append((ids, [row.tobytes() for row in logits]))
     assert found[0] == found[1]
-
-
-def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
-    """The step of one rank alone ends with an error, not never."""
-    from allspark_server.runtime.device import Gpu
-
-    monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
-    with on_gpus(2, weight_dtype="float32") as gpu:
-        from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
-
-        plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
-                        work=[WorkItem(0, 3, DRAW, spans=[0])]).encode()
-        began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"rank 1 waited 1 s on its GPU for rank 0 in a sum over ranks"):
-            gpu.runners[1].step(plan)
-        assert time.monotonic() - began < 10
-
-
-def test_addresses_are_checked():
-    from allspark_server import _cuda, _native
-
-    pair = windows(2)
-    gpu = _cuda.Executor(0, _native.HostSampler(1, window=pair[0]), pair[0])
-    address = gpu.share(16)
-    with pytest.raises(ValueError, match="not whole"):
-        gpu.connect([address, b"x"])
-    with pytest.raises(ValueError, match="with an address of each"):
-        gpu.connect([address])
-    with pytest.raises(ValueError, match="rank 1 is of another build, group or model"):
-        gpu.connect([address, address])
-    with pytest.raises(ValueError, match="there is no GPU 99"):
-        _cuda.check_peer(0, 99)
 
 
 # -- groups of processes -----------------------------------------------------------------------------------------------

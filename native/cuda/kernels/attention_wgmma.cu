@@ -347,14 +347,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     const TileRows rows(a, item.tile, kManyPairs);
     const int last = rows.position(rows.count - 1);
     int begin = rows.first_run * kRunTokens;
+    const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
     if (group * kBlock >= rows.count) {
+      // No products here make warps wait for each other; one that the others leave more than a turn of the ring behind
+      // would wait for a stage that has long been full, and without end.
       for (; begin <= last; begin += kTokens, ring.next()) {
         barrier_wait(&barriers.full[ring.stage], ring.parity);
+        all_here();
         release(ring.stage);
       }
       continue;
     }
-    const auto all_here = [&] { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); };
     all_here();  // nobody computes with the queries before any more
     copy_queries<kDim>(a, rows, group * kBlock, item.kv_head, turns, table, shared + group * S::kTensorBytes);
     all_here();
