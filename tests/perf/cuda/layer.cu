@@ -1,5 +1,6 @@
 // A decode step's layers of Qwen2.5-7B's shape in bfloat16, each kernel behind the one before as in a step: us a layer,
-// and a hash of what comes out; then without some of the kernels, which tells what those add. `layer [rows=1,8,32]`
+// and a hash of what comes out; then without some of the kernels, which tells what those add. `layer [rows=1,8,32]
+// [whole]` (whole: nothing is left out)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
 //        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,linear_f32,rows,attention_few,ceilings}.cu
 #include <cstdio>
@@ -8,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/kernels/attention_mma.h"
 #include "cuda/kernels.h"
+#include "cuda/kernels/attention_mma.h"
 
 using namespace as::cuda;
 
@@ -51,12 +52,13 @@ Matrix matrix(int n, int k) {
 
 int main(int argc, char** argv) {
   std::vector<int> batches = {1, 8, 32};
-  for (int i = 1; i < argc; i++)
-    if (!std::strncmp(argv[i], "rows=", 5)) {
-      batches.clear();
-      for (char* at = std::strtok(argv[i] + 5, ","); at; at = std::strtok(nullptr, ","))
-        batches.push_back(std::atoi(at));
-    }
+  bool whole = false;
+  for (int i = 1; i < argc; i++) {
+    whole |= !std::strcmp(argv[i], "whole");
+    if (std::strncmp(argv[i], "rows=", 5)) continue;
+    batches.clear();
+    for (char* at = std::strtok(argv[i] + 5, ","); at; at = std::strtok(nullptr, ",")) batches.push_back(std::atoi(at));
+  }
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
@@ -149,7 +151,8 @@ int main(int argc, char** argv) {
     step(rows, "");
     check(cudaStreamSynchronize(stream));
     const double all = time(rows, "", &hash);
-    std::printf("%2d rows: %.2f us a layer, hash %08x; without", rows, all, hash);
+    std::printf("%2d rows: %.2f us a layer, hash %08x%s", rows, all, hash, whole ? "\n" : "; without");
+    if (whole) continue;
     for (const char* without : {"norm1", "norm2", "attention", "qkv", "o ", "gate_up", "down", "norm1 attention norm2"})
       std::printf(" %s %.2f", without, all - time(rows, without, nullptr));
     std::printf("\n");
