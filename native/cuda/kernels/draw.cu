@@ -88,7 +88,7 @@ __device__ void next_sums(const float* weights, int from, int count, double& sum
 }
 
 // The sum of the first that there are.
-__device__ double sum_in_order(const float* weights, int count) {
+__device__ __noinline__ double sum_in_order(const float* weights, int count) {
   double sum = 0.0, before[kAtOnce];
   float w[kAtOnce];
   for (int from = 0; from < count; from += kAtOnce)
@@ -111,7 +111,7 @@ __device__ int count_to(const float* weights, int count, double need, double& su
 }
 
 // The place in `weights` where their running sum passes uniform * sum. By one thread.
-__device__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
+__device__ __noinline__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
   double left = uniform * sum, before[kAtOnce];
   float w[kAtOnce];
   int pick = 0;
@@ -127,7 +127,8 @@ __device__ int inverse_cdf(const float* weights, int count, double sum, double u
   return pick;
 }
 
-__device__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, float top) {
+__device__ __noinline__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
+                                       float top) {
   int found = INT_MAX;
   for (int c = threadIdx.x; c < row.chunks; c += kThreads)
     if (row.maxima[c] >= top) found = min(found, c);
@@ -137,8 +138,8 @@ __device__ int first_best(Shared& s, const DrawTask& task, const Logits& x, cons
 
 // Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
 template <typename Values>
-__device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x, const RowSums& row,
-                          float top) {
+__device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x,
+                                       const RowSums& row, float top) {
   double best = 0.0;
   int winner = INT_MAX;
   const auto take = [&](double key, int chunk) {
@@ -152,13 +153,18 @@ __device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, 
     const double wait = -exact::log(c % 2 ? pair.second : pair.first);
     take(exact::log(row.sums[c] / wait) + (double)row.maxima[c] * draw.scale, c);
   }
-  for (int step = 16; step; step /= 2) {
-    const double key = __shfl_xor_sync(kAll, best, step);
-    take(key, __shfl_xor_sync(kAll, winner, step));
-  }
+  const auto take_of_lanes = [&] {
+#pragma unroll 1
+    for (int step = 16; step; step /= 2) {
+      const double key = __shfl_xor_sync(kAll, best, step);
+      take(key, __shfl_xor_sync(kAll, winner, step));
+    }
+  };
+  take_of_lanes();
   if (threadIdx.x % 32 == 0) s.keys[threadIdx.x / 32] = best, s.ids[threadIdx.x / 32] = winner;
   __syncthreads();
-  for (int w = 0; w < kWarps; w++) take(s.keys[w], s.ids[w]);
+  best = s.keys[threadIdx.x % 32], winner = s.ids[threadIdx.x % 32];
+  take_of_lanes();
   const int begin = winner * task.chunk, count = min(task.chunk, task.width - begin);
   if ((int)threadIdx.x < count)
     s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * draw.scale);
@@ -173,7 +179,7 @@ __device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, 
 
 // Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
 // part of theirs. whole: there are no others.
-__device__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
+__device__ __noinline__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
   const double steps = steps_of(draw.scale);
   int behind = size;  // the first that min_p leaves out
   for (int i = threadIdx.x; i < size; i += kThreads) {
@@ -248,7 +254,8 @@ __device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, 
 }
 
 // From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
-__device__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits, float top) {
+__device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits,
+                                      float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
   Kept x{logits, top, steps_of(draw.scale), 0};
   bool by_count = draw.kind == Draw::top_k;
@@ -351,7 +358,7 @@ __device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
 }
 
 // The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
-__device__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+__device__ __noinline__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
   const Key allowed = best_key(s, task, x);
   if (allowed != ~0ull) return id_of(allowed);
   return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
@@ -364,13 +371,10 @@ __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
   __syncthreads();
   const RowDraw& draw = task.draws[blockIdx.x];
   float* logits = task.logits + (size_t)draw.row * task.width;
-  int bad = 0;
-  float most = -INFINITY;
-  for (int part = 0; part < kBestParts; part++) {
-    const Best& best = task.best[draw.row * kBestParts + part];
-    bad += best.not_finite;
-    if (best.token >= 0) most = greater(most, best.logit);
-  }
+  static_assert(kBestParts == 32, "a lane has a part");
+  const Best& part = task.best[draw.row * kBestParts + threadIdx.x % 32];
+  const int bad = of_lanes(part.not_finite, [](int a, int b) { return a + b; });
+  const float most = of_lanes(part.token >= 0 ? part.logit : -INFINITY, [](float a, float b) { return greater(a, b); });
   const bool numbers = !bad && most > -INFINITY;
   int token = draw.target;
   if (token < 0 && numbers)
