@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(DrawTask task) {
     const int c = blockIdx.x * (kSumThreads / kLanes) + threadIdx.x / kLanes;
     float top, group;
     double sum;
-    sum_chunk(x, task.width, scale, c, top, sum, group);
+    sum_chunk(x, task.width, scale, c, kRaw || draw.weighs(), top, sum, group);
     if (c >= task.chunks) return;
     if (threadIdx.x % kLanes < kGroups) to.groups[(first + c) * kGroups + threadIdx.x % kLanes] = group;
     if (threadIdx.x % kLanes == 0) to.maxima[first + c] = top, to.sums[first + c] = sum;
@@ -315,7 +315,7 @@ __device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const Row
       const int c = from + threadIdx.x / kLanes;
       float most, group;
       double sum;
-      sum_chunk(x, task.width, draw.scale, c, most, sum, group);
+      sum_chunk(x, task.width, draw.scale, c, true, most, sum, group);
       if (c < task.chunks && threadIdx.x % kLanes == 0) maxima[c] = most, sums[c] = sum;
     }
   } else {
