@@ -1,6 +1,7 @@
 // A decode step's layers of Qwen2.5-7B's shape in bfloat16, each kernel behind the one before as in a step: us a layer,
 // and a hash of what comes out; then without some of the kernels, which tells what those add. `layer [rows=1,8,32]
-// [whole]` (whole: nothing is left out)
+// [whole] [half] [split]` (whole: nothing is left out; half: a rank's part of two, without their sums; split: small
+// products by clusters, too)
 //   nvcc -std=c++17 -O3 -Inative -gencode=arch=compute_90a,code=sm_90a tests/perf/cuda/layer.cu
 //        native/cuda/kernels/{linear_bf16,linear_split,linear_stream,linear_wide,linear_f32,rows,attention_few,ceilings}.cu
 #include <cstdio>
@@ -16,8 +17,7 @@ using namespace as::cuda;
 
 namespace {
 
-constexpr int kLayers = 8, kHidden = 3584, kHeads = 28, kKv = 4, kDim = 128, kInner = 18944, kSpan = 32, kAt = 129;
-constexpr int kQkv = (kHeads + 2 * kKv) * kDim, kMostRows = 64;
+constexpr int kLayers = 8, kHidden = 3584, kDim = 128, kSpan = 32, kAt = 129, kMostRows = 64;
 cudaStream_t stream;
 Queue queue;
 
@@ -52,13 +52,16 @@ Matrix matrix(int n, int k) {
 
 int main(int argc, char** argv) {
   std::vector<int> batches = {1, 8, 32};
-  bool whole = false;
+  bool whole = false, half = false, split = false;
   for (int i = 1; i < argc; i++) {
-    whole |= !std::strcmp(argv[i], "whole");
+    whole |= !std::strcmp(argv[i], "whole"), half |= !std::strcmp(argv[i], "half");
+    split |= !std::strcmp(argv[i], "split");
     if (std::strncmp(argv[i], "rows=", 5)) continue;
     batches.clear();
     for (char* at = std::strtok(argv[i] + 5, ","); at; at = std::strtok(nullptr, ",")) batches.push_back(std::atoi(at));
   }
+  const int parts = half ? 2 : 1, heads = 28 / parts, kv = 4 / parts, inner = 18944 / parts, attended = heads * kDim,
+            wide = (heads + 2 * kv) * kDim;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   queue = {stream, 90, {}};
   queue.scratch = {memory<float>(kScratchBlocks * kScratchFloats * 4), memory<int>(kScratchBlocks * kScratchFlags * 4),
@@ -66,9 +69,9 @@ int main(int argc, char** argv) {
   std::vector<Layer> layers(kLayers);
   const int spans = (kAt + kSpan) / kSpan;
   for (Layer& l : layers) {
-    l.qkv = matrix(kQkv, kHidden), l.o = matrix(kHidden, kHidden);
-    l.gate_up = matrix(2 * kInner, kHidden), l.down = matrix(kHidden, kInner);
-    l.cache = {nullptr, CacheType::bf16, kSpan, kKv, kDim, kDim};
+    l.qkv = matrix(wide, kHidden), l.o = matrix(kHidden, attended);
+    l.gate_up = matrix(2 * inner, kHidden), l.down = matrix(kHidden, inner);
+    l.cache = {nullptr, CacheType::bf16, kSpan, kv, kDim, kDim};
     l.cache.data = memory<char>(l.cache.span_bytes() * spans * kMostRows, 1.0f);
   }
   std::vector<AttentionTile> tiles;
@@ -79,23 +82,23 @@ int main(int argc, char** argv) {
   }
   const AttentionTile* few = copied(tiles);
   Attention a;
-  a.group = kHeads / kKv, a.queries = kHeads, a.scale = 0.088f, a.width = kQkv, a.tables = copied(tables);
+  a.group = heads / kv, a.queries = heads, a.scale = 0.088f, a.width = wide, a.tables = copied(tables);
   a.most_runs = 2, a.partials = nullptr;
-  a.arrivals = memory<int>(kMostRows * kKv * 4);
+  a.arrivals = memory<int>(kMostRows * kv * 4);
   Turn turn;
   turn.table.dim = kDim, turn.table.cosine = copied(std::vector<float>(kMostRows * kDim / 2, 0.8f));
   turn.table.sine = copied(std::vector<float>(kMostRows * kDim / 2, 0.6f));
   const Norm norm{copied(std::vector<float>(kHidden, 1.0f)), 1e-6f, false};
-  const float* bias = copied(std::vector<float>(kQkv, 0.1f));
+  const float* bias = copied(std::vector<float>(wide, 0.1f));
   std::vector<float> begin_x(kMostRows * kHidden);
   for (size_t i = 0; i < begin_x.size(); i++) begin_x[i] = (float)(i * 2654435761u % 1000) / 500 - 1;
   const float* first = copied(begin_x);
   float* x = memory<float>(kMostRows * kHidden * 4);
-  float* qkv = memory<float>(kMostRows * kQkv * 4);
+  float* qkv = memory<float>(kMostRows * wide * 4);
   uint16_t *normed = memory<uint16_t>(tiles_bytes(kMostRows, kHidden)),
-           *context = memory<uint16_t>(tiles_bytes(kMostRows, kHidden)),
-           *act = memory<uint16_t>(tiles_bytes(kMostRows, kInner));
-  a.qkv = qkv, a.out = {nullptr, context, kHidden};
+           *context = memory<uint16_t>(tiles_bytes(kMostRows, attended)),
+           *act = memory<uint16_t>(tiles_bytes(kMostRows, inner));
+  a.qkv = qkv, a.out = {nullptr, context, attended};
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin)), check(cudaEventCreate(&end));
 
@@ -105,16 +108,16 @@ int main(int argc, char** argv) {
                              const float* b) {
       Product p;
       p.w = w, p.x = {nullptr, const_cast<uint16_t*>(from), w.k}, p.y = to, p.adds = adds, p.gated = gated, p.bias = b;
-      linear_bf16(p, rows, queue);
+      linear_bf16(p, rows, queue, split ? By::split : By::any);
     };
     for (const Layer& l : layers) {
       if (has("norm1")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
-      if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, kQkv}, false, false, bias);
+      if (has("qkv")) product(l.qkv, normed, {qkv, nullptr, wide}, false, false, bias);
       a.cache = l.cache;
       if (has("attention")) attend_few_bf16(a, few, rows, false, true, &turn, queue);
       if (has("o ")) product(l.o, context, {x, nullptr, kHidden}, true, false, nullptr);
       if (has("norm2")) rms_norm(x, norm, rows, {nullptr, normed, kHidden}, queue);
-      if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, kInner}, false, true, nullptr);
+      if (has("gate_up")) product(l.gate_up, normed, {nullptr, act, inner}, false, true, nullptr);
       if (has("down")) product(l.down, act, {x, nullptr, kHidden}, true, false, nullptr);
     }
   };
