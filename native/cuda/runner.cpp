@@ -70,9 +70,10 @@ bool CudaRunner::draw(const Batch& batch) {
     if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
     if (draws_) draws_->queue(batch, drawn_by_);
     if (drawing_.timed) times_.mark(drawing_.turn, device_.stream());
-    check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
-                          cudaMemcpyDeviceToHost, device_.stream()),
-          "copying draws");
+    if (std::find(drawn_by_.begin(), drawn_by_.end(), DrawnBy::best) != drawn_by_.end())
+      check(cudaMemcpyAsync(host_best_.as(), best_.as(), batch.outputs.size() * kBestParts * sizeof(Best),
+                            cudaMemcpyDeviceToHost, device_.stream()),
+            "copying draws");
     copy_logits(batch, drawing_.want_logits);
   }
   if (!drawn_) check(cudaEventCreateWithFlags(&drawn_, cudaEventDisableTiming), "making an event");

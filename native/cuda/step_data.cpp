@@ -18,17 +18,17 @@ bool StepData::Size::operator<(const Size& other) const {
 
 StepData::StepData(int max_rows, int max_outputs, int max_slots, int max_spans, int span_size, int group,
                    std::vector<int> windows, int no_span)
-    : max_rows_(max_rows),
-      span_size_(span_size),
+    : span_size_(span_size),
       group_(group),
       groups_((int)windows.size()),
       no_span_(no_span),
       windows_(std::move(windows)),
-      table_((size_t)max_slots * max_spans) {
+      pitch_(((size_t)max_rows + 3) / 4 * 4),
+      table_(whole_pitches((size_t)max_slots * max_spans)) {
   const size_t rows = max_rows, many = rows * group / kManyPairs + max_slots;
   size_t next = 0;
-  const auto take = [&](size_t& offset, size_t ints) { offset = next, next += (ints + 3) / 4 * 4; };
-  take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, rows * groups_),
+  const auto take = [&](size_t& offset, size_t ints) { offset = next, next += whole_pitches(ints); };
+  take(step_, 1), take(tokens_, rows), take(positions_, rows), take(prompts_, rows), take(where_, pitch_ * groups_),
       take(adapters_, rows), take(chosen_, max_outputs);
   take(few_, rows * kTileInts), take(many_, many * kTileInts), take(tables_, table_ * groups_);
   all_ = next;
@@ -65,7 +65,7 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
       host(tokens_)[r] = row.token, host(positions_)[r] = row.position, host(adapters_)[r] = item.adapter;
       host(prompts_)[r] = slot.sampling.prompt_len;
       for (int g = 0; g < groups_; g++)
-        host(where_)[g * max_rows_ + r] =
+        host(where_)[g * pitch_ + r] =
             slot.spans[g][row.position / span_size_] * span_size_ + row.position % span_size_;
     }
     used += spans;
@@ -73,19 +73,34 @@ StepData::Size StepData::copy(const Batch& batch, int padded, const Device& devi
   for (int i = 0; i < size.outputs; i++) host(chosen_)[i] = batch.outputs[i].row;
   for (int r = size.rows; r < padded; r++) {
     host(tokens_)[r] = host(positions_)[r] = 0, host(prompts_)[r] = 1;
-    for (int g = 0; g < groups_; g++) host(where_)[g * max_rows_ + r] = -1;
+    for (int g = 0; g < groups_; g++) host(where_)[g * pitch_ + r] = -1;
     host(adapters_)[r] = -1, host(chosen_)[r] = 0;
     few[r] = {0, 0, 0, 0, 0};
   }
   if (padded) size = {padded, padded, padded, 0, size.runs, size.adapted};
-  const auto send = [&](size_t begin, size_t end) {
-    check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), (end - begin) * sizeof(int),
-                          cudaMemcpyHostToDevice, device.stream()),
+  send(size, used, device);
+  return size;
+}
+
+// Queues the copy of what a step has: of a small one the beginning of every array, which is one copy of two dimensions;
+// of others all arrays.
+void StepData::send(const Size& size, int used, const Device& device) const {
+  const auto copy = [&](size_t begin, size_t ints, size_t height) {
+    check(cudaMemcpy2DAsync(device_memory_.as<int>() + begin, pitch_ * sizeof(int), host(begin), pitch_ * sizeof(int),
+                            ints * sizeof(int), height, cudaMemcpyHostToDevice, device.stream()),
           "copying a step's rows");
   };
-  send(0, tables_);
-  for (int g = 0; g < groups_ && used; g++) send(tables_ + g * table_, tables_ + g * table_ + used);
-  return size;
+  const auto copy_all = [&](size_t begin, size_t ints) {
+    check(cudaMemcpyAsync(device_memory_.as<int>() + begin, host(begin), ints * sizeof(int), cudaMemcpyHostToDevice,
+                          device.stream()),
+          "copying a step's rows");
+  };
+  const size_t most = std::max({size.rows, size.outputs, size.few * (int)kTileInts, size.many * (int)kTileInts, 1}),
+               small = pitch_ / 4, tables = used;
+  if (most > small) copy_all(0, tables_);
+  else if (tables > small) copy(0, most, tables_ / pitch_);
+  else return copy(0, std::max(most, tables), (tables_ + (groups_ - 1) * table_) / pitch_ + 1);
+  for (int g = 0; g < groups_ && used; g++) copy_all(tables_ + g * table_, tables);
 }
 
 }  // namespace cuda

@@ -32,7 +32,7 @@ class StepData {
   const int* positions() const { return at(positions_); }
   const int* prompts() const { return at(prompts_); }  // the length of its sequence's prompt
   // Of a cache group, each row's place: span * span size + place in it; -1: nowhere.
-  const int* where(int group) const { return at(where_) + (size_t)group * max_rows_; }
+  const int* where(int group) const { return at(where_) + (size_t)group * pitch_; }
   const int* adapters() const { return at(adapters_); }                        // of each row, -1: none
   const int* chosen() const { return at(chosen_); }                            // the row of each output
   const int* tables(int group) const { return at(tables_) + group * table_; }  // of spans, of a cache group
@@ -43,10 +43,12 @@ class StepData {
  private:
   const int* at(size_t offset) const { return device_memory_.as<int>() + offset; }
   int* host(size_t offset) const { return turns_[turn_].as<int>() + offset; }
+  size_t whole_pitches(size_t ints) const { return (ints + pitch_ - 1) / pitch_ * pitch_; }
+  void send(const Size& size, int used, const Device& device) const;
 
-  const int max_rows_, span_size_, group_, groups_, no_span_;
+  const int span_size_, group_, groups_, no_span_;
   const std::vector<int> windows_;
-  const size_t table_;  // spans of all sequences
+  const size_t pitch_, table_;  // ints: every array begins at a multiple of a pitch; of spans of all sequences
   int steps_ = 0;
   size_t step_, tokens_, positions_, prompts_, where_, adapters_, chosen_, few_, many_, tables_,
       all_;                          // offsets, in ints

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(DrawTask task) {
     const int c = blockIdx.x * (kSumThreads / kLanes) + threadIdx.x / kLanes;
     float top, group;
     double sum;
-    sum_chunk(x, task.width, scale, c, top, sum, group);
+    sum_chunk(x, task.width, scale, c, kRaw || draw.weighs(), top, sum, group);
     if (c >= task.chunks) return;
     if (threadIdx.x % kLanes < kGroups) to.groups[(first + c) * kGroups + threadIdx.x % kLanes] = group;
     if (threadIdx.x % kLanes == 0) to.maxima[first + c] = top, to.sums[first + c] = sum;
@@ -75,20 +75,60 @@ __global__ void __launch_bounds__(kSumThreads) sum_kernel(DrawTask task) {
 constexpr int kWider = -2;    // the set is wider than what is listed
 constexpr int kNothing = -3;  // everything is banned
 
+// A thread adds up weights one after the other, so many of them at a time: what comes out of shared memory, and
+// comparisons, do not wait for sums then, which do for each other.
+constexpr int kAtOnce = 8;
+template <typename Sum>
+__device__ void next_sums(const float* weights, int from, int count, double& sum, const Sum& sum_of,
+                          float (&w)[kAtOnce], double (&before)[kAtOnce]) {
+#pragma unroll
+  for (int j = 0; j < kAtOnce; j++) w[j] = from + j < count ? weights[from + j] : 0.0f;
+#pragma unroll
+  for (int j = 0; j < kAtOnce; j++) before[j] = sum, sum = sum_of(sum, w[j]);
+}
+
+// The sum of the first that there are.
+__device__ __noinline__ double sum_in_order(const float* weights, int count) {
+  double sum = 0.0, before[kAtOnce];
+  float w[kAtOnce];
+  for (int from = 0; from < count; from += kAtOnce)
+    next_sums(weights, from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
+  return sum;
+}
+
+// How many of the first there are until their sum reaches `need`: at least one, at most `count`.
+__device__ int count_to(const float* weights, int count, double need, double& sum) {
+  double before[kAtOnce];
+  float w[kAtOnce];
+  sum = 0.0;
+  for (int from = 0; from < count; from += kAtOnce) {
+    next_sums(weights, from, count, sum, [](double sum, float w) { return sum + w; }, w, before);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (from + j && from + j < count && !(before[j] < need)) return sum = before[j], from + j;
+  }
+  return count;
+}
+
 // The place in `weights` where their running sum passes uniform * sum. By one thread.
-__device__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
-  double left = uniform * sum;
+__device__ __noinline__ int inverse_cdf(const float* weights, int count, double sum, double uniform) {
+  double left = uniform * sum, before[kAtOnce];
+  float w[kAtOnce];
   int pick = 0;
-  for (int i = 0; i < count; i++) {
-    if (weights[i] <= 0.0f) continue;
-    pick = i;
-    if (left < weights[i]) break;
-    left -= weights[i];
+  for (int from = 0; from < count; from += kAtOnce) {
+    next_sums(weights, from, count, left, [](double left, float w) { return left - w; }, w, before);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++) {
+      if (!(w[j] > 0.0f)) continue;
+      pick = from + j;
+      if (before[j] < w[j]) return pick;
+    }
   }
   return pick;
 }
 
-__device__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, float top) {
+__device__ __noinline__ int first_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
+                                       float top) {
   int found = INT_MAX;
   for (int c = threadIdx.x; c < row.chunks; c += kThreads)
     if (row.maxima[c] >= top) found = min(found, c);
@@ -98,8 +138,8 @@ __device__ int first_best(Shared& s, const DrawTask& task, const Logits& x, cons
 
 // Without filters: the chunk whose log(weight) plus noise is the greatest, then one of its tokens.
 template <typename Values>
-__device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x, const RowSums& row,
-                          float top) {
+__device__ __noinline__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, const Values& x,
+                                       const RowSums& row, float top) {
   double best = 0.0;
   int winner = INT_MAX;
   const auto take = [&](double key, int chunk) {
@@ -113,20 +153,24 @@ __device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, 
     const double wait = -exact::log(c % 2 ? pair.second : pair.first);
     take(exact::log(row.sums[c] / wait) + (double)row.maxima[c] * draw.scale, c);
   }
-  for (int step = 16; step; step /= 2) {
-    const double key = __shfl_xor_sync(kAll, best, step);
-    take(key, __shfl_xor_sync(kAll, winner, step));
-  }
+  const auto take_of_lanes = [&] {
+#pragma unroll 1
+    for (int step = 16; step; step /= 2) {
+      const double key = __shfl_xor_sync(kAll, best, step);
+      take(key, __shfl_xor_sync(kAll, winner, step));
+    }
+  };
+  take_of_lanes();
   if (threadIdx.x % 32 == 0) s.keys[threadIdx.x / 32] = best, s.ids[threadIdx.x / 32] = winner;
   __syncthreads();
-  for (int w = 0; w < kWarps; w++) take(s.keys[w], s.ids[w]);
+  best = s.keys[threadIdx.x % 32], winner = s.ids[threadIdx.x % 32];
+  take_of_lanes();
   const int begin = winner * task.chunk, count = min(task.chunk, task.width - begin);
   if ((int)threadIdx.x < count)
     s.weights[threadIdx.x] = exp_nonpositive((x(begin + threadIdx.x) - row.maxima[winner]) * draw.scale);
   __syncthreads();
   if (threadIdx.x == 0) {
-    double sum = 0.0;
-    for (int i = 0; i < count; i++) sum += s.weights[i];
+    const double sum = sum_in_order(s.weights, count);
     s.token = begin + inverse_cdf(s.weights, count, sum, uniforms_of(draw.random).second);
   }
   __syncthreads();
@@ -135,7 +179,7 @@ __device__ int draw_chunk(Shared& s, const DrawTask& task, const RowDraw& draw, 
 
 // Among the best `size` that are listed; kWider: these are not enough. need: the weight to reach, if it is not a
 // part of theirs. whole: there are no others.
-__device__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
+__device__ __noinline__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, double need, bool whole) {
   const double steps = steps_of(draw.scale);
   int behind = size;  // the first that min_p leaves out
   for (int i = threadIdx.x; i < size; i += kThreads) {
@@ -145,14 +189,9 @@ __device__ int draw_listed(Shared& s, const RowDraw& draw, int size, float top, 
   }
   behind = block_min(s.ids, behind);
   if (threadIdx.x == 0) {
-    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) {
-      double mass = 0.0;
-      for (int i = 0; i < size; i++) mass += s.weights[i];
-      need = mass * (double)draw.top_p;
-    }
-    double sum = 0.0;
-    int kept = 0;
-    for (; kept < behind && (kept == 0 || sum < need); kept++) sum += s.weights[kept];
+    if (draw.kind == Draw::top_k && draw.top_p < 1.0f) need = sum_in_order(s.weights, size) * (double)draw.top_p;
+    double sum;
+    const int kept = count_to(s.weights, behind, need, sum);
     s.token = kWider;
     if (kept < size || sum >= need || whole)
       s.token = id_of(s.list[inverse_cdf(s.weights, kept, sum, uniforms_of(draw.random).first)]);
@@ -178,31 +217,45 @@ struct Kept {
   }
 };
 
+// A weight of at most about 1 in units of kMassUnit, cut off: conversions by way of double take longer.
+__device__ uint64_t mass_of(float weight) {
+  const uint32_t bits = float_to_bits(weight), fraction = (bits & 0x7fffffu) | 0x800000u;
+  const int shift = (int)(bits >> 23) - (127 + 23 - 44);
+  static_assert(kMassUnit == 1.0 / (1ull << 44));
+  return shift >= 0 ? (uint64_t)fraction << shift : shift > -24 ? fraction >> -shift : 0;
+}
+
 // Adds up the bins of a search's level.
 __device__ void fill_bins(Shared& s, const DrawTask& task, const RowDraw& draw, const Kept& x, int level) {
   for (int b = threadIdx.x; b < kBins; b += kThreads) s.bins.counts[b] = s.bins.low[b] = s.bins.high[b] = 0;
   __syncthreads();
   const int shift = shift_of(level);
   const uint64_t digits = level ? x.last >> shift >> kDigitBits : 0;
-#pragma unroll 4
-  for (int id = threadIdx.x; id < task.width; id += kThreads) {
-    const float value = x.all(id);
-    if (value == -INFINITY) continue;
-    const uint64_t place = x.place(value, id) >> shift;
-    if (level && place >> kDigitBits != digits) continue;
-    const int bin = (int)(place % kBins);
-    const float weight = exp_nonpositive((value - (float)x.top) * draw.scale);
-    const uint64_t mass = (uint64_t)(int64_t)((double)weight / kMassUnit);
-    atomicAdd(&s.bins.counts[bin], 1u);
-    const uint32_t low = (uint32_t)mass, before = atomicAdd(&s.bins.low[bin], low);
-    const uint32_t high = (uint32_t)(mass >> 32) + (before + low < before);
-    if (high) atomicAdd(&s.bins.high[bin], high);
+  constexpr int kTogether = 8;  // logits of a thread that are asked for at once
+  for (int from = threadIdx.x; from < task.width; from += kTogether * kThreads) {
+    float values[kTogether];
+#pragma unroll
+    for (int k = 0; k < kTogether; k++)
+      values[k] = from + k * kThreads < task.width ? x.all(from + k * kThreads) : -INFINITY;
+#pragma unroll
+    for (int k = 0; k < kTogether; k++) {
+      if (values[k] == -INFINITY) continue;
+      const uint64_t place = x.place(values[k], from + k * kThreads) >> shift;
+      if (level && place >> kDigitBits != digits) continue;
+      const int bin = (int)(place % kBins);
+      const uint64_t mass = mass_of(exp_nonpositive((values[k] - (float)x.top) * draw.scale));
+      atomicAdd(&s.bins.counts[bin], 1u);
+      const uint32_t low = (uint32_t)mass, before = atomicAdd(&s.bins.low[bin], low);
+      const uint32_t high = (uint32_t)(mass >> 32) + (before + low < before);
+      if (high) atomicAdd(&s.bins.high[bin], high);
+    }
   }
   __syncthreads();
 }
 
 // From a set that is wider than what can be listed: the rounds of merge_narrowed(), and the draw.
-__device__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits, float top) {
+__device__ __noinline__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& logits,
+                                      float top) {
   static_assert(kBins == kThreads, "each thread has a bin");
   Kept x{logits, top, steps_of(draw.scale), 0};
   bool by_count = draw.kind == Draw::top_k;
@@ -258,12 +311,11 @@ __device__ int draw_wide(Shared& s, const DrawTask& task, const RowDraw& draw, c
   float* maxima = to.maxima + (size_t)blockIdx.x * task.chunks;
   double* sums = to.sums + (size_t)blockIdx.x * task.chunks;
   if (task.chunk == kChunk) {
-    constexpr int kAtOnce = kThreads / kLanes;
-    for (int from = 0; from < task.chunks; from += kAtOnce) {
+    for (int from = 0; from < task.chunks; from += kThreads / kLanes) {
       const int c = from + threadIdx.x / kLanes;
       float most, group;
       double sum;
-      sum_chunk(x, task.width, draw.scale, c, most, sum, group);
+      sum_chunk(x, task.width, draw.scale, c, true, most, sum, group);
       if (c < task.chunks && threadIdx.x % kLanes == 0) maxima[c] = most, sums[c] = sum;
     }
   } else {
@@ -283,6 +335,8 @@ __device__ int draw_token(Shared& s, const DrawTask& task, const RowDraw& draw, 
   const int most = by_count ? min(draw.top_k, kCandidates) : kCandidates;
   double need = INFINITY;
   if (!by_count && draw.top_p < 1.0f) need = total_weight(s, row, top, draw.scale) * (double)draw.top_p;
+  // No weight is above 1, but for rounding: so many cannot be enough.
+  if (need > kCandidates + 1 && need < INFINITY && draw.deepest < 0) return draw_wide(s, task, draw, x, top);
   for (int want = by_count ? most : kFew;; want = kCandidates) {
     Key limit = limit_of_groups(s, row, want);
     int count = list_best(s, task, x, row, limit, want + 1);
@@ -304,7 +358,7 @@ __device__ Key best_key(Shared& s, const DrawTask& task, const Logits& x) {
 }
 
 // The best that the mask allows; without one, the first end-of-sequence id, or the best of all.
-__device__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
+__device__ __noinline__ int fallback(Shared& s, const DrawTask& task, const RowDraw& draw, const Logits& x) {
   const Key allowed = best_key(s, task, x);
   if (allowed != ~0ull) return id_of(allowed);
   return draw.end >= 0 ? draw.end : id_of(best_key(s, task, {x.values, nullptr}));
@@ -317,13 +371,10 @@ __global__ void __launch_bounds__(kThreads) draw_kernel(DrawTask task) {
   __syncthreads();
   const RowDraw& draw = task.draws[blockIdx.x];
   float* logits = task.logits + (size_t)draw.row * task.width;
-  int bad = 0;
-  float most = -INFINITY;
-  for (int part = 0; part < kBestParts; part++) {
-    const Best& best = task.best[draw.row * kBestParts + part];
-    bad += best.not_finite;
-    if (best.token >= 0) most = greater(most, best.logit);
-  }
+  static_assert(kBestParts == 32, "a lane has a part");
+  const Best& part = task.best[draw.row * kBestParts + threadIdx.x % 32];
+  const int bad = of_lanes(part.not_finite, [](int a, int b) { return a + b; });
+  const float most = of_lanes(part.token >= 0 ? part.logit : -INFINITY, [](float a, float b) { return greater(a, b); });
   const bool numbers = !bad && most > -INFINITY;
   int token = draw.target;
   if (token < 0 && numbers)

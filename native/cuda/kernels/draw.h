@@ -29,6 +29,10 @@ struct RowDraw {
   AS_BOTH int edits() const { return repeats + lowers + bans + biases; }
   // Whether log probabilities need sums of their own, as the ones of what is drawn from are others.
   AS_BOTH bool sums_apart() const { return top_logprobs >= 0 && (scale != 1.0f || mask >= 0 || edits() > 0); }
+  // Whether there is use for sums of what is drawn from: others need the greatest logits alone.
+  AS_BOTH bool weighs() const {
+    return kind == sampling::Draw::nucleus || kind == sampling::Draw::all || (top_logprobs >= 0 && !sums_apart());
+  }
 };
 
 // Of chunks of a row's logits (sampling::chunk_of): the greatest, and the sum of weights relative to it; and the

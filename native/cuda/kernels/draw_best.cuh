@@ -1,4 +1,7 @@
 // A row's best logits in order, as a block of threads finds them: all threads call these, and get the same.
+//
+// Instructions are not in any cache when a step draws, and most are executed once: fetching them is what takes time. So
+// what is called from several places is no part of these.
 #pragma once
 #include "common/exact.h"
 #include "cuda/kernels/draw_sums.cuh"
@@ -52,44 +55,56 @@ __device__ inline Key key_of(float x, int id) { return (Key)~rank_of(x) << 32 | 
 __device__ inline float logit_of(Key key) { return of_rank(~(uint32_t)(key >> 32)); }
 __device__ inline int id_of(Key key) { return (int)(uint32_t)key; }
 
-__device__ float block_max(Shared& s, const float* x, int n) {
+// Of values of all lanes what `take` makes of all of them.
+template <typename T, typename Take>
+__device__ T of_lanes(T value, const Take& take) {
+#pragma unroll 1
+  for (int step = 16; step; step /= 2) value = take(value, __shfl_xor_sync(kAll, value, step));
+  return value;
+}
+static_assert(kWarps == 32, "a lane takes the value of each warp");
+
+__device__ __noinline__ float block_max(Shared& s, const float* x, int n) {
+  const auto take = [](float a, float b) { return greater(a, b); };
   float top = -INFINITY;
   for (int i = threadIdx.x; i < n; i += kThreads) top = greater(top, x[i]);
-  for (int step = 16; step; step /= 2) top = greater(top, __shfl_xor_sync(kAll, top, step));
+  top = of_lanes(top, take);
   if (threadIdx.x % 32 == 0) s.tops[threadIdx.x / 32] = top;
   __syncthreads();
-  for (int w = 0; w < kWarps; w++) top = greater(top, s.tops[w]);
+  top = of_lanes(s.tops[threadIdx.x % 32], take);
   __syncthreads();
   return top;
 }
 
 template <typename T>
-__device__ T block_min(T* of_warps, T value) {
-  for (int step = 16; step; step /= 2) value = min(value, __shfl_xor_sync(kAll, value, step));
+__device__ __noinline__ T block_min(T* of_warps, T value) {
+  const auto take = [](T a, T b) { return min(a, b); };
+  value = of_lanes(value, take);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
   __syncthreads();
-  for (int w = 0; w < kWarps; w++) value = min(value, of_warps[w]);
+  value = of_lanes(of_warps[threadIdx.x % 32], take);
   __syncthreads();
   return value;
 }
 
 // Of values of all threads: the sum of those up to this one.
 template <typename T>
-__device__ T block_scan(T* of_warps, T value) {
+__device__ __noinline__ T block_scan(T* of_warps, T value) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 1
   for (int step = 1; step < 32; step *= 2) {
     const T other = __shfl_up_sync(kAll, value, step);
     if (lane >= step) value += other;
   }
   if (lane == 31) of_warps[warp] = value;
   __syncthreads();
-  for (int w = 0; w < warp; w++) value += of_warps[w];
+  value += of_lanes(lane < warp ? of_warps[lane] : (T)0, [](T a, T b) { return a + b; });
   __syncthreads();
   return value;
 }
 
 // The weight of all, relative to `top`: chunk by chunk.
-__device__ double total_weight(Shared& s, const RowSums& row, float top, float scale) {
+__device__ __noinline__ double total_weight(Shared& s, const RowSums& row, float top, float scale) {
   double sum = 0.0;
   for (int from = 0; from < row.chunks; from += kListed) {
     const int count = min(kListed, row.chunks - from);
@@ -112,7 +127,7 @@ __device__ double total_weight(Shared& s, const RowSums& row, float top, float s
 
 // Among digits that s.histogram counts, ascending: the one of number `left` (from 1 on), and its number among those of
 // that digit. Clears the histogram.
-__device__ int digit_of(Shared& s, int& left) {
+__device__ __noinline__ int digit_of(Shared& s, int& left) {
   __syncthreads();
   if (threadIdx.x < 32) {
     int counts[8], own = 0;
@@ -141,7 +156,7 @@ __device__ int digit_of(Shared& s, int& left) {
 
 // A key that at least `want` groups' best have or are before, about the least such; ~0 if there are fewer. All finite
 // logits are before that.
-__device__ Key limit_of_groups(Shared& s, const RowSums& row, int want) {
+__device__ __noinline__ Key limit_of_groups(Shared& s, const RowSums& row, int want) {
   if (want >= row.group_count) return ~0ull;
   uint32_t prefix = 0;
   for (int shift = 24; shift >= 8; shift -= 8) {
@@ -185,8 +200,8 @@ __device__ void visit_best(const DrawTask& task, const Logits& x, const RowSums&
 }
 
 // A limit that at least `want` logits, and no more than kListed, have or are before, given one of which more are.
-__device__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key limit,
-                               int want) {
+__device__ __noinline__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row,
+                                            Key limit, int want) {
   Key prefix = 0;
   int before = 0;
   for (int shift = 56;; shift -= 8) {
@@ -211,7 +226,8 @@ __device__ Key limit_of_logits(Shared& s, const DrawTask& task, const Logits& x,
 
 // Lists the finite logits up to the limit, in order, and returns how many there are. If they are more than kListed,
 // only some are listed, at least `want`, and the limit becomes theirs.
-__device__ int list_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key& limit, int want) {
+__device__ __noinline__ int list_best(Shared& s, const DrawTask& task, const Logits& x, const RowSums& row, Key& limit,
+                                      int want) {
   for (;;) {
     if (threadIdx.x == 0) s.count = 0;
     __syncthreads();

@@ -30,9 +30,10 @@ __device__ inline Logits processed_of(const DrawTask& task, const RowDraw& draw)
 
 __device__ inline float greater(float a, float b) { return b > a ? b : a; }
 
-// Half a warp sums a chunk of 256, each thread what LogitKernels calls a lane.
+// Half a warp sums a chunk of 256, each thread what LogitKernels calls a lane. weighs: there is use for the sum.
 template <typename Values>
-__device__ void sum_chunk(const Values& x, int width, float scale, int c, float& top, double& sum, float& group) {
+__device__ void sum_chunk(const Values& x, int width, float scale, int c, bool weighs, float& top, double& sum,
+                          float& group) {
   const int lane = threadIdx.x % kLanes;
   float values[kChunk / kLanes];
   float most = -INFINITY;
@@ -49,10 +50,11 @@ __device__ void sum_chunk(const Values& x, int width, float scale, int c, float&
   most = greater(most, __shfl_xor_sync(kAll, most, 2));
   most = greater(most, __shfl_xor_sync(kAll, most, 1));
   top = most;
+  sum = 0.0;
+  if (!weighs) return;
   float own = 0.0f;
 #pragma unroll
   for (int k = 0; k < kChunk / kLanes; k++) own += exp_nonpositive((values[k] - top) * scale);
-  sum = 0.0;
   for (int j = 0; j < kLanes; j++) sum += __shfl_sync(kAll, own, j, kLanes);
   if (top == -INFINITY) sum = 0.0;
 }

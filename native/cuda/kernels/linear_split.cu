@@ -12,24 +12,28 @@ namespace cuda {
 namespace {
 
 // kRows: of activations; kGroups: warpgroups, of 64 columns each; kBeside: blocks of threads of a cluster that compute
-// the same piece for adjacent columns, and share the rows that they copy; kDeep: a processor has one block of threads,
-// and all of its memory is stages.
-template <int kRows_, int kGroups_, int kBeside_, bool kDeep_>
+// the same piece for adjacent columns, and share the rows that they copy; kAtOnce: of blocks of threads that have all
+// of a processor's memory for their stages; 0: stages are few, and what comes next finds room beside them.
+template <int kRows_, int kGroups_, int kBeside_, int kAtOnce_>
 struct Shape {
   static constexpr int kRows = kRows_, kGroups = kGroups_, kBeside = kBeside_;
-  static constexpr bool kDeep = kDeep_;
+  static constexpr int kAtOnce = kAtOnce_;
   static constexpr int kColumns = kBlock * kGroups;
   [[maybe_unused]] static constexpr int kStride = kColumns + 4;  // of sums: rows lie in different banks
   static constexpr int kStageBytes = (kColumns + kRows) * kRowBytes;
-  static constexpr int kStages = kDeep ? (224 << 10) / kStageBytes : kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3;
-  static constexpr int kCopiers = kDeep ? 2 : 1;  // warps for weights, and as many for rows
+  static constexpr int kLeast = kRows <= 16 ? 5 : kRows <= 64 ? 4 : 3, kFixed = 2 << 10;  // fixed: bytes beside stages
+  static constexpr int kStages = !kAtOnce       ? kLeast
+                                 : kAtOnce == 1 ? (224 << 10) / kStageBytes
+                                                : ((226 << 10) / kAtOnce - kFixed) / kStageBytes;
+  static_assert(kStages >= kLeast || kAtOnce == 1);
+  static constexpr int kCopiers = kAtOnce == 1 ? 2 : 1;  // warps for weights, and as many for rows
   static constexpr int kThreads = 128 * kGroups + 64 * kCopiers;
   [[maybe_unused]] static constexpr int kAsked = kRows <= 32 ? 1 : 2;  // fours of columns that a thread asks for ahead
   static constexpr int kShared = kStages * kStageBytes;
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
+__global__ void __launch_bounds__(S::kThreads, S::kAtOnce == 1 ? 1 : 2)
     linear_split_kernel(const __grid_constant__ Product p, int rows, Pieces k) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kRows = S::kRows, kGroups = S::kGroups, kBeside = S::kBeside, kStages = S::kStages,
@@ -169,9 +173,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kDeep ? 1 : 2)
 #endif
 }
 
-template <int kRows, int kGroups, int kBeside = 1, bool kDeep = false>
+template <int kRows, int kGroups, int kBeside = 1, int kAtOnce = 0>
 void start_split(const Product& p, int rows, const Queue& queue) {
-  using S = Shape<kRows, kGroups, kBeside, kDeep>;
+  using S = Shape<kRows, kGroups, kBeside, kAtOnce>;
   const Pieces k(p.w.k, p.w.most_pieces);
   allow_shared(linear_split_kernel<S>, S::kShared);
   const int columns = ceil_div(p.w.n, S::kColumns * kBeside) * kBeside;
@@ -181,9 +185,9 @@ void start_split(const Product& p, int rows, const Queue& queue) {
 }
 
 // Whether all clusters run at once.
-template <int kRows, int kGroups, int kBeside, bool kDeep>
+template <int kRows, int kGroups, int kBeside, int kAtOnce>
 bool fits(const Product& p, int rows) {
-  using S = Shape<kRows, kGroups, kBeside, kDeep>;
+  using S = Shape<kRows, kGroups, kBeside, kAtOnce>;
   const int count = Pieces(p.w.k, p.w.most_pieces).count;
   static int at_once[kMostPieces + 1] = {};
   if (!at_once[count]) {
@@ -201,20 +205,34 @@ bool fits(const Product& p, int rows) {
   return ceil_div(p.w.n, S::kColumns * kBeside) * ceil_div(rows, kRows) <= at_once[count];
 }
 
+// Of short pieces most are on their way before the kernel before this one has made the rows, if there is room for that
+// in all blocks of threads at once. Of long ones that is little, and stages beyond what hides latency only keep the
+// next kernel from beginning.
+template <int kRows>
+void start_few(const Product& p, int rows, const Queue& queue) {
+  constexpr int kShort = 16;  // blocks of K
+  const Pieces k(p.w.k, p.w.most_pieces);
+  const int blocks = blocks_of(p.w.n) * k.count;
+  if (k.length <= kShort && blocks <= 2 * processors()) return start_split<kRows, 1, 1, 2>(p, rows, queue);
+  if (k.length <= kShort && blocks <= 3 * processors()) return start_split<kRows, 1, 1, 3>(p, rows, queue);
+  start_split<kRows, 1>(p, rows, queue);
+}
+
 }  // namespace
 
 void linear_split(const Product& p, int rows, const Queue& queue) {
-  if (rows <= 16) return start_split<16, 1>(p, rows, queue);
-  if (rows <= 32) return start_split<32, 1>(p, rows, queue);
-  if (rows <= 64) return start_split<64, 1>(p, rows, queue);
+  if (rows <= 8) return start_few<8>(p, rows, queue);
+  if (rows <= 16) return start_few<16>(p, rows, queue);
+  if (rows <= 32) return start_few<32>(p, rows, queue);
+  if (rows <= 64) return start_few<64>(p, rows, queue);
   // Rows are read once for each cluster's columns, and weights for each tile of rows: as large as all clusters still
   // run at once, and most processors have one.
   const int blocks = ceil_div(p.w.n, 2 * kBlock) * Pieces(p.w.k, p.w.most_pieces).count;
   if (3 * blocks >= 2 * processors()) {
-    if (rows > 128 && fits<256, 2, 2, true>(p, rows)) return start_split<256, 2, 2, true>(p, rows, queue);
-    if (rows > 128 && fits<256, 2, 1, true>(p, rows)) return start_split<256, 2, 1, true>(p, rows, queue);
-    if (fits<128, 2, 2, true>(p, rows)) return start_split<128, 2, 2, true>(p, rows, queue);
-    if (fits<128, 2, 2, false>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 2, 1>(p, rows)) return start_split<256, 2, 2, 1>(p, rows, queue);
+    if (rows > 128 && fits<256, 2, 1, 1>(p, rows)) return start_split<256, 2, 1, 1>(p, rows, queue);
+    if (fits<128, 2, 2, 1>(p, rows)) return start_split<128, 2, 2, 1>(p, rows, queue);
+    if (fits<128, 2, 2, 0>(p, rows)) return start_split<128, 2, 2>(p, rows, queue);
   }
   start_split<128, 2>(p, rows, queue);
 }
