@@ -167,6 +167,7 @@ int CudaRunner::bind(size_t i) {
     });
   };
   if (op.is("linear")) return bind_linear(i);
+  if (norms_for_next(i)) return bind_linear(i + 1, true) + 1;
   if (op.is("lora")) return bind_lora(i);
   if (op.is("span_attention")) return bind_attention(op), 0;
   if (op.is("router")) return bind_router(i, false), 0;
@@ -388,11 +389,21 @@ bool CudaRunner::quantizes_next(size_t i) const {
   return true;
 }
 
+// Whether what ops[i], a norm, makes is for the next op alone, and that may norm a step's one row itself.
+bool CudaRunner::norms_for_next(size_t i) const {
+  const OpNode& op = ops_[i];
+  if (!op.is("rms_norm") || !ops_[i + 1].is("linear")) return false;
+  const OpNode& next = ops_[i + 1];
+  const int made = op.outputs[0];
+  return next.inputs[0] == made && made != op.inputs[0] && weights_.matrix(next.weights[0]).kind == Kind::codes &&
+         !read_from(ops_, i + 2, made);
+}
+
 ByteRows CudaRunner::byte_rows_of(const OpNode& linear) const {
   return byte_rows(byte_rows_.as(), max_rows(linear.inputs[0]), weights_.matrix(linear.weights[0]).k);
 }
 
-int CudaRunner::bind_linear(size_t i) {
+int CudaRunner::bind_linear(size_t i, bool norms) {
   const OpNode& op = ops_[i];
   const Tensor x = in(op);
   const Queue queue = device_.queue();
@@ -416,9 +427,15 @@ int CudaRunner::bind_linear(size_t i) {
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const bool quantizes = p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1));
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
+  Product norming = p;
+  if (norms) norming.unnormed = in(ops_[i - 1]).values(), norming.norm = norm_of(ops_[i - 1], vector(ops_[i - 1], 0));
   launches_.push_back([=](const Size& size) {
     const int rows = count(x, size);
     if (!rows) return;
+    if (norms) {
+      if (linear_quantized_norms(norming, rows, queue)) return linear_quantized(norming, rows, queue);
+      rms_norm(norming.unnormed, norming.norm, rows, x.rows, queue);
+    }
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (quantizes) quantize_activations(p, rows, queue);
     if (few) linear_few(p, rows, queue);

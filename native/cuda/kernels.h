@@ -158,8 +158,10 @@ struct Product {
   const float* bias = nullptr;
   bool adds = false, gated = false;
   Rows x, y;
-  uint16_t* widened = nullptr;  // of codes: widened_bytes() to work in
-  ByteRows bytes = {};          // of activations of 8 bits: what x has been quantized into
+  uint16_t* widened = nullptr;      // of codes: widened_bytes() to work in
+  ByteRows bytes = {};              // of activations of 8 bits: what x has been quantized into
+  const float* unnormed = nullptr;  // if any: the one row whose norm x would be, which the product norms itself
+  Norm norm = {};
 };
 // Puts rows of gates and of what they gate side by side: in each 16 rows of `to` 8 of the first half of `from`, and the
 // 8 of the second that belong to them. Both in tiles or codes; `to` has paired_rows(from.n).
@@ -172,6 +174,8 @@ enum class By { any, mma, split, stream, wide };
 void linear_bf16(const Product& p, int rows, const Queue& queue, By by = By::any);
 // Of codes, with activations in bfloat16.
 void linear_quantized(const Product& p, int rows, const Queue& queue, By by = By::any);
+// Whether it norms such rows itself, if asked to.
+bool linear_quantized_norms(const Product& p, int rows, const Queue& queue);
 // What that takes for a matrix [n, k] and so many rows at most; gated: n as pair_rows() makes it.
 size_t widened_bytes(int n, int k, bool gated, int rows);
 // Of integers: what is multiplied is p.bytes.

@@ -113,7 +113,8 @@ class CudaRunner : public QueuedRunner {
   void name_launches(size_t first, std::vector<int>& parts, std::vector<OpTime>& named) const;
   // Adds what starts ops_[i]; returns how many further ops it does, too.
   int bind(size_t i);
-  int bind_linear(size_t i);
+  // norms: whether ops_[i - 1], a norm, is started here, too.
+  int bind_linear(size_t i, bool norms = false);
   int bind_lora(size_t i);
   void bind_attention(const OpNode& op);
   void allocate_routings();
@@ -140,6 +141,7 @@ class CudaRunner : public QueuedRunner {
   std::optional<Rows> partial_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
   bool quantizes_next(size_t i) const;
+  bool norms_for_next(size_t i) const;
   ByteRows byte_rows_of(const OpNode& linear) const;
   void copy_hidden(const Batch& batch);
   void launch(const Size& size, bool heads, bool timed = false);
