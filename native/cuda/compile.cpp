@@ -332,6 +332,12 @@ std::optional<Rows> CudaRunner::partial_of(size_t i) const {
   return ranks_->exchange.partial(next_call_, out(op).rows.width, sums_in_bf16(ops_, weights_, i + 1));
 }
 
+uint16_t* CudaRunner::place_of(size_t i) const {
+  const bool can = ops_[i].is("linear") && weights_.matrix(ops_[i].weights[0]).kind == Kind::bf16;
+  const std::optional<Rows> partial = partial_of(i);
+  return can && partial ? ranks_->exchange.place(next_call_, partial->width) : nullptr;
+}
+
 // The sum, what it is added to, and its norm, where these come next.
 int CudaRunner::bind_all_reduce(size_t i) {
   const auto& ops = ops_;
@@ -351,6 +357,7 @@ int CudaRunner::bind_all_reduce(size_t i) {
     last++, sum.norm = norm_of(next, vector(next, 0)), sum.normed = out(next).rows;
   const bool there = i > 0 && !ops[i - 1].outputs.empty() && ops[i - 1].outputs[0] == tensor &&
                      (ops[i - 1].is("linear") || ops[i - 1].is("embedding") || ops[i - 1].is("combine_experts"));
+  sum.on_its_way = there && place_of(i - 1);
   const Rows partial = ranks_->exchange.partial(next_call_++, x.rows.width, sum.bf16);
   launches_.push_back([=, queue = device_.queue()](const Size& size) {
     const int rows = count(x, size);
@@ -416,9 +423,11 @@ int CudaRunner::bind_linear(size_t i) {
   if (converts) p.x = {nullptr, tiles_.as<uint16_t>(), x.rows.width};
   const bool quantizes = p.w.takes_bytes() && (i == 0 || !quantizes_next(i - 1));
   const bool few = has_few_columns(p.w) && is_routing(op.outputs[0]);
-  launches_.push_back([=](const Size& size) {
+  uint16_t* const place = sum ? nullptr : place_of(i);
+  launches_.push_back([=](const Size& size) mutable {
     const int rows = count(x, size);
     if (!rows) return;
+    p.y.copy = rows <= kPushedRows ? place : nullptr;
     if (converts) to_tiles(x.values(), rows, p.x, queue);
     if (quantizes) quantize_activations(p, rows, queue);
     if (few) linear_few(p, rows, queue);

@@ -164,9 +164,21 @@ __device__ inline void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Into another GPU's memory, which looks for them there (sum_ranks.cu).
+__device__ inline void push(uint16_t* to, uint16_t value) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(to), "h"(value) : "memory");
+}
+__device__ inline void push(uint16_t* to, const uint2& values) {
+  asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+
 // Where a value of a row of an op's output goes; of norms perhaps both.
 __device__ inline void put(const Rows& out, int row, int column, float value) {
-  if (out.tiles) out.tiles[tile_offset(row, column, blocks_of(out.width))] = to_bf16(value);
+  if (out.tiles) {
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    out.tiles[at] = to_bf16(value);
+    if (out.copy) push(out.copy + at, to_bf16(value));
+  }
   if (out.values) out.values[(size_t)row * out.width + column] = value;
 }
 
@@ -225,8 +237,10 @@ __device__ inline void put_four(const Rows& out, int row, int column, int width,
     for (int i = 0; i < 4; i++)
       if (column + i < width) put(out, row, column + i, values[i]);
   } else if (out.tiles) {
-    *reinterpret_cast<uint2*>(out.tiles + tile_offset(row, column, blocks_of(out.width))) =
-        make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+    const size_t at = tile_offset(row, column, blocks_of(out.width));
+    const uint2 four = make_uint2(two_bf16(x.x, x.y), two_bf16(x.z, x.w));
+    *reinterpret_cast<uint2*>(out.tiles + at) = four;
+    if (out.copy) push(out.copy + at, four);
   } else {
     *reinterpret_cast<float4*>(out.values + (size_t)row * out.width + column) = x;
   }

@@ -193,7 +193,7 @@ void linear_bf16(const Product& p, int rows, const Queue& queue, By by) {
   const bool stream = p.w.most_pieces == 1;
   if (by == By::any) {
     constexpr int64_t kSmall = 10 << 20;  // values of a matrix that is there before clusters have begun
-    if (rows > 256 || (rows > 128 && wide_is_best(p, rows))) by = By::wide;
+    if (rows > 256 || (rows > 128 && !p.y.copy && wide_is_best(p, rows))) by = By::wide;
     else if (stream) by = By::stream;
     else by = rows <= 8 && (int64_t)p.w.n * p.w.k < kSmall ? By::mma : By::split;
   }
