@@ -333,9 +333,11 @@ std::optional<Rows> CudaRunner::partial_of(size_t i) const {
 }
 
 uint16_t* CudaRunner::place_of(size_t i) const {
-  const bool can = ops_[i].is("linear") && weights_.matrix(ops_[i].weights[0]).kind == Kind::bf16;
+  if (!ops_[i].is("linear")) return nullptr;
+  const Matrix& m = weights_.matrix(ops_[i].weights[0]);
   const std::optional<Rows> partial = partial_of(i);
-  return can && partial ? ranks_->exchange.place(next_call_, partial->width) : nullptr;
+  return partial && m.kind == Kind::bf16 && m.most_pieces > 1 ? ranks_->exchange.place(next_call_, partial->width)
+                                                              : nullptr;
 }
 
 // The sum, what it is added to, and its norm, where these come next.

@@ -18,7 +18,7 @@ struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
   int width = 0;
-  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory
+  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of bfloat16's products in pieces alone
 };
 
 // A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.

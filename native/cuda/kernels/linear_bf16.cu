@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(32 * kMostWarps) linear_kernel(Product p, int 
         if (i == threadIdx.x && tile == blockIdx.x) {
           if (p.bias) total = __fadd_rn(total, bias);
           if (p.adds) total = __fadd_rn(before, total);
-          if (is_own) put(p.y, own.row, own.column, total);
+          if (is_own) put<true>(p.y, own.row, own.column, total);
         } else {
-          finish<1>(p, rows, p.w.n, &total,
-                    [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
+          finish<1, true>(p, rows, p.w.n, &total,
+                          [&](int) { return Place{first_row + i / kColumns, tile * kColumns + i % kColumns}; });
         }
       }
       __syncthreads();
