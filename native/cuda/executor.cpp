@@ -268,7 +268,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   device_.use();
   const size_t count = (size_t)rows * width, bytes = count * sizeof(float), half = partial_bytes(rows, width, bf16);
   Memory in(bytes, "partial sums"), all(ranks * half, "partial sums"),
-      others(pushed ? ranks * half : 0, "places of partial sums"), flags(kMostRanks * sizeof(uint32_t), "flags"),
+      others(pushed ? ranks * half : 0, "places of partial sums"), flags((kMostRanks + 1) * sizeof(uint32_t), "flags"),
       step(sizeof(int), "a step"), failed(sizeof(int), "a flag", Memory::Where::host),
       weight(width * sizeof(float), ""), total(bytes, "a sum"), result(bytes, "its norm");
   const auto copy = [](const Memory& to, const void* from, size_t size) {
@@ -278,7 +278,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
   RankSum sum;
   sum.peers.world = ranks, sum.peers.step = step.as<int>(), sum.peers.failed = failed.as<int>();
   const std::vector<uint32_t> come(kMostRanks, 1);
-  copy(flags, come.data(), flags.size()), copy(weight, norm, weight.size()), copy(total, y, bytes);
+  copy(flags, come.data(), come.size() * sizeof(uint32_t)), copy(weight, norm, weight.size()), copy(total, y, bytes);
   for (int r = 0; r < ranks; r++) {
     char* own = all.as() + r * half;
     copy(in, parts + r * count, bytes);
@@ -290,6 +290,7 @@ void CudaExecutor::sum_ranks(const float* parts, int ranks, int rows, int width,
     sum.peers.pushed[r] = r ? others.as() : all.as();
   }
   if (pushed) sum.peers.pushed_bytes = half;
+  if (pushed && ranks == 2 && width % 8 == 0) sum.on_its_way = true, sum.own_too = is_placed(rows, width);
   sum.calls = 2, sum.bf16 = bf16, sum.adds = adds;
   sum.y = {total.as<float>(), nullptr, width}, sum.normed = {result.as<float>(), nullptr, width};
   sum.norm = {weight.as<float>(), 1e-6f, false};

@@ -139,7 +139,7 @@ class CudaRunner : public QueuedRunner {
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
   // And where it pushes that, of few rows; null if it does not.
-  uint16_t* place_of(size_t i) const;
+  Exchange::Places places_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
   bool quantizes_next(size_t i) const;
   ByteRows byte_rows_of(const OpNode& linear) const;

@@ -20,9 +20,8 @@ namespace cuda {
 namespace {
 
 constexpr int kThreads = 512, kEight = 8;
-constexpr int kBlocks = 2;          // of threads, of a processor
-constexpr int kLooks = 64;          // at what is waited for, between two at the clock
-constexpr int kLooksAtHost = 4096;  // and at the host's memory
+constexpr int kBlocks = 2;  // of threads, of a processor
+constexpr int kLooks = 64;  // at what is waited for, between two at the clock
 
 __device__ uint64_t nanoseconds() {
   uint64_t now;
@@ -40,26 +39,28 @@ __device__ bool has_come(const uint32_t* flag, uint32_t call) {
   return (int32_t)(seen - call) >= 0;
 }
 
-// For other ranks, for so long as one may take.
+// For other ranks, for so long as one may take. The host's memory is written alone: reads of it by all blocks of
+// threads took a quarter of a millisecond, by which this rank was late for the next sum.
 class Wait {
  public:
-  __device__ explicit Wait(const Peers& peers) : peers_(peers), failed_(peers.failed) {}
+  __device__ explicit Wait(const Peers& peers) : peers_(peers), given_up_(peers.flags[peers.rank] + kMostRanks) {}
   // Of rank r, which has not come. False: once one has not come within the limit, nobody waits any longer. The sums are
   // of no use then, and the host says so (Exchange::check_waits).
   __device__ bool goes_on(int r) {
     if (++looks_ % kLooks) return true;
     const uint64_t now = nanoseconds();
     if (looks_ == kLooks) began_ = now;
-    if (looks_ % kLooksAtHost == 0 && *failed_) return false;
+    if (*given_up_) return false;
     if (now - began_ <= peers_.limit) return true;
-    *failed_ = 1 + r;
+    *given_up_ = 1;
+    *const_cast<volatile int*>(peers_.failed) = 1 + r;
     __threadfence_system();
     return false;
   }
 
  private:
   const Peers& peers_;
-  volatile int* failed_;
+  volatile uint32_t* given_up_;
   int looks_ = 0;
   uint64_t began_ = 0;
 };
@@ -152,6 +153,9 @@ struct Eight<false, kWhole> {
   }
 };
 
+// How partial sums come: read out of the others' memory; pushed into this one's; and this rank's own likewise.
+enum class Way { read, pushed, own_too };
+
 // Does something with 0, 1, ... as constants.
 template <int... kNumbers, typename Work>
 __device__ void each(std::integer_sequence<int, kNumbers...>, Work work) {
@@ -163,11 +167,11 @@ __device__ void each(Work work) {
 }
 
 // A block has a row at a time; a thread eight columns of it, and every so many further ones of rows beyond 4,096.
-// kRanks: at most. kPushed: partial sums, of which the others' come by themselves; a block has all its rows on their
-// way before it waits for any.
-template <bool kTiles, int kRanks, bool kWhole, bool kPushed>
+// kRanks: at most.
+template <bool kTiles, int kRanks, bool kWhole, Way kWay>
 __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     sum_kernel(const __grid_constant__ RankSum s, int rows) {
+  constexpr bool kPushed = kWay != Way::read, kOwnToo = kWay == Way::own_too;
   const Peers& peers = s.peers;
   const int width = s.y.width, first = kEight * threadIdx.x, stride = kEight * blockDim.x;
   const auto weights_of = [&](int column, float(&weights)[kEight]) {
@@ -179,12 +183,12 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
   let_next_begin();
   float weights[kEight];  // on their way while ranks are waited for
   if (s.norm.weight && first < width) weights_of(first, weights);
-  await_previous();
+  if (!kOwnToo) await_previous();
   const size_t half = s.call % 2 * peers.half;
   Wait wait(peers);
   if constexpr (!kPushed) {
     meet(peers, (uint32_t)*peers.step * s.calls + s.call + 1);
-  } else if (!s.on_its_way) {
+  } else if (!kOwnToo && !s.on_its_way) {
     for (int row = blockIdx.x; row < rows; row += gridDim.x)
       for (int column = first; column < width; column += stride) {
         Eight<kTiles, kWhole> own;
@@ -199,22 +203,28 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
     for (int column = first; column < width; column += stride) {
       Eight<kTiles, kWhole> partials[kRanks];
       float before[kEight], x[kEight] = {};
-      if (kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
+      if (kWay == Way::pushed && s.adds) read_eight<kWhole>(y, column, width, before);
       each<kRanks>([&](auto number) {
         constexpr int r = decltype(number)::value;
         if (r >= peers.world) return;
         if constexpr (kPushed)
-          if (r != peers.rank) return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
+          if (kOwnToo || r != peers.rank)
+            return partials[r].look(peers.place(peers.rank, r, s.call), row, column, width);
         partials[r].read(peers.partials[r] + half, row, column, width);
       });
-      if constexpr (kPushed)
-        each<kRanks>([&](auto number) {
-          constexpr int r = decltype(number)::value;
-          if (r >= peers.world || r == peers.rank) return;
+      const auto wait_for = [&](auto number, bool own) {
+        constexpr int r = decltype(number)::value;
+        if constexpr (kPushed) {
+          if (r >= peers.world || (r == peers.rank) != own) return;
           char* place = peers.place(peers.rank, r, s.call);
           while (!partials[r].has_come() && wait.goes_on(r)) partials[r].look(place, row, column, width);
           partials[r].mark(place, row, column, width);
-        });
+        }
+      };
+      // Once this rank's are there, all has ended that came before what makes them.
+      if constexpr (kOwnToo) each<kRanks>([&](auto number) { wait_for(number, true); });
+      if (kOwnToo && s.adds) read_eight<kWhole, true>(y, column, width, before);
+      if constexpr (kPushed) each<kRanks>([&](auto number) { wait_for(number, false); });
       if (!kPushed && s.adds) read_eight<kWhole>(y, column, width, before);
 #pragma unroll
       for (int r = 0; r < kRanks; r++)
@@ -225,10 +235,16 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
         if (kWhole || column + i < width) squares = fmaf(x[i], x[i], squares);
         if (column == first) kept[i] = x[i];
       }
-      put_eight(s.y, row, column, width, x);
+      if (!kOwnToo) put_eight(s.y, row, column, width, x);
+    }
+    if (kOwnToo && !s.norm.weight) {
+      __syncthreads();
+      put_eight(s.y, row, first, width, kept);
     }
     if (!s.norm.weight) continue;
     const float factor = 1.0f / sqrtf(block_sum<kThreads>(squares, blockDim.x) / width + s.norm.eps);
+    // All of the row's partial sums have come: nobody reads what they were made of any more.
+    if (kOwnToo) put_eight(s.y, row, first, width, kept);
     for (int column = first; column < width; column += stride) {
       if (column > first) read_eight<kWhole>(y, column, width, kept), weights_of(column, weights);
 #pragma unroll
@@ -237,6 +253,7 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
       if (column > first) weights_of(first, weights);
     }
   }
+  if (kOwnToo) await_previous();
 }
 
 }  // namespace
@@ -248,21 +265,24 @@ void sum_ranks(const RankSum& sum, int rows, const Queue& queue) {
   const auto choose = [&](auto few, auto some, auto many) {
     start(queue, sum.peers.world <= 2 ? few : sum.peers.world <= 4 ? some : many, blocks, threads, 0, sum, rows);
   };
-  const auto start_tiles = [&](auto is_whole, auto pushed) {
-    constexpr bool kWhole = is_whole(), kPushed = pushed();
-    choose(sum_kernel<true, 2, kWhole, kPushed>, sum_kernel<true, 4, kWhole, kPushed>,
-           sum_kernel<true, kMostRanks, kWhole, kPushed>);
-  };
-  const auto start_values = [&](auto is_whole) {
-    constexpr bool kWhole = is_whole();
-    choose(sum_kernel<false, 2, kWhole, false>, sum_kernel<false, 4, kWhole, false>,
-           sum_kernel<false, kMostRanks, kWhole, false>);
+  const auto start_way = [&](auto tiles, auto is_whole, auto chosen) {
+    constexpr bool kTiles = tiles(), kWhole = is_whole();
+    constexpr Way kWay = chosen();
+    choose(sum_kernel<kTiles, 2, kWhole, kWay>, sum_kernel<kTiles, 4, kWhole, kWay>,
+           sum_kernel<kTiles, kMostRanks, kWhole, kWay>);
   };
   const std::true_type yes;
   const std::false_type no;
-  if (sum.bf16 && pushes(sum.peers, rows)) whole ? start_tiles(yes, yes) : start_tiles(no, yes);
-  else if (sum.bf16) whole ? start_tiles(yes, no) : start_tiles(no, no);
-  else whole ? start_values(yes) : start_values(no);
+  const std::integral_constant<Way, Way::read> read;
+  const std::integral_constant<Way, Way::pushed> pushed;
+  if (sum.bf16 && pushes(sum.peers, rows)) {
+    if (sum.own_too) start(queue, sum_kernel<true, 2, true, Way::own_too>, blocks, threads, 0, sum, rows);
+    else whole ? start_way(yes, yes, pushed) : start_way(yes, no, pushed);
+  } else if (sum.bf16) {
+    whole ? start_way(yes, yes, read) : start_way(yes, no, read);
+  } else {
+    whole ? start_way(no, yes, read) : start_way(no, no, read);
+  }
   launched("sum over ranks");
 }
 
