@@ -213,8 +213,8 @@ __global__ void __launch_bounds__(kThreads, kRanks <= 4 ? kBlocks : 1)
         partials[r].read(peers.partials[r] + half, row, column, width);
       });
       const auto wait_for = [&](auto number, bool own) {
-        constexpr int r = decltype(number)::value;
         if constexpr (kPushed) {
+          constexpr int r = decltype(number)::value;
           if (r >= peers.world || (r == peers.rank) != own) return;
           char* place = peers.place(peers.rank, r, s.call);
           while (!partials[r].has_come() && wait.goes_on(r)) partials[r].look(place, row, column, width);
