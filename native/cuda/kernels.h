@@ -18,6 +18,7 @@ struct Rows {
   float* values = nullptr;
   uint16_t* tiles = nullptr;
   int width = 0;
+  uint16_t* copy = nullptr;  // of the tiles, in another GPU's memory: of bfloat16's products in pieces alone
 };
 
 // A matrix [n, k]: float32 row by row, or bfloat16 in tiles, or codes.
@@ -345,15 +346,28 @@ bool store_and_attend(const Attention& a, const Turn* turn, const AttentionTile*
 
 // ---- ranks of several GPUs
 constexpr int kMostRanks = 8;
+// Partial sums in bfloat16 of so many rows at most are pushed into the other ranks' memory; of more the others read
+// them. What has not come yet has all bits set, in each value's place: no product or sum rounds to that.
+constexpr int kPushedRows = 256;
+// Of so few, and of so many columns at most, the sum waits for its own rank's as well as they come, and not until what
+// makes them has ended.
+constexpr int kPlacedRows = 8, kPlacedColumns = 4096;
+constexpr int kNotYet = 0xffff;
 // What kernels have of a group's ranks: memory of each one's GPU, which all read and write (exchange.h).
 struct Peers {
   int rank = 0, world = 1;
   size_t half = 0;                   // bytes: of either buffer of partial sums
   const char* partials[kMostRanks];  // of each rank, two buffers: those of a step's even calls, and of its odd ones
-  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to
+  uint32_t* flags[kMostRanks];       // on each rank, of each rank: the last call that it has come to; then whether
+                                     // one has not come within the limit
+  char* pushed[kMostRanks];          // on each rank, of even and of odd calls, of each rank: what it has pushed
+  size_t pushed_bytes = 0;           // of one rank and call, or 0: nothing is
   const int* step = nullptr;         // how many steps came before; the same on all ranks
   int* failed = nullptr;             // of the host: 0, or 1 + the rank that has not come within the limit
   uint64_t limit = 0;                // ns
+
+  // On rank `on`, of rank `of`.
+  AS_BOTH char* place(int on, int of, int call) const { return pushed[on] + (call % 2 * world + of) * pushed_bytes; }
 };
 // y [rows, y.width] = the sum of the ranks' partial sums, in rank order: ((0 + 1) + 2) + ..., or that added to what y
 // has; and if there is a norm with a weight, rows of y normed, too. One of the `calls` that every step makes on all
@@ -362,11 +376,16 @@ struct RankSum {
   Peers peers;
   int call = 0, calls = 0;
   bool bf16 = false, adds = false;
+  // Of few rows: what makes the partial sums pushes them; own_too: and its own into this rank's place.
+  bool on_its_way = false, own_too = false;
   Rows y;
   Norm norm;
   Rows normed;
 };
 void sum_ranks(const RankSum& sum, int rows, const Queue& queue);
+// Whether partial sums in bfloat16 of so many rows are pushed; and, if what makes them does that, its own are placed.
+inline bool pushes(const Peers& peers, int rows) { return peers.pushed_bytes && rows > 0 && rows <= kPushedRows; }
+inline bool is_placed(int rows, int width) { return rows <= kPlacedRows && width <= kPlacedColumns; }
 
 // ---- sampling
 // Of the model's own logits.

@@ -139,6 +139,8 @@ class CudaRunner : public QueuedRunner {
   std::optional<size_t> sum_at(size_t next, int tensor) const;
   // Where what ops_[i] makes goes at once if the next op adds that up over ranks.
   std::optional<Rows> partial_of(size_t i) const;
+  // And where it pushes that, of few rows; null if it does not.
+  Exchange::Places places_of(size_t i) const;
   bool is_gated(const std::vector<OpNode>& ops, size_t linear) const;
   bool quantizes_next(size_t i) const;
   bool norms_for_next(size_t i) const;

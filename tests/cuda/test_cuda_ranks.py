@@ -58,8 +58,8 @@ def bf16(x: np.ndarray) -> np.ndarray:
 # -- the sum -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
 @pytest.mark.parametrize("width", [1, 7, 8, 53, 200, 3584, 4100, 8192])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_ranks_are_added_in_order(ranks, width, rounded):
+@pytest.mark.parametrize("rounded, pushed", [(False, False), (True, False), (True, True)])
+def test_ranks_are_added_in_order(ranks, width, rounded, pushed):
     """To the bit; a row's bits are its own; normed as it should be."""
     gpu, rng = executor(), np.random.default_rng(SEED)
     parts = (rng.normal(size=(ranks, 67, width)) * 10.0 ** rng.integers(-3, 3, (ranks, 67, 1))).astype(np.float32)
@@ -68,12 +68,12 @@ def test_ranks_are_added_in_order(ranks, width, rounded):
     for part in bf16(parts) if rounded else parts:
         total = total + part
     for adds, expected in ((False, total), (True, y + total)):
-        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds)
+        found, normed = gpu.sum_ranks(parts, y, norm, rounded, adds, pushed)
         assert found.tobytes() == expected.tobytes()
         exact = expected.astype(float)
         exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-6) * norm
         np.testing.assert_allclose(normed, exact, rtol=2e-5, atol=1e-6)
-        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds)
+        few, few_normed = gpu.sum_ranks(parts[:, 5:8], y[5:8], norm, rounded, adds, pushed)
         assert few.tobytes() == found[5:8].tobytes() and few_normed.tobytes() == normed[5:8].tobytes()
 
 
@@ -145,12 +145,13 @@ def test_bits_do_not_depend_on_chunks_and_others(dtype):
     assert found[0] == found[1] == found[2] == alone
 
 
-def test_a_rank_that_does_not_come_is_told_of(monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rank_that_does_not_come_is_told_of(monkeypatch, dtype):
     """The step of one rank alone ends with an error, not never."""
     from allspark_server.runtime.device import Gpu
 
     monkeypatch.setattr(Gpu, "share", lambda self, e, rows: e.share(rows, 1.5).hex())
-    with on_gpus(2, weight_dtype="float32") as gpu:
+    with on_gpus(2, weight_dtype=dtype) as gpu:
         from allspark_server.runtime.plan import DRAW, NewSlot, StepPlan, WorkItem
 
         plan = StepPlan(new=[NewSlot(0, [1, 2, 3], SamplingParams(do_sample=False, prompt_len=3).encode())],
