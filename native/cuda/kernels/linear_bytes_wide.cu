@@ -37,10 +37,17 @@ struct Shape {
   static constexpr bool kBeside = kSums == Sums::beside;
   static constexpr int kSharers = kDown * kAcross;
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
-  static constexpr int kStages = kMostShared / kStageBytes, kShared = kStages * kStageBytes;
+  // What the end of a tile reads beside sums, in words: scales of its columns, of a warpgroup's rows, and of integers
+  // sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile before.
+  static constexpr int kRowSums = kFloats ? 0 : kSums == Sums::chained ? kMostPieces : 1;
+  static constexpr int kEndWords = kFloats && kBeside ? 0 : kColumns + (1 + kRowSums) * kBlock;
+  static constexpr int kEndBytes = kGroups * 2 * kEndWords * 4;
+  static constexpr int kStages = (kMostShared - kEndBytes) / kStageBytes;
+  static constexpr int kStagesBytes = kStages * kStageBytes, kShared = kStagesBytes + kEndBytes;
+  static_assert(kEndWords <= 4 * 128);  // a piece of 16 bytes of a thread
   // Whole blocks of rows, and groups of eight columns, are what each block of a cluster copies.
   static_assert(kGroups % kAcross == 0 && kColumns % (8 * kDown) == 0 && kColumns % 16 == 0);
-  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kShared);
+  static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
 };
 
 // The tiles of a product, cluster by cluster.
@@ -146,57 +153,97 @@ __device__ void multiply(int (&d)[kColumns / 2], uint32_t own, uint32_t theirs, 
   IntegerTile<kColumns>::multiply(d, byte_descriptor(own), byte_descriptor(theirs), adds);
 }
 
-// Of 16 columns from `column` on what a thread's scales are, in the order of its sums of a row: columns 2 q, 2 q + 1,
-// 8 + 2 q, 9 + 2 q.
-__device__ inline void read_scales(const Product& p, int column, uint32_t (&scales)[4]) {
-  uint4 four = make_uint4(0, 0, 0, 0);
-  if (column < p.w.n)
-    four = *reinterpret_cast<const uint4*>(p.w.codes.scales + scale_of(column + threadIdx.x % 4 * 2, 0, 1));
+__device__ inline void warps_meet(int group) { asm volatile("bar.sync %0, 128;" ::"r"(2 + group) : "memory"); }
+
+// What the end of a warpgroup's tile reads (kEndWords) is on its way into shared memory. k: of the pieces that are
+// computed here; first_block: of K.
+template <typename S>
+__device__ void ask_for_end(const Product& p, int rows, int first_row, int first_column, const Pieces& k,
+                            int first_block, uint32_t to) {
+  const int word = threadIdx.x % 128 * 4, of_row = word - S::kColumns, row = first_row + of_row % kBlock;
+  if (word >= S::kEndWords) return;
+  const void* from = p.w.codes.scales + scale_of(first_column, 0, 1) + word;
+  bool there = first_column + word < blocks_of(p.w.n) * kBlock;
+  if (of_row >= 0) {
+    const int last = min(first_block + of_row / kBlock * k.length, k.blocks) - 1;
+    there = true;
+    if (of_row < kBlock) from = p.bytes.scales + row;
+    else from = p.bytes.sums + (size_t)last * (blocks_of(rows) * kBlock) + row;
+  }
+  copy_16(to + word * 4, from, there);
+}
+__device__ void await_end(int group) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  warps_meet(group);
+}
+
+// Of 16 columns from `column` of a tile on what a thread's scales are, in the order of its sums of a row: columns 2 q,
+// 2 q + 1, 8 + 2 q, 9 + 2 q. end: where what ask_for_end() asked for is.
+__device__ inline void read_scales(uint32_t end, int column, uint32_t (&scales)[4]) {
+  const uint4 four = load_16(end + (column + threadIdx.x % 4 * 4) * 4);
   scales[0] = four.x, scales[1] = four.z, scales[2] = four.y, scales[3] = four.w;
 }
-
-// What sums of a piece, whose last block of K is `last`, are as floats: of floats themselves.
-template <int kColumns>
-__device__ void sums_of_piece(const Product&, int, int, int, int, const float* d, float (&sums)[kColumns / 2]) {
+// Of a thread's two rows what there is in that many places behind the columns' scales.
+template <typename S>
+__device__ void read_of_rows(uint32_t end, int place, float (&of_rows)[2]) {
+  const int thread = afresh(threadIdx.x % 128), row = thread / 32 * 16 + thread % 32 / 4;
+  const uint32_t at = end + (S::kColumns + place * kBlock + row) * 4;
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; i++) sums[i] = d[i];
+  for (int h = 0; h < 2; h++) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(of_rows[h]) : "r"(at + h * 32));
 }
-template <int kColumns>
-__device__ void sums_of_piece(const Product& p, int rows, int first_row, int first_column, int last, const int* d,
-                              float (&sums)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  const float* activations = p.bytes.sums + (size_t)last * blocks_of(rows) * kBlock + row;
-  const float of_rows[2] = {row < rows ? activations[0] : 0, row + 8 < rows ? activations[8] : 0};
+
+// What integers' sums of 16 columns are as floats; d: a thread's; of_rows: sums of its rows.
+__device__ inline void sums_of_integers(uint32_t end, int column, const int* d, const float (&of_rows)[2],
+                                        float (&sums)[8]) {
+  uint32_t scales[4];
+  read_scales(end, column, scales);
 #pragma unroll
-  for (int i = 0; i < kColumns / 16; i++) {
-    uint32_t scales[4];
-    read_scales(p, first_column + 16 * i, scales);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-      const float of_row = of_rows[j % 4 / 2];
-      float total = 0;
-      add_segment(total, scales[j / 4 * 2 + j % 2], d[8 * i + j] - 128 * (int)of_row, of_row);
-      sums[8 * i + j] = total;
-    }
+  for (int j = 0; j < 8; j++) {
+    const float of_row = of_rows[j % 4 / 2];
+    float total = 0;
+    add_segment(total, scales[j / 4 * 2 + j % 2], d[j] - 128 * (int)of_row, of_row);
+    sums[j] = total;
   }
 }
 
-// Sums times the scales of their columns, if these are floats, and then of their rows.
-template <bool kFloats, int kColumns>
-__device__ void scale_sums(const Product& p, int rows, int first_row, int first_column, float (&sums)[kColumns / 2]) {
-  const int thread = afresh(threadIdx.x % 128), row = first_row + thread / 32 * 16 + thread % 32 / 4;
-  const float of_rows[2] = {row < rows ? p.bytes.scales[row] : 0, row + 8 < rows ? p.bytes.scales[row + 8] : 0};
-#pragma unroll
-  for (int i = 0; i < kColumns / 16; i++) {
+// What a thread's sums of a tile are in the end, as write_sums() and write_gated() ask for them: of 16 columns, of its
+// first or its second row, columns 2 q, 2 q + 1, 8 + 2 q, 9 + 2 q.
+template <typename S, typename Sum>
+class Results {
+ public:
+  __device__ Results(const Sum* sums, uint32_t end) : sums_(sums), end_(end) {
+    read_of_rows<S>(end, 0, scales_);
+    if constexpr (kConverts) read_of_rows<S>(end, 1, of_rows_);
+  }
+  __device__ void operator()(int sixteen, int h, float (&v)[4]) const {
+    const Sum* d = sums_ + sixteen * 8 + h * 2;
     uint32_t scales[4];
-    if (kFloats) read_scales(p, first_column + 16 * i, scales);
+    if constexpr (S::kFloats || kConverts) read_scales(end_, sixteen * 16, scales);
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-      float& sum = sums[8 * i + j];
-      if (kFloats) sum = __fmul_rn(sum, __uint_as_float(scales[j / 4 * 2 + j % 2]));
-      sum = __fmul_rn(sum, of_rows[j % 4 / 2]);
+    for (int i = 0; i < 4; i++) {
+      const Sum sum = d[i / 2 * 4 + i % 2];
+      if constexpr (kConverts) {
+        v[i] = 0;
+        add_segment(v[i], scales[i], sum - 128 * (int)of_rows_[h], of_rows_[h]);
+      } else {
+        v[i] = S::kFloats ? __fmul_rn(sum, __uint_as_float(scales[i])) : sum;
+      }
+      v[i] = __fmul_rn(v[i], scales_[h]);
     }
   }
+
+ private:
+  static constexpr bool kConverts = std::is_same_v<Sum, int>;
+  const Sum* sums_;
+  uint32_t end_;
+  float scales_[2], of_rows_[2];
+};
+
+// Sums of all pieces, or of the one that there is.
+template <bool kChained, typename Totals, typename Sums>
+__device__ const auto& of_pieces(const Totals& total, const Sums& d) {
+  if constexpr (kChained) return total;
+  else return d;
 }
 
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
@@ -272,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (kSharers > 1) cluster_barrier();
-  const int group = threadIdx.x / 128 - 1;
+  const int group = warpgroup() - 1;
   Ring<kStages> ring;
   if (group < 0) {
     if constexpr (!S::kBeside) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -336,9 +383,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const bool apart = !S::kBeside && blocks > kAhead * kStep + 1;
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
-    for (int tile = first_tile; tile < tiles; tile += stride) {
+    uint32_t end_at = stages + S::kStagesBytes + group * 2 * S::kEndWords * 4;
+    for (int tile = first_tile, turn = 0; tile < tiles; tile += stride, turn ^= 1) {
       const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
+      const uint32_t end_now = end_at + turn * S::kEndWords * 4;
+      if (S::kEndWords > 0 && there)
+        ask_for_end<S>(p, rows, at.row + group * kBlock, at.column, k, first_block, end_now);
       if (!kGated && !S::kBeside && p.adds && there)
         ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
       if constexpr (kChained) {
@@ -366,6 +417,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             multiply_block(0, b > first), multiply_block(1, true);
             commit_products();
             wait_products<1>();
+          } else {  // one thread tells for all, and a warp that still writes the tile before must not miss a turn
+            warps_meet(group);
           }
           if (b > first) release(last);
           last = ring.stage;
@@ -390,25 +443,34 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
           } else {
+            if (first == 0) await_end(group);
+            float of_rows[2];
+            read_of_rows<S>(end_now, 1 + first / k.length, of_rows);
 #pragma unroll
             for (int c = 0; c < kColumns; c += 16) {
               float part[8];
-              sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, end - 1, d + c / 2, part);
+              sums_of_integers(end_now, c, d + c / 2, of_rows, part);
 #pragma unroll
               for (int i = 0; i < 8; i++) total[c / 2 + i] = __fadd_rn(total[c / 2 + i], part[i]);
             }
           }
         }
       }
-      constexpr int kPart = kColumns % 64 == 0 ? 64 : kColumns % 48 == 0 ? 48 : kColumns;  // columns
       if constexpr (S::kBeside) {
         asm volatile("bar.sync 1, 256;" ::: "memory");  // nobody reads the stages any more
         const int lane = threadIdx.x % 32, row = group * kBlock + threadIdx.x % 128 / 32 * 16 + lane / 4;
         float* sums = reinterpret_cast<float*>(shared) + row * sums_stride(kColumns) + lane % 4 * 2;
+        float of_rows[2];
+        if constexpr (!S::kFloats) await_end(group), read_of_rows<S>(end_now, 1, of_rows);
 #pragma unroll
         for (int c = 0; c < kColumns; c += 16) {
           float part[8];
-          sums_of_piece<16>(p, rows, at.row + group * kBlock, at.column + c, first_block + blocks - 1, d + c / 2, part);
+          if constexpr (S::kFloats) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) part[i] = d[c / 2 + i];
+          } else {
+            sums_of_integers(end_now, c, d + c / 2, of_rows, part);
+          }
 #pragma unroll
           for (int i = 0; i < 8; i += 4) {
             float* to = sums + c + i * 2;
@@ -420,22 +482,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (!there) continue;
         const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
         const int first_row = end.row + group * kBlock;
-        // Some columns at a time: their scales stay in registers beside all sums.
-#pragma unroll
-        for (int c = 0; c < kColumns; c += kPart) {
-          const int column = end.column + c;
-          float part[kPart / 2];
-          if constexpr (kChained) {
-#pragma unroll
-            for (int i = 0; i < kPart / 2; i++) part[i] = total[c / 2 + i];
-          } else {
-            sums_of_piece<kPart>(p, rows, first_row, column, k.blocks - 1, d + c / 2, part);
-          }
-          scale_sums<S::kFloats, kPart>(p, rows, first_row, column, part);
-          if constexpr (!kGated) write_sums<kPart>(p, rows, first_row, column, part);
-          else if (p.bias) write_gated<true, kPart>(p, rows, first_row, column / 2, part);
-          else write_gated<false, kPart>(p, rows, first_row, column / 2, part);
-        }
+        if constexpr (S::kFloats || !kChained) await_end(group);
+        const auto& sums = of_pieces<kChained>(total, d);
+        const Results<S, std::decay_t<decltype(sums[0])>> results(sums, end_now);
+        if constexpr (!kGated) write_sums<kColumns>(p, rows, first_row, end.column, results);
+        else if (p.bias) write_gated<true, kColumns>(p, rows, first_row, end.column / 2, results);
+        else write_gated<false, kColumns>(p, rows, first_row, end.column / 2, results);
       }
     }
   }
