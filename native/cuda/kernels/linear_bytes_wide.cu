@@ -63,6 +63,7 @@ Walk walk_of(int rows, int columns) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kCopiers = 4;  // threads that copy
+constexpr int kPlaces = 16;
 // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
 constexpr int kAhead = 2;
 // How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
@@ -303,6 +304,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                 kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
+  // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
+  __shared__ TilePlace places[kPlaces];
+  static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
   // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
   const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
   const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
@@ -331,8 +335,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
       for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
       bool waited = false;
-      for (int tile = first_tile; tile < tiles; tile += stride) {
+      for (int tile = first_tile, number = 0; tile < tiles; tile += stride, number++) {
         const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+        if (warp == 0) places[number % kPlaces] = at;
         const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
                           max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
         Copy copies[kCopies];
@@ -383,11 +388,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const bool apart = !S::kBeside && blocks > kAhead * kStep + 1;
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
-    uint32_t end_at = stages + S::kStagesBytes + group * 2 * S::kEndWords * 4;
-    for (int tile = first_tile, turn = 0; tile < tiles; tile += stride, turn ^= 1) {
-      const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+    for (int tile = first_tile, number = 0; tile < tiles; tile += stride, number++) {
+      barrier_wait(&full[ring.stage], ring.parity);
+      const TilePlace at = places[number % kPlaces];
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
-      const uint32_t end_now = end_at + turn * S::kEndWords * 4;
+      const uint32_t end_now = stages + S::kStagesBytes + (group * 2 + number % 2) * S::kEndWords * 4;
       if (S::kEndWords > 0 && there)
         ask_for_end<S>(p, rows, at.row + group * kBlock, at.column, k, first_block, end_now);
       if (!kGated && !S::kBeside && p.adds && there)
@@ -480,7 +485,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       } else {
         if (!there) continue;
-        const TilePlace end = TilePlace::of<S>(walk, afresh(tile), down, across);
+        const TilePlace end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
         const auto& sums = of_pieces<kChained>(total, d);

@@ -32,27 +32,24 @@ __device__ inline void write_gated(const Product& p, int rows, int first_row, in
                       __fadd_rn(gates[2 + j], there ? p.bias[width + column] : -0.0f));
   };
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
+  for (int step = 0; step < (kEights + 3) / 4 * 2; step++) {
+    const int first = step / 2 * 4, h = step % 2, row = first_row + (int)(thread / 32 * 16 + lane / 4) + 8 * h;
+    uint32_t words[4] = {};
 #pragma unroll
-    for (int first = 0; first < kEights; first += 4) {
-      uint32_t words[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4 && first + i < kEights; i++) {
-        float gates[4];
-        results(first + i, h, gates);
-        words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
-      }
-      exchange(words);
-      const int column = first_column + (first + (int)quarter) * 8;
-      if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
-      if (column + 8 > width) {  // columns from the width on are padding, which is zero
-#pragma unroll
-        for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
-      }
-      *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+    for (int i = 0; i < 4 && first + i < kEights; i++) {
+      float gates[4];
+      results(first + i, h, gates);
+      words[i] = two_bf16(gate_of(first + i, 0, gates), gate_of(first + i, 1, gates));
     }
+    exchange(words);
+    const int column = first_column + (first + (int)quarter) * 8;
+    if (row >= rows || first + (int)quarter >= kEights || column >= width) continue;
+    if (column + 8 > width) {  // columns from the width on are padding, which is zero
+#pragma unroll
+      for (int i = 0; i < 4; i++) words[i] &= column + 2 * i + 1 < width ? ~0u : column + 2 * i < width ? 0xffff : 0;
+    }
+    *reinterpret_cast<uint4*>(p.y.tiles + tile_offset(row, column, blocks)) =
+        make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
@@ -86,7 +83,7 @@ __device__ inline float4 read_if(const float* from, bool there) {
 // computed with: for all there are no registers, and one after the other would wait for each.
 template <int kColumns, typename Results>
 __device__ inline void write_sums(const Product& p, int rows, int first_row, int first_column, const Results& results) {
-  constexpr int kSixteens = kColumns / 16, kAsked = 4, kSteps = (kSixteens + kAsked - 1) / kAsked;
+  constexpr int kSixteens = kColumns / 16, kAsked = 4, kSteps = (kSixteens + kAsked - 1) / kAsked * 2;
   const unsigned thread = afresh(threadIdx.x % 128), lane = thread % 32, odd = lane % 2;
   const int width = p.y.width, column = first_column + (int)(8 * odd + lane % 4 / 2 * 4),
             row = first_row + (int)(thread / 32 * 16 + lane / 4);
@@ -95,21 +92,21 @@ __device__ inline void write_sums(const Product& p, int rows, int first_row, int
   const int stride = p.adds ? 8 * width : 0;
   float4 asked[2][kAsked];
   const auto ask = [&](int step) {
-    const int h = step / kSteps;
+    const int h = step % 2;
 #pragma unroll
     for (int i = 0; i < kAsked; i++)
-      if (const int at = step % kSteps * kAsked + i; at < kSixteens)
+      if (const int at = step / 2 * kAsked + i; at < kSixteens)
         asked[step % 2][i] =
             read_if(added + (size_t)h * stride + column + 16 * at, added && row + 8 * h < rows && 16 * at < left);
   };
   ask(0);
 #pragma unroll
-  for (int step = 0; step < 2 * kSteps; step++) {
-    if (step + 1 < 2 * kSteps) ask(step + 1);
-    const int h = step / kSteps;
+  for (int step = 0; step < kSteps; step++) {
+    if (step + 1 < kSteps) ask(step + 1);
+    const int h = step % 2;
 #pragma unroll
     for (int i = 0; i < kAsked; i++) {
-      const int at = step % kSteps * kAsked + i;
+      const int at = step / 2 * kAsked + i;
       if (at >= kSixteens) continue;
       float v[4];
       results(at, h, v);
