@@ -11,6 +11,7 @@
 
 #include "cuda/kernels/linear_integer.h"
 #include "cuda/kernels/row_sums.cuh"
+#include "cuda/kernels/tile_parts.cuh"
 #include "cuda/kernels/wgmma_registers.cuh"
 
 namespace as {
@@ -20,6 +21,8 @@ namespace {
 constexpr int kMostShared = 226 << 10;
 constexpr int kGroups = 2, kRows = kGroups * kBlock, kThreads = 128 * (1 + kGroups);  // warpgroups that multiply
 constexpr int kStep = 2;                                                              // blocks of K
+// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
+constexpr int kBandRows = 2048;
 // From one row of sums in shared memory to the next: two adjacent ones of each of eight rows lie in different banks.
 AS_BOTH constexpr int sums_stride(int columns) { return columns + 8; }
 
@@ -35,7 +38,7 @@ struct Shape {
   static constexpr int kColumns = kColumns_, kDown = kDown_, kAcross = kAcross_;
   static constexpr Sums kSums = kSums_;
   static constexpr bool kBeside = kSums == Sums::beside;
-  static constexpr int kSharers = kDown * kAcross;
+  static constexpr int kSharers = kDown * kAcross, kTileRows = kRows, kBand = kBandRows / (kDown * kRows);
   static constexpr int kRowBytes = kStep * kRows * kByteRow, kStageBytes = kRowBytes + kStep * kColumns * kByteRow;
   // What the end of a tile reads beside sums, in words: scales of its columns, of a warpgroup's rows, and of integers
   // sums of these rows. A warpgroup has two, as some of its warps may still read that of the tile before.
@@ -50,15 +53,10 @@ struct Shape {
   static_assert(!kBeside || kRows * sums_stride(kColumns) * 4 <= kStagesBytes);
 };
 
-// The tiles of a product, cluster by cluster.
-struct Walk {
-  int down, across;  // clusters' tiles
-
-  AS_BOTH int count() const { return down * across; }
-};
 template <typename S>
-Walk walk_of(int rows, int columns) {
-  return {ceil_div(rows, S::kDown * kRows), ceil_div(columns, S::kAcross * S::kColumns)};
+Walk walk_of(int rows, const Pieces& k, int columns) {
+  const int down = ceil_div(rows, S::kDown * kRows), across = ceil_div(columns, S::kAcross * S::kColumns);
+  return {down, across, down * across, S::kBeside ? k.blocks : k.length};
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -66,8 +64,6 @@ constexpr int kCopiers = 4;  // threads that copy
 constexpr int kPlaces = 16;
 // How many steps one warpgroup is ahead of the other: it writes while that one multiplies.
 constexpr int kAhead = 2;
-// How many rows' tiles are shared by blocks that are at work at the same time: they stay in the cache.
-constexpr int kBandRows = 2048;
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 
@@ -78,19 +74,6 @@ struct Own {
   static constexpr int kRows = kGroups / S::kAcross, kColumns = S::kColumns / S::kDown;
   static constexpr int kParts = (kBlock - gcd(kColumns, kBlock) + kColumns - 1) / kBlock + 1;
   static constexpr int kCopies = kRows + kStep * kParts;
-};
-
-// A block's tile among a cluster's: in their order some tiles of rows take one of columns after the other.
-struct TilePlace {
-  int row, column;
-
-  template <typename S>
-  __device__ static TilePlace of(const Walk& walk, int tile, int down, int across) {
-    constexpr int kBand = kBandRows / (S::kDown * kRows);
-    const int first = tile / (kBand * walk.across) * kBand, there = min(kBand, walk.down - first);
-    const int within = tile - first * walk.across;
-    return {((first + within % there) * S::kDown + down) * kRows, (within / there * S::kAcross + across) * S::kColumns};
-  }
 };
 
 // A copy that a thread asks for in each step: of some rows of one block, for a block of K or for all of a step.
@@ -104,7 +87,7 @@ struct Copy {
 
 // Number n of the copies of a block of threads; first: block of K.
 template <typename S>
-__device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blocks, int first, int down, int across,
+__device__ Copy copy_of(const Product& p, int rows, const TilePart& at, int blocks, int first, int down, int across,
                         int n) {
   Copy copy;
   if (n < Own<S>::kRows) {
@@ -129,16 +112,12 @@ __device__ Copy copy_of(const Product& p, int rows, const TilePlace& at, int blo
   return copy;
 }
 
-// The next products begin anew: what is there need not be kept until then.
-template <int kValues>
-__device__ void forget(float (&d)[kValues]) {
+// The next products begin anew: nothing of the last ones need stay in registers until then. Their first does not read
+// these zeros, but the compiler counts with a value.
+template <typename Sum, int kValues>
+__device__ void forget(Sum (&d)[kValues]) {
 #pragma unroll
-  for (int i = 0; i < kValues; i++) asm volatile("" : "=f"(d[i]));
-}
-template <int kValues>
-__device__ void forget(int (&d)[kValues]) {
-#pragma unroll
-  for (int i = 0; i < kValues; i++) asm volatile("" : "=r"(d[i]));
+  for (int i = 0; i < kValues; i++) d[i] = 0;
 }
 
 template <int kColumns>
@@ -250,7 +229,7 @@ __device__ const auto& of_pieces(const Totals& total, const Sums& d) {
 // The end of a tile whose pieces are in the shared memories of a cluster: every thread of it has every so many fours
 // of columns.
 template <typename S, bool kGated>
-__device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint32_t sums, int piece, int pieces,
+__device__ void add_beside(const Product& p, int rows, const TilePart& at, uint32_t sums, int piece, int pieces,
                            int first_rank) {
   constexpr int kColumns = S::kColumns;
   const int fours = (kGated ? kColumns / 2 : kColumns) / 4, first_column = kGated ? at.column / 2 : at.column;
@@ -298,21 +277,24 @@ __device__ void add_beside(const Product& p, int rows, const TilePlace& at, uint
 
 template <typename S, bool kGated>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, Walk walk, bool late) {
+    linear_wide_kernel(const __grid_constant__ Product p, int rows, Pieces k, const __grid_constant__ Walk walk,
+                       bool late, Scratch scratch) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr int kColumns = S::kColumns, kDown = S::kDown, kAcross = S::kAcross, kSharers = S::kSharers,
                 kStages = S::kStages;
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64_t full[kStages], empty[kStages];
   // Where tiles are is said by who copies: that takes divisions, and nobody multiplies meanwhile.
-  __shared__ TilePlace places[kPlaces];
+  __shared__ TilePart places[kPlaces];
   static_assert(kPlaces >= kStages + 2);  // each that is on its way has a stage at least
   // Of a cluster's blocks of threads those of a tile are adjacent, and then those of a row of tiles.
   const int pieces = S::kBeside ? k.count : 1, cluster = kSharers * pieces;
   const int rank = blockIdx.x % cluster, piece = rank % pieces, down = rank / pieces / kAcross,
             across = rank / pieces % kAcross;
-  const int first_tile = blockIdx.x / cluster, stride = gridDim.x / cluster, tiles = walk.count();
-  const int first_block = piece * k.length, blocks = S::kBeside ? min(k.length, k.blocks - first_block) : k.blocks;
+  const Parts<S> parts(walk, k.blocks, blockIdx.x / cluster, gridDim.x / cluster, down, across);
+  const int count = parts.count();
+  // Of a part of a tile what is computed here.
+  const int first_block = piece * k.length, end_block = S::kBeside ? min(first_block + k.length, k.blocks) : k.blocks;
   const uint32_t stages = shared_address(shared);
   if (!late) let_next_begin();
   if (threadIdx.x == 0) {
@@ -335,8 +317,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kAcross; i++) beside |= 1 << ((down * kAcross + i) * pieces + piece);
       for (int i = 0; i < kDown; i++) above |= 1 << ((i * kAcross + across) * pieces + piece);
       bool waited = false;
-      for (int tile = first_tile, number = 0; tile < tiles; tile += stride, number++) {
-        const TilePlace at = TilePlace::of<S>(walk, tile, down, across);
+      for (int number = 0; number < count; number++) {
+        TilePart at = parts[number];
+        if (S::kBeside) at.begin = first_block, at.end = end_block;
         if (warp == 0) places[number % kPlaces] = at;
         const int there = max(0, min(kRows, blocks_of(rows) * kBlock - at.row)) +
                           max(0, min(kColumns, blocks_of(p.w.n) * kBlock - at.column));
@@ -344,12 +327,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int i = 0; i < kCopies; i++) {
           const int n = warp + i * kCopiers;
-          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, first_block, down, across, n);
+          if (n < Own<S>::kCopies) copies[i] = copy_of<S>(p, rows, at, k.blocks, at.begin, down, across, n);
           // Weights are on their way before the kernel before this one has made the rows.
-          if (!waited && (copies[i].of_rows || tile != first_tile)) await_previous(), waited = true;
+          if (!waited && (copies[i].of_rows || number > 0)) await_previous(), waited = true;
         }
-        for (int b = 0; b < blocks; b += kStep, ring.next()) {
-          const int now = min(kStep, blocks - b);
+        for (int b = at.begin; b < at.end; b += kStep, ring.next()) {
+          const int now = min(kStep, at.end - b);
           uint64_t* barrier = &full[ring.stage];
           barrier_wait(&empty[ring.stage], ring.parity ^ 1);
           // All of them are needed for a stage, whatever they copy: so none is ever a turn of the ring ahead or behind.
@@ -386,23 +369,29 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (kSharers == 1) barrier_arrive(&empty[stage]);
       else barrier_arrive_at(&empty[stage], teller * pieces + piece);
     };
-    const bool apart = !S::kBeside && blocks > kAhead * kStep + 1;
+    barrier_wait(&full[0], 0);
+    const int begun = places[0].begin, steps = (places[0].end - begun) / kStep;
+    const bool apart = !S::kBeside && steps > kAhead;
     if (group == 1 && apart) asm volatile("bar.sync 1, 256;" ::: "memory");
-    for (int tile = first_tile, number = 0; tile < tiles; tile += stride, number++) {
+    for (int number = 0; number < count; number++) {
       barrier_wait(&full[ring.stage], ring.parity);
-      const TilePlace at = places[number % kPlaces];
+      const TilePart at = places[number % kPlaces];
       const bool there = at.row + group * kBlock < rows && at.column < p.w.n;
       const uint32_t end_now = stages + S::kStagesBytes + (group * 2 + number % 2) * S::kEndWords * 4;
       if (S::kEndWords > 0 && there)
         ask_for_end<S>(p, rows, at.row + group * kBlock, at.column, k, first_block, end_now);
-      if (!kGated && !S::kBeside && p.adds && there)
+      if (!kGated && !S::kBeside && p.adds && there && at.end == k.blocks)
         ask_for_added<kColumns>(p, rows, at.row + group * kBlock, at.column);
       if constexpr (kChained) {
+        if (at.begin > 0 && there) {
+          go_on_from(scratch, blockIdx.x - cluster, group, 2 + group, total);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+          for (int i = 0; i < kColumns / 2; i++) total[i] = -0.0f;  // with which a sum is what is added
+        }
       }
-      for (int b = 0; b < blocks;) {
-        const int first = b, end = min(b + k.length, blocks);
+      for (int b = at.begin; b < at.end;) {
+        const int first = b, end = min(b + k.length, at.end);
         int last = 0;
         // A block of a stage; nothing may branch between products that are under way.
         const auto multiply_block = [&](int block, bool adds) {
@@ -427,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           if (b > first) release(last);
           last = ring.stage;
-          if (group == 0 && b == kAhead * kStep && tile == first_tile && apart)
+          if (group == 0 && b == begun + kAhead * kStep && number == 0 && apart)
             asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wait_products<0>();
@@ -448,7 +437,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int i = 0; i < kColumns / 2; i++) total[i] = __fadd_rn(total[i], d[i]);
           } else {
-            if (first == 0) await_end(group);
+            if (first == at.begin) await_end(group);
             float of_rows[2];
             read_of_rows<S>(end_now, 1 + first / k.length, of_rows);
 #pragma unroll
@@ -485,7 +474,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       } else {
         if (!there) continue;
-        const TilePlace end = places[afresh(number) % kPlaces];
+        if constexpr (kChained) {
+          if (places[afresh(number) % kPlaces].end < k.blocks) {
+            hand_over(scratch, group, 2 + group, total);
+            continue;
+          }
+        }
+        const TilePart end = places[afresh(number) % kPlaces];
         const int first_row = end.row + group * kBlock;
         if constexpr (S::kFloats || !kChained) await_end(group);
         const auto& sums = of_pieces<kChained>(total, d);
@@ -499,8 +494,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncwarp();
   if constexpr (S::kBeside) {
     cluster_barrier();
-    const TilePlace at = TilePlace::of<S>(walk, first_tile, down, across);
-    add_beside<S, kGated>(p, rows, at, stages, piece, pieces, rank - piece);
+    add_beside<S, kGated>(p, rows, parts[0], stages, piece, pieces, rank - piece);
   }
   // Other blocks may still tell this one's barriers, or read its sums.
   if (kSharers > 1 || S::kBeside) cluster_barrier();
@@ -508,6 +502,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 bool tells_late[3] = {false, false, true};
+// Nanoseconds that the end of a tile takes, by its pieces; and that a cluster waits for sums which it goes on from and
+// leaves others.
+constexpr int kEndOf[3] = {2500, 2500, 5000}, kHandOver = 4000;
 
 template <typename S>
 struct Kernel {
@@ -529,18 +526,35 @@ struct Kernel {
     return count = found > 0 ? found : std::max(1, processors() / (S::kSharers * pieces));
   }
   static int pieces_of(const Matrix& w) { return S::kBeside ? Pieces(w.k, w.most_pieces).count : 1; }
-  // How often all clusters have a tile.
-  static int turns(const Matrix& w, int rows) {
-    return ceil_div(walk_of<S>(rows, w.n).count(), clusters(pieces_of(w)));
+  // How tiles are shared out, and how many nanoseconds that takes if a step takes so many. Where the last turn of all
+  // clusters would leave many idle, its tiles and those of the one before are shared, if they are of several pieces.
+  static int64_t plan(const Matrix& w, int rows, int nanoseconds, Walk* walk) {
+    const Pieces k(w.k, w.most_pieces);
+    *walk = walk_of<S>(rows, k, w.n);
+    const int most = clusters(pieces_of(w)), count = walk->count(), over = count % most, turns = ceil_div(count, most);
+    const int64_t steps = ceil_div(S::kBeside ? k.length : k.blocks, kStep),
+                  tile = steps * nanoseconds + kEndOf[(int)S::kSums], whole = turns * tile;
+    if (S::kSums != Sums::chained || count < most || over == 0 || most * S::kSharers > kScratchBlocks) return whole;
+    const int units = ceil_div(k.blocks, walk->unit), part = ceil_div((most + over) * units, most);
+    const int64_t shared =
+        (turns - 2) * tile + (int64_t)part * ceil_div(walk->unit, kStep) * nanoseconds + 2 * kEndOf[1] + kHandOver;
+    if (shared >= whole) return whole;
+    walk->whole = count - most - over;
+    return shared;
   }
-  static void start(const Product& p, int rows, const Queue& queue) {
-    const Walk walk = walk_of<S>(rows, p.w.n);
+  static int64_t cost(const Matrix& w, int rows, int nanoseconds) {
+    Walk walk;
+    return plan(w, rows, nanoseconds, &walk);
+  }
+  static void start(const Product& p, int rows, int nanoseconds, const Queue& queue) {
+    Walk walk;
+    plan(p.w, rows, nanoseconds, &walk);
     const int pieces = pieces_of(p.w), cluster = S::kSharers * pieces;
     const auto kernel = p.gated ? linear_wide_kernel<S, true> : linear_wide_kernel<S, false>;
     allow_shared(kernel, S::kShared);
     const int count = S::kBeside ? walk.count() : std::min(walk.count(), clusters(pieces));
     start_clusters(queue, kernel, dim3(count * cluster), dim3(cluster), kThreads, S::kShared, p, rows,
-                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums]);
+                   Pieces(p.w.k, p.w.most_pieces), walk, tells_late[(int)S::kSums], queue.scratch);
     launched("linear in 8 bits, many rows");
   }
 };
@@ -551,14 +565,14 @@ struct Choice {
   int columns;
   Sums sums;
   int down, across, nanoseconds;
-  int (*turns)(const Matrix& w, int rows);
-  void (*start)(const Product&, int, const Queue&);
+  int64_t (*cost)(const Matrix& w, int rows, int nanoseconds);
+  void (*start)(const Product&, int rows, int nanoseconds, const Queue&);
 };
 template <bool kFloats, int kColumns, Sums kSums, int kDown, int kAcross>
 constexpr Choice choice() {
   using K = Kernel<Shape<kFloats, kColumns, kSums, kDown, kAcross>>;
   constexpr int kMultiply = kColumns * 27 / 10, kCopy = (kRows / kAcross + kColumns / kDown) * kStep * kByteRow / 42;
-  return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::turns, K::start};
+  return {kColumns, kSums, kDown, kAcross, kMultiply > kCopy ? kMultiply : kCopy, K::cost, K::start};
 }
 constexpr Choice kOfFloats[] = {
     choice<true, 256, Sums::whole, 2, 1>(),   choice<true, 192, Sums::whole, 2, 1>(),
@@ -571,7 +585,6 @@ constexpr Choice kOfIntegers[] = {
     choice<false, 192, Sums::chained, 2, 1>(), choice<false, 128, Sums::chained, 2, 1>(),
     choice<false, 144, Sums::beside, 1, 1>(),  choice<false, 192, Sums::beside, 1, 1>(),
 };
-constexpr int kEnd = 2500, kEndBeside = 5000;  // nanoseconds that the end of a tile takes
 
 template <int kCount>
 bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, const Queue& queue) {
@@ -583,11 +596,10 @@ bool start_best(const Choice (&choices)[kCount], const Product& p, int rows, con
   for (const Choice& choice : choices) {
     const bool beside = choice.sums == Sums::beside;
     if ((choice.sums == Sums::whole) != (k.count == 1) || (beside && k.count > kMostPieces)) continue;
-    const int64_t steps = (beside ? k.length : k.blocks) / kStep, end = beside ? kEndBeside : kEnd,
-                  cost = choice.turns(p.w, rows) * (steps * choice.nanoseconds + end);
+    const int64_t cost = choice.cost(p.w, rows, choice.nanoseconds);
     if (cost < least) best = &choice, least = cost;
   }
-  best->start(p, rows, queue);
+  best->start(p, rows, best->nanoseconds, queue);
   return true;
 }
 

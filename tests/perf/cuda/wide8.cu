@@ -131,7 +131,11 @@ struct Problem {
 struct Way {
   char name[32];
   const Choice* choice;
-  void (*start)(const Product&, int, const Queue&);
+  void (*stream)(const Product&, int, const Queue&);
+
+  void start(const Product& p, int rows, const Queue& queue) const {
+    choice ? choice->start(p, rows, choice->nanoseconds, queue) : stream(p, rows, queue);
+  }
 };
 std::vector<Way> ways(const Problem& a, bool streams) {
   std::vector<Way> all;
@@ -141,7 +145,7 @@ std::vector<Way> ways(const Problem& a, bool streams) {
   }
   const auto add = [&](const Choice& c) {
     if ((c.sums == Sums::whole) != (Pieces(a.p.w.k, a.p.w.most_pieces).count == 1)) return;
-    Way way{"", &c, c.start};
+    Way way{"", &c, nullptr};
     snprintf(way.name, sizeof way.name, "%d%s/%dx%d", c.columns, c.sums == Sums::beside ? "b" : "", c.down, c.across);
     all.push_back(way);
   };
